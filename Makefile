@@ -22,7 +22,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spark slow interop wheel-check check bench versus pictures docs lock up
+.PHONY: help setup demo cluster test spark slow interop wheel-check check bench versus pictures docs lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ setup: $(READY)   ## make .venv with everything in it (the other targets do this
 
 demo: $(READY)   ## see it work, on real data
 	$(BIN)/python -m examples.flights $(ARGS)
+
+cluster: $(READY)   ## run three nodes and three etcd members on this machine (Debian: etcd-server)
+	$(BIN)/python -m examples.cluster $(ARGS)
 
 up: $(READY)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
