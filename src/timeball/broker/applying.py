@@ -3,7 +3,7 @@
 A start applies the whole log in one step. A follower of a replicated log applies rows as they are committed, so that
 a takeover has nothing left to replay. Both get the same state: the same rows, in any steps, add up to the same facts.
 
-    apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait, promises that are settled
+    apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait or are settled
     finish   the data files are checked, the Delta log is brought up, and all is put together as `Recovered`
 
 A committed snapshot says all that the rows before it said (log/checkpoint.py). Once its row is applied it becomes the
