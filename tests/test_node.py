@@ -18,12 +18,16 @@ from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball, __version__
+from timeball.broker.components import Tables
+from timeball.broker.recovery import apply_log, starting_point
 from timeball.clock import ManualClock
 from timeball.config import Settings
 from timeball.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
 from timeball.errors import DiskFailed, SetupError, StorageError
 from timeball.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
+from timeball.log.reader import LogReader
+from timeball.log.recovery import open_log
 from timeball.node import Node
 
 
@@ -168,6 +172,32 @@ def test_a_log_alone_is_a_folder_of_ours(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
         assert sum(high for _, high in node.broker.queues("orders").values()) == 3
     assert (tmp_path / FORMAT_NAME).exists()
+
+
+def test_a_node_begins_with_a_log_and_caches_that_are_there(tmp_path: Path) -> None:
+    """As a follower that takes over does: the folder is claimed by its caller, and stays so."""
+    with running_node(tmp_path) as running:
+        running.run(running.broker.send(batch(3)))
+    files, settings = RealFiles(tmp_path), Settings(data=tmp_path)
+    files.lock()
+    opened = open_log(files, segment_bytes=settings.segment_bytes, now_ms=0)
+    reader, tables = LogReader(opened.segments), Tables(files, settings.queues_per_topic)
+    applying = apply_log(starting_point(None, opened.segments), reader, tables)
+
+    async def main() -> None:
+        node = Node(settings, files=files)
+        await node.start(listen=False, hot=(opened, applying))
+        await node.broker.send(batch(2))
+        assert sum(high for _, high in node.broker.queues("orders").values()) == 5
+        assert node.broker.parts.reader is reader and node.broker.parts.topics is tables.topics
+        await node.stop()
+
+    asyncio.run(main())
+    with pytest.raises(SetupError, match="in use"):
+        RealFiles(tmp_path).lock()
+    files.unlock()
+    with running_node(tmp_path) as running:
+        assert sum(high for _, high in running.broker.queues("orders").values()) == 5
 
 
 # ---- fail-stop ----------------------------------------------------------------------------------------------

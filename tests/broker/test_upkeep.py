@@ -66,6 +66,16 @@ async def test_a_snapshot_is_written_when_much_log_has_come(
 
 
 @on_node()
+async def test_where_the_log_may_begin_never_goes_back(world: World) -> None:
+    """Another replica may have removed what the last snapshot let go, and refuses one that asks for more."""
+    await world.send("a", [None] * 9)
+    for known, expected in ((6, 6), (1, 1)):
+        await upkeep.Upkeep(world.broker, 1, known).snapshot()
+        last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
+        assert last is not None and last.facts.log_from_seq == expected
+
+
+@on_node()
 async def test_offsets_are_saved_when_they_have_changed(world: World) -> None:
     await world.send("a", [None])
     await world.consume()
