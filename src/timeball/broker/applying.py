@@ -1,9 +1,9 @@
 """Bring the broker's caches up to date with rows of the log, in steps; at the end hand them to a broker.
 
-A start applies the whole log in one step. A follower of a replicated log applies rows as they are committed, so that
+A start applies the whole log in one step. A follower of a replicated log applies committed rows as they come, so that
 a takeover has nothing left to replay. Both get the same state: the same rows, in any steps, add up to the same facts.
 
-    apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait or are settled
+    apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait, settled pairs
     finish   the data files are checked, the Delta log is brought up, and all is put together as `Recovered`
 
 A committed snapshot says all that the rows before it said (log/checkpoint.py). Once its row is applied it becomes the
@@ -97,6 +97,7 @@ class Applying:
     def apply(self, to_seq: int) -> None:
         """Apply the durable rows below `to_seq` that were not applied; all of them must be committed."""
         to_seq = min(to_seq, self.reader.next_seq)
+        # All columns in one read: queues, META and TABLE rows need nearly all of them, also bodies.
         for rows in self.reader.coalesced(self.applied_seq, to_seq, None, BATCH_ROWS):
             self._apply(rows)
         self.applied_seq = max(self.applied_seq, to_seq)
@@ -104,6 +105,7 @@ class Applying:
             # Retention may have gone on after the starting point, and what it let go must not be offered.
             self._first_seq = self.reader.first_seq
             self.tables.topics.forget(self._first_seq)
+        # In proportion to what is kept: a tail of ten million rows must not be folded for each thousand that come.
         unfolded_rows = self._tail.unfolded_rows + self._replayed.unfolded_rows
         if unfolded_rows >= max(FOLD_ROWS, self.kept_rows // 4):
             self._fold()
@@ -156,6 +158,7 @@ class Applying:
         if present & locations.KINDS:
             self._tail.add(rows)
         watermark = self.ledger.watermark
+        # Behind the META rows and the queues, none of which a new starting point changes.
         self._replayed.apply(rows)
         # Another strategy ran meanwhile and ended without a checkpoint: the table has promises which its state holds,
         # too.
@@ -173,7 +176,7 @@ class Applying:
         # A starting point that was saved while the snapshot was on its way to the log knows more.
         if known.facts.seq < self._replayed.facts.seq:
             return
-        # The rows between the snapshot's number and its own row came while it was made: it does not know them.
+        # The tail stays: the snapshot says which promises are settled, and not where those lie that wait.
         self._replayed = Replayed(known, self.ledger)
         for rows in self.reader.coalesced(known.facts.seq, end_seq, None, BATCH_ROWS):
             self._replayed.apply(rows)

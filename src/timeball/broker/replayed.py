@@ -110,6 +110,7 @@ class Replayed:
         self.waiting_rows += moves.num_rows
 
     def _settle(self, due_ms: Int64Array, seq: Int64Array, released: npt.NDArray[np.bool_]) -> None:
+        # Kept also when the mark covers it: the mark speaks of rows below the starting point.
         self._settled.add(due_ms, seq, released)
         self.waiting_rows -= self._before.count_new(due_ms, seq)
 
@@ -141,6 +142,7 @@ class Replayed:
         # Of each promise its last version, and the furthest instant that any version of it had: until then an answer
         # may still name an older one.
         if len(begins):
+            # The last move of a promise counts, but an old row of it may lie in a file until its furthest instant.
             last = order[np.append(begins[1:], len(order)) - 1]
             furthest_ms = np.maximum.reduceat(np.maximum(due_ms, until_ms)[order], begins)
             self._moved.replace(due_ms[last], number[last], version[last], furthest_ms)

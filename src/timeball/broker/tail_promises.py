@@ -1,8 +1,8 @@
 """The promises in the log's tail while its rows are applied: each in the last of its rows, three int64 each.
 
 Rows are added in the order of the log. Now and then they are folded: of a promise that was written again only its last
-row is kept, and what is settled or lies in the table goes. So a follower that applies for days holds what waits, and
-what came since it last folded.
+row is kept, and those go that are settled or lie in the table. So a follower that applies for days holds the promises
+that wait, and those that came since it last folded.
 
 Compaction wants to know how many promises came since the watermark, settled ones included. They are counted by blocks
 of numbers, and the block in which the watermark stands is counted from the log.
@@ -55,7 +55,7 @@ class TailPromises:
         from_seq = max(from_seq, reader.first_seq)
         if from_seq >= self.from_seq:
             return
-        # These rows stand before all that is held, and the columns are in the order of the log.
+        # Rows must stand in the order of the log, or the last of a promise would not be the one that counts.
         later = self._held
         self._held, self._folded_rows = GrowingColumns(3), 0
         for rows in reader.coalesced(from_seq, self.from_seq, locations.KINDS, _BATCH_ROWS, _COUNTED):
@@ -64,7 +64,7 @@ class TailPromises:
         self.from_seq = from_seq
 
     def fold(self, settled: Settled, from_seq: int) -> None:
-        """Forget rows before `from_seq`, promises that are settled, and all rows of a promise but its last one.
+        """Forget rows before `from_seq`, settled promises, and all rows of a promise but its last one.
 
         The pairs of `settled` are sorted by number, each part of them.
         """
@@ -93,6 +93,7 @@ class TailPromises:
         from_seq = max(from_seq, self.from_seq)
         block = from_seq // COUNT_BLOCK
         found = sum(count for at, count in self._counts.items() if at > block)
+        # The rest of one block alone: frames of ten rows are decoded in milliseconds.
         if block not in self._counts:
             return found
         end = (block + 1) * COUNT_BLOCK
