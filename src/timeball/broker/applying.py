@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.components import Tables
-from timeball.broker.queue_entries import BATCH_ROWS
+from timeball.broker.queue_entries import BATCH_ROWS, COLUMNS
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.replayed import Replayed, kinds_in
 from timeball.broker.tables.attach import AttachState
@@ -153,8 +153,9 @@ class Applying:
             self.tables.meta.restore(pairs_of(state))
         placed = np.asarray(rows.column("queue_offset").is_valid())
         if placed.any():
-            visible = rows if placed.all() else rows.filter(pa.array(placed))
-            self.tables.topics.replay(visible.drop_columns(["seq"]), visible.column("seq").to_numpy())
+            visible = rows.select(COLUMNS)
+            visible = visible if placed.all() else visible.filter(pa.array(placed))
+            self.tables.topics.replay(visible, visible.column("seq").to_numpy())
         if present & locations.KINDS:
             self._tail.add(rows)
         watermark = self.ledger.watermark

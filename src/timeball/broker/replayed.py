@@ -32,6 +32,7 @@ from timeball.schedule.outcomes import ReleaseCursor, Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 
+_NAMES = ("seq", "kind", "due_ms", "source_seq", "version_seq", "from_due_ms")
 _SETTLING = frozenset({Kind.RELEASE, Kind.CANCEL})
 
 
@@ -75,13 +76,15 @@ class Replayed:
         if present & (locations.KINDS | _SETTLING):
             # Rows without one are half messages, and rows that end them.
             has_instant = np.asarray(rows.column("due_ms").is_valid())
+            # Chosen first: to choose rows of all columns would copy every body.
+            named = rows.select(_NAMES)
             moves = (kinds == Kind.MOVED) & has_instant
             opened = rows.column("seq").to_numpy()[(kinds == Kind.PROMISE) & ~has_instant]
             if moves.any():
-                self._replay_moves(rows.filter(pa.array(moves)))
+                self._replay_moves(named.filter(pa.array(moves)))
             settling = np.isin(kinds, list(_SETTLING))
             if present & _SETTLING:
-                self._replay_ends(rows.filter(pa.array(settling & has_instant)))
+                self._replay_ends(named.filter(pa.array(settling & has_instant)))
             # A move may be to a half's first instant. Others name what is no half, which changes nothing.
             ended = moves | (settling & ~has_instant)
             if len(opened) or (len(self.halves) and ended.any()):

@@ -22,7 +22,7 @@ from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Settled
 
 COUNT_BLOCK = 4_096  # numbers
-_COUNTED = ("seq", "kind", "due_ms", "queue_offset", "source_seq", "version_seq", "from_due_ms")
+_COLUMNS = ("seq", "kind", "due_ms", "queue_offset", "source_seq", "version_seq", "from_due_ms")
 _BATCH_ROWS = 65_536
 
 
@@ -45,7 +45,8 @@ class TailPromises:
 
     def add(self, rows: pa.RecordBatch) -> None:
         """Add the promises of READ_SCHEMA rows that stand behind all others so far."""
-        waiting = locations.waiting_in(locations.waiting_rows(rows))
+        # Chosen first: to choose rows of all columns would copy every body.
+        waiting = locations.waiting_in(locations.waiting_rows(rows.select(_COLUMNS)))
         self._held.add(waiting.due_ms, waiting.seq, waiting.row_seq)
         self._count(waiting)
 
@@ -58,7 +59,7 @@ class TailPromises:
         # Rows must stand in the order of the log, or the last of a promise would not be the one that counts.
         later = self._held
         self._held, self._folded_rows = GrowingColumns(3), 0
-        for rows in reader.coalesced(from_seq, self.from_seq, locations.KINDS, _BATCH_ROWS, _COUNTED):
+        for rows in reader.coalesced(from_seq, self.from_seq, locations.KINDS, _BATCH_ROWS, _COLUMNS):
             self.add(rows)
         self._held.add(*later.columns())
         self.from_seq = from_seq
@@ -97,7 +98,7 @@ class TailPromises:
         if block not in self._counts:
             return found
         end = (block + 1) * COUNT_BLOCK
-        for rows in reader.coalesced(from_seq, end, locations.KINDS, _BATCH_ROWS, _COUNTED):
+        for rows in reader.coalesced(from_seq, end, locations.KINDS, _BATCH_ROWS, _COLUMNS):
             found += len(_new(locations.waiting_in(locations.waiting_rows(rows))))
         return found
 

@@ -87,6 +87,8 @@ class Consuming:
     async def restore(self) -> None:
         """Skip, after a crash, the positions that promises in the log say were handed out."""
         parts = self._parts
+        if not parts.offsets.table:
+            return  # no group has come anywhere, so none goes on behind anything: the log need not be read for it
         # Saved with the offsets: where in the log the leases begin that the offsets do not count.
         known = parts.offsets.parked
         found = await in_thread(parts.reader_thread, restart.done_positions, parts.reader, known)
