@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.components import Tables
-from timeball.broker.queue_entries import BATCH_ROWS, COLUMNS
+from timeball.broker.queue_entries import COLUMNS
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.replayed import Replayed, kinds_in
 from timeball.broker.tables.attach import AttachState
@@ -36,6 +36,8 @@ from timeball.schedule.outcomes import ReleaseCursor, Settled
 from timeball.table.attachment import FileEntry
 from timeball.table.catalog import Catalog
 
+# Small frames are joined up to so many rows; larger ones are applied without copying a body.
+BATCH_ROWS = 8_192
 FOLD_ROWS = 65_536  # rows since the last fold, or a quarter of what is kept when that is more: each is moved O(1) times
 
 
