@@ -221,6 +221,7 @@ class Node:
             backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
             ledger=applying.ledger, lease_counts=found.leases,
             reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
+            file_replication=self._leading.files if self._leading else None,
         )  # fmt: skip
         self.broker = Broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves

@@ -22,6 +22,7 @@ from timeball.cluster import events as on
 from timeball.cluster.connect import coordinator_of
 from timeball.cluster.connections import Connections, PeerTls, listen
 from timeball.cluster.coordinator import Node as ClusterNode
+from timeball.cluster.data_files import DataFiles
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.gateway import Gateway, Http
 from timeball.cluster.local_http import LocalAnswers
@@ -79,6 +80,7 @@ class ReplicatedNode:
         self._hand_over_task: asyncio.Task[None] | None = None
         self.member: Member
         self.thread: ReplicaThread
+        self.data_files: DataFiles
         self._log: ReplicaLog
         self._gateway: Gateway
         self._security: Security
@@ -117,7 +119,13 @@ class ReplicatedNode:
             await self._gateway.start()
             await self._names.start()
             self.thread = ReplicaThread(rules, log, connections, self._clock, self.member)
+            self.data_files = self.thread.file_work = DataFiles(
+                self.files, log, self.thread, self._clock,
+                retention_ms=settings.retention_ms, on_failure=self.member.fail,
+            )  # fmt: skip
+            self.data_files.needed_seq = self._caches.needed_seq
             undo.pop_all()
+        self.data_files.start()
         self.thread.start()
         self.member.start(self.thread)
 
@@ -157,6 +165,7 @@ class ReplicatedNode:
         await self._gateway.close()
         await self._names.close()
         await self.member.close()
+        await asyncio.to_thread(self.data_files.stop)
         await asyncio.to_thread(self.thread.shutdown)
         self._applier.shutdown()
         self.files.unlock()
@@ -216,10 +225,12 @@ class ReplicatedNode:
         try:
             if self._apply_task is not None:
                 await self._apply_task
+            # The broker is built on all files that the log names: what this disk lacks, another one has.
+            await asyncio.wrap_future(self.data_files.complete())
             opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
             hot = await in_thread(self._applier, self._caches.apply, opened.segments.next_seq)
             await self._gateway.close()
-            leading = Leading(_LentDisk(self.thread), self.thread)
+            leading = Leading(_LentDisk(self.thread), self.thread, self.data_files)
             node = Node(self._broker_settings(), self._clock, self.files, leading, self.figures)
             await node.start(hot=(opened, hot))
             self.broker_node = node

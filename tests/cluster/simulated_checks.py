@@ -28,6 +28,7 @@ class Checks:
         self.committed: list[Entry] = []
         self.acknowledged: list[tuple[str, int]] = []  # kind and number of a row that its sender relies on
         self.released: set[int] = set()
+        self.let_go = 0  # committed rows that a committed snapshot stands for, and a leader has removed
         self._committed_in: list[int] = []  # epochs, of the committed rows
         self.leaders: dict[int, str] = {}
         self._promised: dict[str, int] = defaultdict(int)
@@ -59,10 +60,10 @@ class Checks:
             self._synced_by[entry.chain].add(replica)
 
     def cut(self, replica: str, removed: list[Entry]) -> None:
-        """I5: what is committed is not cut."""
+        """I5: what is committed is not cut, unless a committed snapshot stands for it and a leader has let it go."""
         for entry in removed:
             at = entry.frame.seq - 1
-            is_kept = at >= len(self.committed) or self.committed[at].chain != entry.chain
+            is_kept = at >= len(self.committed) or self.committed[at].chain != entry.chain or at < self.let_go
             check(is_kept, f"I5: {replica} cuts the committed row {at + 1}")
 
     def commit(self, disk: Disk, to: Position, epoch: int, sets: list[tuple[str, ...]]) -> list[Entry]:
@@ -75,6 +76,13 @@ class Checks:
         new = self._agree(disk, to.seq - 1, may_add=True)
         self._committed_in += [epoch] * len(new)
         return new
+
+    def begin_behind(self, replica: str, seq: int) -> list[Entry]:
+        """I5: a log may begin only behind rows that were let go; return these."""
+        check(
+            seq - 1 <= self.let_go, f"I5: {replica} begins with row {seq}, let go are those to {self.let_go}"
+        )
+        return self.committed[: seq - 1]
 
     def apply(self, replica: str, disk: Disk, seq: int) -> None:
         """I5: a follower applies what is committed, and nothing else."""

@@ -73,6 +73,9 @@ class Disk:
     headers: dict[int, bytes] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     synced: int = 0  # entries
+    let_go: int = (
+        0  # entries that retention has removed; they stay in the list as what a snapshot says of them
+    )
     damaged: set[int] = field(default_factory=set)  # entries whose blocks have changed
 
     def begin(self, ordinal: int, header: bytes) -> None:
@@ -87,11 +90,32 @@ class Disk:
             self.entries.append(Entry(ordinal, position, frame, hash((before, frame.raw))))
             position += FRAME_BYTES
 
+    def begin_behind(self, known: list[Entry]) -> None:
+        """Go on behind these rows, which the leader has let go, with an empty log."""
+        self.entries, self.synced, self.let_go = list(known), len(known), len(known)
+
+    def drop_below(self, seq: int) -> bool:
+        """Let go the segments that lie wholly below a row; return whether there were any."""
+        before = self.let_go
+        for ordinal in sorted(self.headers)[:-1]:
+            last = max((e.frame.seq for e in self.entries if e.ordinal == ordinal), default=seq)
+            if last >= seq:
+                break
+            del self.headers[ordinal]
+            self.let_go = last
+        return self.let_go > before
+
+    @property
+    def first_seq(self) -> int:
+        """Return the first row that is kept; 0 while there is no segment."""
+        return self.let_go + 1 if self.headers else 0
+
     def cut(self, at: Position) -> list[Entry]:
         """Remove what stands behind `at`, and return it."""
         count = self.count(at)
         removed = self.entries[count:]
         del self.entries[count:]
+        self.let_go = self.let_go if count else 0
         self.headers = {o: header for o, header in self.headers.items() if o <= at.ordinal}
         self.synced = len(self.entries)
         return removed
@@ -116,7 +140,7 @@ class Disk:
 
     def damage(self, random: Random) -> bool:
         """Change a synced frame such that a start can tell it from a torn batch; return whether there is one."""
-        found = [i for i in range(self.synced) if self._is_proved(i)]
+        found = [i for i in range(self.let_go, self.synced) if self._is_proved(i)]
         if found:
             self.damaged.add(random.choice(found))
         return bool(found)
@@ -138,15 +162,15 @@ class Disk:
             if self._is_proved(hole):
                 self.incarnation += 1
             self.damaged.clear()
-            self.cut(self.entries[hole - 1].end if hole else BEGINNING)
+            self.cut(self.entries[hole - 1].end if hole > self.let_go else BEGINNING)
         self.synced = len(self.entries)
         self.promised = self.promised_durably
         ends = ()
-        for entry in self.entries:
+        for entry in self.entries[self.let_go :]:
             ends = extend(ends, entry.frame.epoch, entry.end)
         if not self.headers:
             return Log()
         ordinal = max(self.headers)
-        is_inside = bool(self.entries) and self.entries[-1].ordinal == ordinal
+        is_inside = len(self.entries) > self.let_go and self.entries[-1].ordinal == ordinal
         place = self.entries[-1].end.end if is_inside else fmt.ALIGN
-        return Log(ends, ordinal, place, len(self.entries) + 1)
+        return Log(ends, ordinal, place, len(self.entries) + 1, self.first_seq)

@@ -21,7 +21,15 @@ from typing import Any
 from unittest import mock
 
 from tests.cluster.simulated_checks import Checks, Fault
-from tests.cluster.simulated_disk import BATCH_BYTES, FRAME_BYTES, SEGMENT_BYTES, Disk, Frame, make_frame
+from tests.cluster.simulated_disk import (
+    BATCH_BYTES,
+    FRAME_BYTES,
+    SEGMENT_BYTES,
+    Disk,
+    Entry,
+    Frame,
+    make_frame,
+)
 from tests.cluster.simulated_etcd import Etcd
 from tests.cluster.simulated_wire import Pair, Wire
 
@@ -29,7 +37,7 @@ from timeball.cluster import effects as do
 from timeball.cluster import election, leading
 from timeball.cluster import events as on
 from timeball.cluster.machine import step
-from timeball.cluster.messages import Begin, Bytes, Data
+from timeball.cluster.messages import Begin, Bytes, Complete, Data
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Replica, Role, Rules
 from timeball.errors import PeerError
@@ -86,6 +94,7 @@ class Simulation:
         self.etcd = Etcd(Record(0, "", ("a/1", "b/1", "c/1")))
         self.wire, self.checks = Wire(), Checks()
         self.frames: dict[bytes, Frame] = {}
+        self.snapshots: dict[int, int] = {}  # number of the row -> the first row that must stay
         self.swaps: list[tuple[str, int, do.Propose]] = []
         self.now_ms, self.numbers, self.healing = 0, 0, False
         self.epochs = 0
@@ -98,6 +107,7 @@ class Simulation:
             (self.crash, 1.2 * scale[0]), (self.pause, 0.6 * scale[1]), (self.block, 0.8 * scale[2]),
             (self.unblock, 1.6), (self.cut, 0.8 * scale[2]), (self.expire, 1.5 * scale[3]), (self.wipe, 0.4 * scale[4]),
             (self.damage, 0.3 * scale[4]), (self.change, 0.6 * scale[5]), (self.hand_over, 0.4 * scale[5]),
+            (self.retain, 3),
         ):  # fmt: skip
             self.actions.append(action)
             self.weights.append(weight)
@@ -152,6 +162,8 @@ class Simulation:
             case do.Sync():
                 self.checks.sync(node.replica, disk.entries[disk.synced :])  # as the replica believes
             case do.BeginSegment(begin):
+                if not disk.headers and begin.first_seq > 1:
+                    disk.begin_behind(self.checks.begin_behind(node.replica, begin.first_seq))
                 disk.begin(begin.ordinal, begin.header)
             case do.CutLog(at):
                 self.checks.cut(node.replica, disk.cut(at))
@@ -163,6 +175,7 @@ class Simulation:
                 self.commit(node, position)
             case do.Apply(seq):
                 self.checks.apply(node.replica, disk, seq)
+                self.let_go(node, disk.entries[: seq - 1])
             case _:
                 self.carry_out_rest(node, effect)
 
@@ -200,13 +213,29 @@ class Simulation:
         assert node.state and node.state.lead
         lead = node.state.lead
         sets = [replicas for replicas in (lead.replicas, lead.joining) if replicas]
-        for entry in self.checks.commit(node.disk, position, lead.epoch, sets):
-            self.checks.acknowledged.append((entry.frame.kind, entry.frame.number))
+        new = self.checks.commit(node.disk, position, lead.epoch, sets)
+        self.checks.acknowledged += [(entry.frame.kind, entry.frame.number) for entry in new]
+        self.let_go(node, node.disk.entries[: position.seq - 1])
+
+    def let_go(self, node: Node, committed: list[Entry]) -> None:
+        """Remove the segments that the last committed snapshot allows to go: a leader does, and then its followers."""
+        snapshots = [entry.frame.number for entry in committed[node.disk.let_go :] if entry.frame.kind == "S"]
+        if snapshots and node.disk.drop_below(self.snapshots[snapshots[-1]]):
+            self.checks.let_go = max(self.checks.let_go, node.disk.let_go)
+            self.give(node, on.Dropped(node.disk.first_seq))
+
+    def complete(self, node: Node) -> None:
+        """Let a learner tell that it has the data files, which this world does not have."""
+        state = node.state
+        if state and state.role is Role.LEARNER and state.source and state.source.matched:
+            message = Complete(state.promised, state.applied_seq)
+            self.checks.send(node.replica, message)
+            self.wire.send(node.name, state.source.node, message, is_answer=True)
 
     def ship(self, node: Node, effect: do.Ship) -> None:
         """Send frames from the disk, one message of at most three."""
         disk, at = node.disk, effect.begin
-        first = disk.count(at)
+        first = max(disk.count(at), disk.let_go)
         entries = disk.entries[first : first + 3]
         entries = [entry for entry in entries if entry.ordinal == entries[0].ordinal]
         if entries:
@@ -307,6 +336,15 @@ class Simulation:
             node.unreleased += [number for kind, number in rows if kind == "P"]
             self.write_commit(node, rows)
 
+    def retain(self) -> None:
+        """Let a leader write a snapshot, behind which older segments may go."""
+        node = self.running(Role.LEADER)
+        if node and node.state and node.state.lead:
+            self.numbers += 1
+            committed = node.state.lead.committed.seq
+            self.snapshots[self.numbers] = self.random.randint(1, max(1, committed))
+            self.write_commit(node, [("S", self.numbers)])
+
     def release(self) -> None:
         """Let a leader release a promise."""
         node = self.running(Role.LEADER)
@@ -323,6 +361,7 @@ class Simulation:
         self.now_ms += self.random.choice((1, 5, 20, 50, 300))
         if node := self.running():
             self.give(node, on.Tick(self.now_ms))
+            self.complete(node)
 
     def watch(self) -> None:
         """Let a node read the record."""
@@ -509,6 +548,7 @@ class Simulation:
         for node in order:
             self.give(node, on.Flush())
             self.give(node, on.Tick(self.now_ms))
+            self.complete(node)
         self.release()
 
     def has_converged(self) -> bool:

@@ -25,12 +25,14 @@ MESSAGES = st.one_of(
     st.builds(m.Fetch, large, small, large, large),
     st.builds(m.Ping, large, large, large, large),
     st.builds(m.File, large, large, large, paths, small, st.binary(max_size=200)),
-    st.builds(m.Promise, large, names, st.sampled_from([(), ENDS[:1], ENDS]), small),
+    st.builds(m.Want, large, large, paths),
+    st.builds(m.Promise, large, names, st.sampled_from([(), ENDS[:1], ENDS]), small, large),
     st.builds(m.Refuse, large),
     st.builds(m.Ack, large, small, large, large),
     st.builds(m.Bytes, large, small, large, large, frames),
     st.builds(m.Have, large, large, paths),
     st.builds(m.Pong, large, large, large),
+    st.builds(m.Complete, large, large),
 )
 
 
@@ -45,15 +47,15 @@ def test_the_header_is_these_bytes() -> None:
     )
     assert encoded(m.Data(1, 1, 64, 2, 1, b"frame"))[41:] == b"\x05\0\0\0frame"
     assert encoded(m.Promise(2, "b/1", ENDS))[45:] == (
-        b'{"replica":"b/1","ends":[[1,1,640,11],[4,2,128,12]],"version":1}'
+        b'{"replica":"b/1","ends":[[1,1,640,11],[4,2,128,12]],"version":1,"first_seq":0}'
     )
 
 
 def test_every_type_has_its_number() -> None:
     told = {kind.__name__.upper(): number for number, kind in m.KINDS.items()}
     assert told == {
-        "HELLO": 1, "BEGIN": 2, "DATA": 3, "CUT": 4, "FETCH": 5, "PING": 6, "FILE": 7,
-        "PROMISE": 11, "REFUSE": 12, "ACK": 13, "BYTES": 14, "HAVE": 15, "PONG": 16,
+        "HELLO": 1, "BEGIN": 2, "DATA": 3, "CUT": 4, "FETCH": 5, "PING": 6, "FILE": 7, "WANT": 8,
+        "PROMISE": 11, "REFUSE": 12, "ACK": 13, "BYTES": 14, "HAVE": 15, "PONG": 16, "COMPLETE": 17,
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def put(catalog: Catalog, files: Files, seq: int, removed: list[FileEntry] | Non
     """Attach a file of one row, numbered as the TABLE row it stands for; all steps, in their order."""
     entries = write(files, table_rows([DUES[seq % 3]], first_seq=seq))
     change = attachment(entries, epoch=seq, removes=[entry.path for entry in removed or []])
-    catalog.sync_data(change)
+    catalog.sync_data(change.files)
     catalog.commit(change, seq, removed or [], NOW_MS)
     return entries
 
@@ -93,7 +93,7 @@ def test_deltalake_reads_rows_statistics_and_our_transaction(files: Files) -> No
     catalog = opened(files)
     rows = table_rows([*DUES, NOW_MS + 500 * DAY_MS], first_seq=100)
     change = attachment(write(files, rows), job="compact", to_seq=104)
-    catalog.sync_data(change)
+    catalog.sync_data(change.files)
     catalog.commit(change, 77, [], NOW_MS)
     table = as_delta(catalog)
     read = table.to_pyarrow_table().sort_by("seq")
@@ -358,7 +358,7 @@ def life(files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[
     for seq in SEQS:
         entries = write(files, table_rows([DUES[seq % 3]], first_seq=seq))
         change = attachment(entries, epoch=seq, removes=[entry.path for entry in removed])
-        catalog.sync_data(change)
+        catalog.sync_data(change.files)
         log.append((change, seq))
         catalog.commit(change, seq, removed, NOW_MS)
         done.append((change, seq))

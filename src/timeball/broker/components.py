@@ -30,6 +30,7 @@ from timeball.config import Settings
 from timeball.files import Files
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
+from timeball.log.replication import FileReplication
 from timeball.log.writer import LogWriter
 from timeball.message import SendBatch
 from timeball.schedule.backlog import Backlog
@@ -156,6 +157,7 @@ class Components:
     reader_thread: Executor  # one thread: reads log and files, and alone changes the Delta log
     background: Executor  # one thread: compaction and rewriting, which may take seconds
     on_failure: Callable[[BaseException], None]  # stops the broker: memory may be ahead of the files
+    file_replication: FileReplication | None = None  # None: this broker is alone
     traces: Tracing | None = None  # None: off
     rates: Rates = field(default_factory=Rates)
     revoking: Gate = field(default_factory=Gate)  # open to all that end or move promises, closed by a resume

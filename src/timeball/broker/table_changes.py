@@ -74,6 +74,10 @@ class TableChanges:
         return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
 
     async def _attach(self, attachment: Attachment) -> Attached:
+        if self.parts.file_replication is not None and not self.parts.ledger.is_repeated(attachment):
+            # Outside the lock, since it waits for other replicas; all is checked again below.
+            await self._check_files(attachment, self.parts.clock.now_ms())
+            await self._make_durable(attachment.files)
         async with self.lock:
             parts, ledger = self.parts, self.parts.ledger
             if self.is_unfinished:
@@ -89,15 +93,25 @@ class TableChanges:
             ledger.check(
                 attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
             )
-            await in_thread(self.parts.reader_thread,
-                attach.check_files, parts.files, attachment,
-                now_ms=now_ms, delay_ms_max=parts.settings.delay_ms_max,
-            )  # fmt: skip
+            await self._check_files(attachment, now_ms)
             # Before the row: once the log says that a file is attached, a power cut must not take the file.
-            await in_thread(self.parts.reader_thread, parts.catalog.sync_data, attachment)
+            await in_thread(parts.reader_thread, parts.catalog.sync_data, attachment.files)
             return await self._attach_checked(
                 attachment, now_ms, parts.campaigns.attached(attachment, now_ms)
             )
+
+    async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
+        await in_thread(self.parts.reader_thread,
+            attach.check_files, self.parts.files, attachment,
+            now_ms=now_ms, delay_ms_max=self.parts.settings.delay_ms_max,
+        )  # fmt: skip
+
+    async def _make_durable(self, entries: list[FileEntry]) -> None:
+        """Return when the files are on the disk, here and at enough other replicas; raise NotLeader."""
+        await in_thread(self.parts.reader_thread, self.parts.catalog.sync_data, entries)
+        if self.parts.file_replication is not None and entries:
+            paths = [entry.path for entry in entries]
+            await asyncio.wrap_future(self.parts.file_replication.ship(paths))
 
     async def _attach_checked(
         self, attachment: Attachment, now_ms: int, state: Change | None = None, resumes: str = ""
@@ -253,6 +267,9 @@ class TableChanges:
             is_attaching = False
             try:
                 await self._write_resumed(written, chosen, settled, facts, shift_ms, now_ms, begun)
+                if parts.file_replication is not None:
+                    # Most of them now, while other requests go on; the few that are written anew follow below.
+                    await self._make_durable(begun)
                 async with parts.revoking.alone(), self.lock:
                     # Of others, whose instants stay, what was settled meanwhile is settled in the new files as well.
                     late = np.setdiff1d(parts.scheduler.settled().seq, settled)
@@ -306,7 +323,7 @@ class TableChanges:
             job="rewrite", job_id=rewrite.JOB_ID, epoch=parts.reader.next_seq,
             files=entries, removes=removes, ranges=facts.ranges,
         )  # fmt: skip
-        await in_thread(parts.reader_thread, parts.catalog.sync_data, attachment)
+        await self._make_durable(entries)
         mine = [e for e in entries if within(np.array([e.min_seq]), facts.ranges).all()]
         running = msgspec.structs.replace(
             facts, state="running", since_ms=now_ms, held_from_ms=None,

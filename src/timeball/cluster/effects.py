@@ -126,6 +126,13 @@ class Apply(Effect, frozen=True):
     seq: int
 
 
+class PassOn(Effect, frozen=True):
+    """Give a message about data files to what sends and receives them; it is of the promised epoch."""
+
+    node: str
+    message: Message
+
+
 class Serve(Effect, frozen=True):
     """Finish applying the committed rows, and serve: this replica leads."""
 
@@ -133,6 +140,6 @@ class Serve(Effect, frozen=True):
 
 
 class StopServing(Effect, frozen=True):
-    """End the process, which starts again as a follower; what waits for an acknowledgement gets none."""
+    """End the process, which starts again and reads its disk; what waits for an acknowledgement gets none."""
 
     reason: str

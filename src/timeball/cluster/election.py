@@ -31,7 +31,7 @@ from timeball.cluster.events import Proposed, Seen
 from timeball.cluster.following import Step
 from timeball.cluster.leading import meet
 from timeball.cluster.messages import Begin, Bytes, Fetch, Hello, Promise
-from timeball.cluster.positions import Ends, knowledge, matching
+from timeball.cluster.positions import BEGINNING, Ends, continuing, knowledge
 from timeball.cluster.record import Record, majority, node_of
 from timeball.cluster.replica import Lead, Replica, Role, Seal
 
@@ -188,8 +188,12 @@ def _judge(state: Replica, effects: list[Effect]) -> Step:
     most, node = _most(state)
     if not node:
         return _open(state, effects)
+    at = continuing(most, state.log.ends, state.seal.promises[node].first_seq)
+    if at == BEGINNING and state.log.ends:
+        state, anew = following.begin_anew(state)
+        return state, [*effects, HangUp(), Resign(), *anew]
     # Behind the match the own log is of an epoch that a majority has left behind: it was never committed.
-    state, cuts = following.cut_log(state, matching(state.log.ends, most))
+    state, cuts = following.cut_log(state, at)
     fetch = Send(node, Fetch(state.epoch, *state.log.end))
     assert state.seal
     return replace(state, seal=replace(state.seal, fetching=node)), [*effects, *cuts, fetch]

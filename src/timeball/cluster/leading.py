@@ -11,6 +11,8 @@ replicas answer it. None of these protects an acknowledgement: the others' promi
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from timeball.cluster.effects import (
@@ -28,8 +30,8 @@ from timeball.cluster.effects import (
 )
 from timeball.cluster.events import Appended, Shipped
 from timeball.cluster.following import Step
-from timeball.cluster.messages import Ack, Cut, Data, Ping, Promise
-from timeball.cluster.positions import BEGINNING, Position, extend, matching
+from timeball.cluster.messages import Ack, Complete, Cut, Data, Ping, Promise
+from timeball.cluster.positions import BEGINNING, Position, continuing, extend
 from timeball.cluster.record import majority, node_of
 from timeball.cluster.replica import Lead, Log, Peer, Replica, Role
 
@@ -37,10 +39,9 @@ from timeball.cluster.replica import Lead, Log, Peer, Replica, Role
 def meet(state: Replica, node: str, promise: Promise) -> Step:
     """Begin with a replica that has promised the epoch: say where both logs agree."""
     lead = _lead(state)
-    at = matching(state.log.ends, promise.ends)
-    if at.seq < state.first.seq:
-        at = BEGINNING  # retention has dropped what comes next: a snapshot that is kept says it all
-    lead = _with_peer(lead, node, Peer(promise.replica, at, heard_ms=state.now_ms))
+    at = continuing(state.log.ends, promise.ends, state.log.first_seq)
+    peer = Peer(promise.replica, at, heard_ms=state.now_ms, met_seq=state.log.end.seq)
+    lead = _with_peer(lead, node, peer)
     return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *at))]
 
 
@@ -62,7 +63,8 @@ def append(state: Replica, event: Appended) -> Step:
     effects += [BeginSegment(event.begin)] if event.begin else []
     effects += [Write(event.ordinal, event.position, event.frames), Sync()]
     lead = replace(lead, peers=peers, opened=lead.opened or end)
-    log = Log(extend(log.ends, lead.epoch, end), end.ordinal, end.end, end.seq)
+    first_seq = log.first_seq or (event.begin.first_seq if event.begin else 0)
+    log = Log(extend(log.ends, lead.epoch, end), end.ordinal, end.end, end.seq, first_seq)
     state, more = count(replace(state, lead=lead, log=log))
     return state, effects + more
 
@@ -90,6 +92,27 @@ def hear(state: Replica, node: str) -> Step:
     return replace(state, lead=_with_peer(lead, node, peer)), []
 
 
+def complete(state: Replica, node: str, message: Complete) -> Step:
+    """Know up to which row a replica has all data files."""
+    lead = _lead(state)
+    peer = lead.peers.get(node)
+    if peer is None:
+        return state, []
+    peer = replace(peer, complete_seq=message.end_seq, heard_ms=state.now_ms)
+    return replace(state, lead=_with_peer(lead, node, peer)), []
+
+
+def have_enough(state: Replica, nodes: Collection[str]) -> bool:
+    """Return whether these nodes and this one are most of each set that counts (with `--acks all`: all of it)."""
+    lead = _lead(state)
+    having = {peer.replica for node, peer in lead.peers.items() if node in nodes} | {state.rules.replica}
+    return all(
+        len(having.intersection(replicas)) >= (len(replicas) if state.rules.acks_all else majority(replicas))
+        for replicas in (lead.replicas, lead.joining)
+        if replicas
+    )
+
+
 def shipped(state: Replica, event: Shipped) -> Step:
     """Go on behind what was read from the segments."""
     lead = _lead(state)
@@ -106,9 +129,9 @@ def _supply(state: Replica, node: str) -> Step:
     peer = lead.peers[node]
     if peer.is_shipping or peer.acked != peer.sent or peer.sent == state.log.end:
         return state, []
-    if peer.sent > BEGINNING and peer.sent.seq < state.first.seq:
-        # Dropped while it was catching up: it begins anew, as one that comes too late (`meet`).
-        lead = _with_peer(lead, node, replace(peer, sent=BEGINNING, acked=None))
+    if peer.sent > BEGINNING and peer.sent.seq < state.log.first_seq:
+        # Retention has let go what comes next. It begins anew, which ends this connection.
+        lead = _with_peer(lead, node, replace(peer, sent=BEGINNING))
         return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *BEGINNING))]
     lead = _with_peer(lead, node, replace(peer, is_shipping=True))
     return replace(state, lead=lead), [Ship(node, lead.epoch, peer.sent)]

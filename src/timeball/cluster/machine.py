@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from timeball.cluster import election, following, leading, replicas
-from timeball.cluster.effects import Effect
+from timeball.cluster.effects import Effect, PassOn
 from timeball.cluster.events import (
     Appended,
     Connected,
@@ -24,7 +24,20 @@ from timeball.cluster.events import (
     Tick,
 )
 from timeball.cluster.following import Step
-from timeball.cluster.messages import Ack, Begin, Bytes, Have, Hello, Message, Pong, Promise, Refuse
+from timeball.cluster.messages import (
+    Ack,
+    Begin,
+    Bytes,
+    Complete,
+    File,
+    Have,
+    Hello,
+    Message,
+    Pong,
+    Promise,
+    Refuse,
+    Want,
+)
 from timeball.cluster.replica import Replica, Role
 
 LEADS = (Role.SYNCING, Role.LEADER)
@@ -39,14 +52,14 @@ def step(state: Replica, event: Event) -> tuple[Replica, list[Effect]]:
             return _receive(state, event.node, event.message)
         case Tick():
             return _tick(replace(state, now_ms=event.now_ms, wall_ms=event.wall_ms))
-        case Dropped():
-            return replace(state, first=event.first), []
         case LeaseExtended():
             return replace(state, lease_until_ms=event.until_ms), []
         case Connected():
             return election.greet(state, event.node)
         case Disconnected():
             return _disconnect(state, event)
+        case Dropped():
+            return replace(state, log=replace(state.log, first_seq=event.first_seq)), []
     return _lead(state, event) if state.role in LEADS else _follow(state, event)
 
 
@@ -118,8 +131,13 @@ def _answered(state: Replica, node: str, message: Message) -> Step:
             state, effects = leading.meet(state, node, message)
         case Ack():
             state, effects = leading.acknowledge(state, node, message)
-        case Pong() | Have():
+        case Pong():
             state, effects = leading.hear(state, node)
+        case Have() | Want() | File():
+            state, effects = leading.hear(state, node)
+            effects = [*effects, PassOn(node, message)]
+        case Complete():
+            state, effects = leading.complete(state, node, message)
         case _:
             return state, []
     return _advanced(state, effects)

@@ -5,9 +5,9 @@
           | magic |type| epoch | ordinal | position | end_seq | committed | length | payload |
           +-------+----+-------+---------+----------+---------+-----------+--------+---- … --+
 
-Little-endian. A leader or candidate opens the connection and sends types 1 to 7; the replica answers with 11 to 16
-(and with BEGIN where a FETCH crosses into another segment). A message's fields are its own: where a type has no
-ordinal the header says 0, and another number there is refused, so that no message has two forms.
+Little-endian. A leader or candidate opens the connection and sends types 1 to 8; the replica answers with 11 to 17,
+with BEGIN where a FETCH crosses into another segment, and with FILE and WANT. A message has one form: where its type
+has no ordinal the header says 0, and another number there is refused.
 
 Refuses: another magic, an unknown type, a payload beyond its type's bound, numbers below zero, bytes behind a payload.
 Each raises PeerError, and the connection must end: behind a bad message nothing can be told apart.
@@ -70,6 +70,36 @@ class Message(msgspec.Struct, frozen=True):
         return {}
 
 
+class OfPath(Message, frozen=True):
+    """A message whose payload is the path of a data file."""
+
+    PAYLOAD_BYTES = (1, PATH_BYTES_MAX)
+
+    def payload(self) -> bytes:
+        """Return the path."""
+        return self.path.encode()  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Take the payload as the path."""
+        return {"path": _text(payload)}
+
+
+class OfFrames(Message, frozen=True):
+    """A message whose payload is frames."""
+
+    PAYLOAD_BYTES = (1, FRAMES_BYTES_MAX)
+
+    def payload(self) -> bytes:
+        """Return the frames."""
+        return self.frames  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Take the payload as frames."""
+        return {"frames": payload}
+
+
 class Hello(Message, frozen=True):
     """Promise this epoch, and end what you accept from lower ones."""
 
@@ -108,25 +138,15 @@ class Begin(Message, frozen=True):
         return {"header": payload}
 
 
-class Data(Message, frozen=True):
+class Data(OfFrames, frozen=True):
     """Write these frames at exactly this position."""
 
     TYPE, HEADED = 3, ("ordinal", "position", "end_seq", "committed")
-    PAYLOAD_BYTES = (1, FRAMES_BYTES_MAX)
     ordinal: int
     position: int
     end_seq: int
     committed: int
     frames: bytes
-
-    def payload(self) -> bytes:
-        """Return the frames."""
-        return self.frames
-
-    @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Take the payload as frames."""
-        return {"frames": payload}
 
 
 class Cut(Message, frozen=True):
@@ -157,7 +177,7 @@ class Ping(Message, frozen=True):
 
 
 class File(Message, frozen=True):
-    """A piece of a data file that a later row will name."""
+    """A piece of a data file. Without a piece: this file is to be had; and with a size of 0: I do not have it."""
 
     TYPE, HEADED = 7, (None, "position", "size_bytes", None)
     PAYLOAD_BYTES = (6, 6 + PATH_BYTES_MAX + CHUNK_BYTES_MAX)
@@ -187,6 +207,14 @@ class File(Message, frozen=True):
         }
 
 
+class Want(OfPath, frozen=True):
+    """Send a piece of this data file, from this byte on."""
+
+    TYPE, HEADED = 8, (None, "position", None, None)
+    position: int
+    path: str
+
+
 class Promise(Message, frozen=True):
     """The epoch is promised on my disk, and this is how far my log goes, epoch by epoch."""
 
@@ -194,16 +222,17 @@ class Promise(Message, frozen=True):
     replica: str  # node and incarnation
     ends: tuple[EpochEnd, ...]
     version: int = VERSION
+    first_seq: int = 0  # the first row that is kept: retention has let go what stood before
 
     def payload(self) -> bytes:
         """Return the fields as JSON."""
-        return msgspec.json.encode(PromiseText(self.replica, self.ends, self.version))
+        return msgspec.json.encode(PromiseText(self.replica, self.ends, self.version, self.first_seq))
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
         """Read the JSON, and refuse ends that are not in order."""
         text = _read_json(payload, PromiseText)
-        if any(min(end) < 0 for end in text.ends) or not are_in_order(text.ends):
+        if any(min(end) < 0 for end in text.ends) or text.first_seq < 0 or not are_in_order(text.ends):
             raise PeerError("PROMISE lists epochs that are not in the order of a log")
         return _fields(text)
 
@@ -223,41 +252,22 @@ class Ack(Message, frozen=True):
     end_seq: int
 
 
-class Bytes(Message, frozen=True):
+class Bytes(OfFrames, frozen=True):
     """Frames that a candidate has fetched: as DATA, in the other direction."""
 
     TYPE, HEADED = 14, ("ordinal", "position", "end_seq", None)
-    PAYLOAD_BYTES = (1, FRAMES_BYTES_MAX)
     ordinal: int
     position: int
     end_seq: int
     frames: bytes
 
-    def payload(self) -> bytes:
-        """Return the frames."""
-        return self.frames
 
-    @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Take the payload as frames."""
-        return {"frames": payload}
-
-
-class Have(Message, frozen=True):
+class Have(OfPath, frozen=True):
     """This data file, and its name in the folder, are on my disk."""
 
-    TYPE, HEADED, PAYLOAD_BYTES = 15, (None, None, "size_bytes", None), (1, PATH_BYTES_MAX)
+    TYPE, HEADED = 15, (None, None, "size_bytes", None)
     size_bytes: int
     path: str
-
-    def payload(self) -> bytes:
-        """Return the path."""
-        return self.path.encode()
-
-    @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Take the payload as the path."""
-        return {"path": _text(payload)}
 
 
 class Pong(Message, frozen=True):
@@ -266,6 +276,13 @@ class Pong(Message, frozen=True):
     TYPE, HEADED = 16, (None, "wall_ms", "boot_ms", None)
     wall_ms: int
     boot_ms: int
+
+
+class Complete(Message, frozen=True):
+    """All data files that the committed rows below this one name are on my disk."""
+
+    TYPE, HEADED = 17, (None, None, "end_seq", None)
+    end_seq: int
 
 
 class HelloText(msgspec.Struct, frozen=True):
@@ -282,12 +299,13 @@ class PromiseText(msgspec.Struct, frozen=True):
     replica: str
     ends: tuple[EpochEnd, ...]
     version: int
+    first_seq: int = 0
 
 
-KINDS: dict[int, type[Message]] = {
-    kind.TYPE: kind
-    for kind in (Hello, Begin, Data, Cut, Fetch, Ping, File, Promise, Refuse, Ack, Bytes, Have, Pong)
-}  # fmt: skip
+_ALL = (
+    Hello, Begin, Data, Cut, Fetch, Ping, File, Want, Promise, Refuse, Ack, Bytes, Have, Pong, Complete,
+)  # fmt: skip
+KINDS: dict[int, type[Message]] = {kind.TYPE: kind for kind in _ALL}
 
 
 class Header(NamedTuple):

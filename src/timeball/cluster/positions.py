@@ -68,6 +68,16 @@ def matching(mine: Ends, theirs: Ends) -> Position:
     return BEGINNING
 
 
+def continuing(sender: Ends, receiver: Ends, kept_from_seq: int) -> Position:
+    """Return where a log goes on from another one, which keeps its rows from `kept_from_seq` on.
+
+    That is where both are equal; or the beginning, when the sender has let go what comes next. Then nothing that the
+    receiver has is needed any more: a committed snapshot, which the sender has, says what still counts of it.
+    """
+    at = matching(sender, receiver)
+    return at if at.seq >= kept_from_seq else BEGINNING
+
+
 def cut(ends: Ends, at: Position) -> Ends:
     """Return the ends of the log that is cut behind `at`."""
     kept = [end for end in ends if end.position <= at]

@@ -67,6 +67,7 @@ class Log(msgspec.Struct, frozen=True):
     ordinal: int = 0  # of the last segment that was begun; 0 when there is none
     place: int = 0  # in it
     seq: int = 0  # of the next row
+    first_seq: int = 0  # the first row that is kept; what stood before is let go
 
     @property
     def end(self) -> Position:
@@ -103,6 +104,10 @@ class Peer(msgspec.Struct, frozen=True):
     acked: Position | None = None  # None until it has confirmed where the logs agree
     is_shipping: bool = False  # older frames are being read for it
     heard_ms: int = 0
+    # It joins the set when it has the data files of all rows that this log had when both met. Those of later rows were
+    # counted on a majority before their rows were appended.
+    met_seq: int = 0
+    complete_seq: int = -1  # it has the data files of the rows below
 
 
 class Lead(msgspec.Struct, frozen=True):
@@ -127,7 +132,6 @@ class Replica(msgspec.Struct, frozen=True):
     role: Role = Role.LEARNER
     promised: int = 0
     log: Log = Log()
-    first: Position = BEGINNING  # where the log begins: behind what retention has dropped
     revision: int = 0  # of the record; older ones are not looked at
     record: Record | None = None
     revised_ms: int = 0  # when this revision was first read

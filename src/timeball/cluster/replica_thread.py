@@ -73,6 +73,19 @@ class Hooks(Protocol):
         """End the process: the disk has failed, or a rule of ours is broken."""
 
 
+class FileWork(Protocol):
+    """What sends and receives data files (data_files.py); each call is the replica's thread's and returns at once."""
+
+    def received(self, node: str, message: Message) -> None:
+        """Take a message about a data file."""
+
+    def closed(self, node: str) -> None:
+        """Know that a connection with a node has ended."""
+
+    def applied(self, seq: int) -> None:
+        """Know that all rows below this one are committed."""
+
+
 class ReplicaThread(Disk):
     """A replica that runs. `tell`, `post`, `submit` and `shutdown` may be called in any thread."""
 
@@ -86,7 +99,6 @@ class ReplicaThread(Disk):
             rules,
             promised=log.identity.promised,
             log=log.log(),
-            first=log.first,
             now_ms=clock.boot_ms(),
             wall_ms=clock.wall_ms(),
         )
@@ -95,6 +107,8 @@ class ReplicaThread(Disk):
         self.since_ms = clock.wall_ms()  # when it entered its role
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._told: SimpleQueue[Event] = SimpleQueue()
+        self._to_send: SimpleQueue[tuple[str, Message, bool]] = SimpleQueue()
+        self.file_work: FileWork | None = None  # None: this replica has no data files
         self._events: deque[Event] = deque()
         self._is_stepping = False
         self._is_over = False  # shut down, or failed
@@ -123,6 +137,11 @@ class ReplicaThread(Disk):
     def tell(self, event: Event) -> None:
         """Give the protocol an event."""
         self._told.put(event)
+        self._connections.wake()
+
+    def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
+        """Send a message that is not the protocol's, also while a commit waits. `answers`: see Connections.send."""
+        self._to_send.put((node, message, answers))
         self._connections.wake()
 
     def set_addresses(self, addresses: dict[str, Address]) -> None:
@@ -214,20 +233,25 @@ class ReplicaThread(Disk):
     def _poll(self) -> None:
         """Take what sockets, the coordinator and the clock bring; wait for them until the next tick."""
         due_ms = self._ticked_ms + TICK_MS - self._clock.boot_ms()
-        self._connections.poll(0 if not self._told.empty() else min(TICK_MS, due_ms))
+        self._connections.poll(
+            0 if not (self._told.empty() and self._to_send.empty()) else min(TICK_MS, due_ms)
+        )
         while True:
             try:
                 self._step(self._told.get_nowait())
             except Empty:
                 break
+        while not self._to_send.empty():
+            node, message, answers = self._to_send.get()
+            self._connections.send(node, message, answers=answers)
+        if self._log.first_seq != self.state.log.first_seq:
+            self._step(on.Dropped(self._log.first_seq))
         if self._received:
             self._received = False
             self._step(on.Flush())
         now_ms = self._clock.boot_ms()
         if now_ms - self._ticked_ms >= TICK_MS:
             self._ticked_ms = now_ms
-            if self._log.first != self.state.first:
-                self._step(on.Dropped(self._log.first))
             self._step(on.Tick(now_ms, self._clock.wall_ms()))
             if self._suspect:
                 self._probe()
@@ -248,6 +272,8 @@ class ReplicaThread(Disk):
         """Tell the protocol that a connection has ended; and if it was a leader's, whose process has, that too."""
         was_source = self.state.source is not None and self.state.source.node == node
         self._step(on.Disconnected(node, opened_here))
+        if self.file_work is not None:
+            self.file_work.closed(node)
         if was_source and not opened_here:
             self._suspect, self._suspect_until_ms = node, self._clock.boot_ms() + SUSPECT_MS
             self._probe()
@@ -304,6 +330,8 @@ class ReplicaThread(Disk):
                 self.committed = position
             case do.Apply(seq):
                 self._hooks.apply(seq)
+                if self.file_work is not None:
+                    self.file_work.applied(seq)
             case do.Ship():
                 self._ship(effect)
             case do.AppendEpoch(epoch):
@@ -324,6 +352,9 @@ class ReplicaThread(Disk):
                 self._connections.is_dialing = True
             case do.HangUp():
                 self._connections.hang_up()
+            case do.PassOn(node, message):
+                if self.file_work is not None:
+                    self.file_work.received(node, message)
             case do.Serve(epoch):
                 self._hooks.serve(epoch)
             case do.StopServing(reason):

@@ -4,7 +4,8 @@ A new set counts *besides* the old one from before the swap is proposed: a candi
 swaps, so until the swap it seals the old set, and from then on the new one. The swap is proposed when all that was
 committed has a majority in the new set too. When its answer is lost both go on counting until the record tells.
 
-A replica joins as a learner: it is shipped the log like a follower, and neither counts nor stands. A node whose disk is
+A replica joins as a learner: it is shipped the log like a follower, and neither counts nor stands before it has the log
+and the data files. A node whose disk is
 new comes back as another incarnation, which replaces the one in the record by itself, once it has all.
 """
 
@@ -117,7 +118,7 @@ def _propose(state: Replica, lead: Lead, proposal: Propose) -> Step:
 
 
 def _has_all(state: Replica, replica: str) -> bool:
-    """Return whether a replica has all that is committed."""
+    """Return whether a replica has all that is committed, and the data files that it names."""
     assert state.lead
     peer = state.lead.peers.get(node_of(replica))
     return (
@@ -125,6 +126,7 @@ def _has_all(state: Replica, replica: str) -> bool:
         and peer.replica == replica
         and peer.acked is not None
         and peer.acked >= state.lead.committed
+        and peer.complete_seq >= peer.met_seq
     )
 
 

@@ -7,6 +7,8 @@ applies behind it is then as safe as the group promises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from timeball.log.disk_thread import Disk
@@ -37,8 +39,20 @@ class Replication(Protocol):
         """
 
 
+class FileReplication(Protocol):
+    """The pending table's data files, elsewhere too. Its methods may be called in any thread."""
+
+    def ship(self, paths: Sequence[str]) -> Future[None]:
+        """Send data files, synced here, to the other replicas; done when enough of them have each on their disks.
+
+        Only then may a row of the log name them: else the group could commit a row, and lose the one disk that has the
+        file. The future fails with NotLeader when this node leads no more.
+        """
+
+
 class Leading(NamedTuple):
     """A log that this process leads: what the broker's writer is given."""
 
     disk: Disk  # the replica's thread; it outlives the broker
     replication: Replication
+    files: FileReplication

@@ -6,7 +6,8 @@ files that these rows (and the checkpoint, for those that retention has let go) 
 table has not got, as after a crash, are committed again; a table that differs in any other way is made anew.
 Hence the order of an attach:
 
-    1. sync the data files and their folders           a row must never name a file that may vanish
+    1. sync the data files and their folders, and      a row must never name a file that may vanish
+       have other replicas do so (log/replication.py)
     2. append the TABLE row to the log, synced        the decision
     3. Delta commit                                    what Spark, DuckDB and Polars see
     4. sync the commit entry                           delta-rs does not; before this, segments stay
@@ -194,11 +195,11 @@ class Catalog:
             everything = Attachment(job="rewrite", job_id="anew", epoch=0, files=live, to_seq=watermark)
             self._commit(everything, attach_seq, [], now_ms)
 
-    def sync_data(self, attachment: Attachment) -> None:
+    def sync_data(self, entries: list[FileEntry]) -> None:
         """Step 1: make the named files durable; another process may have written them."""
-        folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in attachment.files}
+        folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in entries}
         self._files.absorb(FOLDER)
-        for entry in attachment.files:
+        for entry in entries:
             self._files.sync_file(f"{FOLDER}/{entry.path}")
         for folder in folders:
             self._files.sync_dir(folder)

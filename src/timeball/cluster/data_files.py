@@ -1,0 +1,373 @@
+"""The data files of the pending table in a group: sent before a row names them, fetched where they are missing.
+
+A thread of its own reads, writes and syncs them, so that a commit waits for one piece at most, which the replica's
+thread sends or receives between two polls. The receiver sets the pace: it asks for the next piece (WANT) when the last
+one is written, one file at a time.
+
+    leader     tells of each new file (FILE without a piece), and counts HAVE; a row may name it when enough have it
+    replica    asks for the files that it was told of, then for those that committed rows name and it lacks; it removes
+               what has left the table, and log that the leader may have let go
+    new leader asks for what it lacks before its broker is built (`complete`)
+
+A file is never said to be here before its checksum was right and its name is on the disk (incoming_file.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+
+from timeball import limits
+from timeball.clock import Clock
+from timeball.cluster.incoming_file import IncomingFile, sweep
+from timeball.cluster.live_files import LiveFiles
+from timeball.cluster.messages import Complete, File, Have, Message, Want
+from timeball.cluster.outgoing_files import OutgoingFiles
+from timeball.cluster.replica import Replica, Role
+from timeball.cluster.shipment import Shipment
+from timeball.errors import NotLeader, OverLimit, PeerError, TimeballError
+from timeball.files import Files
+from timeball.log.segment import Segment
+from timeball.table.attachment import PATH
+from timeball.table.data_file import sidecar_name
+from timeball.table.layout import FOLDER
+
+logger = logging.getLogger(__name__)
+
+LOOK_MS = 50
+REMOVE_LOOK_MS = 1_000
+ANSWER_MS = 3_000  # a file that no piece comes of for so long is asked for anew
+AGAIN_MS = 1_000  # behind a failure
+# A file that no row names may be of an attach to come; one of a job that has failed is removed after this.
+UNNAMED_MS = limits.DAY_MS
+
+
+class Link(Protocol):
+    """The replica's thread."""
+
+    state: Replica
+
+    def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
+        """Send a message."""
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run a call in the replica's thread."""
+
+
+class KeptLog(Protocol):
+    """The replica's log."""
+
+    def kept(self) -> list[Segment]:
+        """Return the segments."""
+
+    def let_go(self, before_seq: int) -> None:
+        """Remove segments that lie wholly before a row; in the replica's thread."""
+
+
+class Told(NamedTuple):
+    """A file that a leader has told of."""
+
+    node: str
+    size_bytes: int
+
+
+class Asked:
+    """The file that is asked for now."""
+
+    def __init__(self, node: str, path: str, size_bytes: int, now_ms: int) -> None:
+        self.node, self.path, self.size_bytes, self.heard_ms = node, path, size_bytes, now_ms
+        self.incoming: IncomingFile | None = None
+
+
+class DataFiles:
+    """The thread of a replica's data files. Public methods return at once and may be called in any thread."""
+
+    def __init__(
+        self,
+        files: Files,
+        log: KeptLog,
+        link: Link,
+        clock: Clock,
+        *,
+        retention_ms: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._files, self._log, self._link, self._clock = files, log, link, clock
+        # Readers of an older version of the table have as long as the log is kept, as on a broker alone (upkeep.py).
+        self._readable_ms = min(retention_ms, limits.DAY_MS)
+        self._on_failure = on_failure
+        self.needed_seq: Callable[[], int] = lambda: (
+            1 << 62
+        )  # the first row that caches of this replica still read
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._live, self._outgoing = LiveFiles(), OutgoingFiles(files)
+        self._committed_seq = 0  # rows below it are committed
+        self._missing: dict[str, int] = {}  # files that live and are not here: path -> size
+        self._told: dict[str, Told] = {}
+        self._asked: Asked | None = None
+        self._not_before_ms: dict[str, int] = {}  # path -> when it may be asked for again
+        self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it lives by then
+        self._shipments: list[Shipment] = []
+        self._complete: Future[None] | None = None
+        self._is_led = False  # the broker keeps the table
+        self._looked_ms = self._removed_ms = 0
+        self._let_go_seq = 0  # segments before it were let go
+        self._thread = threading.Thread(target=self._run, name="data files", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; shipments fail."""
+        self._calls.put(None)
+        self._thread.join()
+
+    @property
+    def missing(self) -> int:
+        """Return how many files this replica lacks, as far as it knows."""
+        return len(self._missing)
+
+    # -- from other threads ------------------------------------------------------------------------------------------
+
+    def ship(self, paths: Sequence[str]) -> Future[None]:
+        """See log/replication.py."""
+        future: Future[None] = Future()
+        self._calls.put(partial(self._ship, list(paths), future))
+        return future
+
+    def complete(self) -> Future[None]:
+        """Fetch what a new leader lacks; the future is done when it has all files of the rows so far."""
+        future: Future[None] = Future()
+        self._calls.put(partial(self._begin_leading, future))
+        return future
+
+    def received(self, node: str, message: Message) -> None:
+        """See FileWork."""
+        self._calls.put(partial(self._take, node, message))
+
+    def closed(self, node: str) -> None:
+        """See FileWork."""
+        self._calls.put(partial(self._lose, node))
+
+    def applied(self, seq: int) -> None:
+        """See FileWork."""
+        self._committed_seq = seq
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            now_ms = self._clock.boot_ms()
+            self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
+            while True:
+                try:
+                    call = self._calls.get(timeout=LOOK_MS / 1_000)
+                except Empty:
+                    pass
+                else:
+                    if call is None:
+                        break
+                    call()
+                self._look()
+        except BaseException as error:  # of any kind: no caller waits for this thread
+            self._on_failure(error)
+        finally:
+            self._drop_asked()
+            for shipment in self._shipments:
+                shipment.fail(NotLeader("this node stops; ask again, another one answers soon"))
+
+    def _look(self) -> None:
+        now_ms = self._clock.boot_ms()
+        if now_ms - self._looked_ms < LOOK_MS:
+            return
+        self._looked_ms, state = now_ms, self._link.state
+        for shipment in self._shipments:
+            self._tell(shipment, state)
+            shipment.look(state)
+        self._shipments = [each for each in self._shipments if not each.done.done()]
+        if not self._is_led:
+            self._follow(state, now_ms)
+
+    def _follow(self, state: Replica, now_ms: int) -> None:
+        """Know which files live, fetch those that are missing, remove those that have left."""
+        self._read_rows(state, now_ms)
+        asked = self._asked
+        if asked is not None and now_ms - asked.heard_ms > ANSWER_MS:
+            self._put_off(asked, "no answer")
+        self._ask()
+        if self._live.seq and not self._missing:
+            self._tell_complete(state)
+        if self._live.seq and now_ms - self._removed_ms >= REMOVE_LOOK_MS:
+            self._removed_ms = now_ms
+            self._remove(now_ms)
+
+    def _read_rows(self, state: Replica, now_ms: int) -> None:
+        to_seq = state.committed_seq if state.lead else self._committed_seq
+        if to_seq <= self._live.seq:
+            return
+        joined, left = self._live.read(self._log.kept(), to_seq)
+        self._missing |= {e.path: e.size_bytes for e in joined if not self._has(e.path, e.size_bytes)}
+        for path in left:
+            self._missing.pop(path, None)
+            self._removable[path] = now_ms + self._readable_ms
+        # A segment that the leader may have let go is not needed here either: a start reads the snapshot.
+        before_seq = min(self._live.log_from_seq, self.needed_seq())
+        if before_seq > self._let_go_seq:
+            self._let_go_seq = before_seq
+            self._link.post(partial(self._log.let_go, before_seq))
+
+    def _tell_complete(self, state: Replica) -> None:
+        if self._complete is not None and state.lead and self._live.seq >= state.committed_seq:
+            self._is_led = True
+            self._complete.set_result(None)
+        elif state.role is Role.LEARNER and state.source and state.source.matched:
+            self._send(state.source.node, Complete(state.promised, self._live.seq))
+
+    def _remove(self, now_ms: int) -> None:
+        due = [path for path, due_ms in self._removable.items() if due_ms <= now_ms]
+        for path in due:
+            del self._removable[path]
+            if path not in self._live.entries and path not in self._told:
+                self._files.remove(f"{FOLDER}/{path}")
+                self._files.remove(sidecar_name(path))
+
+    # -- leading -----------------------------------------------------------------------------------------------------
+
+    def _begin_leading(self, future: Future[None]) -> None:
+        self._told.clear()
+        self._drop_asked()
+        self._complete = future
+
+    def _ship(self, paths: list[str], future: Future[None]) -> None:
+        try:
+            # With the checksums, which are long work the first time.
+            sizes = {path: self._outgoing.describe(path)[0] for path in paths}
+        except TimeballError as error:
+            future.set_exception(error)
+            return
+        self._shipments.append(Shipment(sizes, future))
+        self._looked_ms = 0  # told at once
+
+    def _tell(self, shipment: Shipment, state: Replica) -> None:
+        for node in shipment.nodes_to_tell(state):
+            for path in shipment.sizes:
+                size_bytes, crc32c = self._outgoing.describe(path)
+                self._send(node, File(state.promised, 0, size_bytes, path, crc32c, b""))
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _take(self, node: str, message: Message) -> None:
+        match message:
+            case Have():
+                for shipment in self._shipments:
+                    shipment.has(self._link.state, node, message.path, message.size_bytes)
+            case Want() | File() if PATH.fullmatch(message.path) is None:
+                logger.error("not the path of a data file, ignored node=%s path=%r", node, message.path)
+            case Want():
+                self._send(node, self._outgoing.piece(message))
+            case File() if message.size_bytes and not message.chunk:
+                self._hear_of(node, message)
+            case File():
+                self._receive(node, message)
+
+    def _lose(self, node: str) -> None:
+        for shipment in self._shipments:
+            shipment.lose(node)
+        self._told = {path: told for path, told in self._told.items() if told.node != node}
+        if self._asked is not None and self._asked.node == node:
+            self._drop_asked()
+
+    def _send(self, node: str, message: Message) -> None:
+        # Who leads has opened the connection; a follower answers on the leader's.
+        self._link.send_soon(node, message, answers=self._link.state.lead is None)
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def _hear_of(self, node: str, file: File) -> None:
+        self._removable[file.path] = self._clock.boot_ms() + UNNAMED_MS
+        if self._has(file.path, file.size_bytes):
+            self._send(node, Have(self._link.state.promised, file.size_bytes, file.path))
+            return
+        self._told[file.path] = Told(node, file.size_bytes)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for the next file, unless one is on its way."""
+        if self._asked is not None:
+            return
+        now_ms, state = self._clock.boot_ms(), self._link.state
+        found = self._next(state, now_ms)
+        if found is None:
+            return
+        self._asked = found
+        self._send(found.node, Want(state.promised, 0, found.path))
+
+    def _next(self, state: Replica, now_ms: int) -> Asked | None:
+        for path, told in self._told.items():
+            if self._not_before_ms.get(path, 0) <= now_ms:
+                return Asked(told.node, path, told.size_bytes, now_ms)
+        node = self._node_for(state, now_ms)
+        for path, size_bytes in self._missing.items() if node else ():
+            if self._not_before_ms.get(path, 0) <= now_ms:
+                return Asked(node, path, size_bytes, now_ms)
+        return None
+
+    def _node_for(self, state: Replica, now_ms: int) -> str:
+        """Return a node to ask for a file: the leader, or for a leader one after the other."""
+        if state.lead is None:
+            return state.source.node if state.source and state.source.matched else ""
+        nodes = sorted(node for node, peer in state.lead.peers.items() if peer.acked is not None)
+        return nodes[now_ms // AGAIN_MS % len(nodes)] if nodes else ""
+
+    def _has(self, path: str, size_bytes: int) -> bool:
+        name = f"{FOLDER}/{path}"
+        return self._files.exists(name) and self._files.size(name) == size_bytes
+
+    def _receive(self, node: str, file: File) -> None:
+        asked = self._asked
+        if asked is None or (asked.node, asked.path) != (node, file.path):
+            return  # of a file that was given up
+        if not file.size_bytes:
+            self._put_off(asked, "the other replica does not have it")
+            return
+        try:
+            is_whole = self._add(asked, file)
+        except (PeerError, OverLimit) as error:
+            self._put_off(asked, str(error))
+            return
+        if not is_whole:
+            assert asked.incoming is not None
+            self._send(node, Want(self._link.state.promised, asked.incoming.received_bytes, asked.path))
+            return
+        self._asked = None
+        self._missing.pop(asked.path, None)
+        self._not_before_ms.pop(asked.path, None)
+        if self._told.pop(asked.path, None) is not None:
+            self._send(node, Have(self._link.state.promised, file.size_bytes, file.path))
+        logger.info("data file received path=%s size_bytes=%d node=%s", file.path, file.size_bytes, node)
+        self._ask()
+
+    def _add(self, asked: Asked, file: File) -> bool:
+        if asked.size_bytes != file.size_bytes:
+            raise PeerError(f"{file.path} has {file.size_bytes} bytes there, {asked.size_bytes} are expected")
+        if asked.incoming is None:
+            asked.incoming = IncomingFile(self._files, file.path, file.size_bytes, file.crc32c)
+        asked.heard_ms = self._clock.boot_ms()
+        return asked.incoming.add(file.position, file.crc32c, file.chunk)
+
+    def _put_off(self, asked: Asked, reason: str) -> None:
+        """Give a file up for a moment."""
+        logger.warning("data file not received path=%s node=%s reason=%s", asked.path, asked.node, reason)
+        self._not_before_ms[asked.path] = self._clock.boot_ms() + AGAIN_MS
+        self._drop_asked()
+
+    def _drop_asked(self) -> None:
+        if self._asked is not None and self._asked.incoming is not None:
+            self._asked.incoming.drop()
+        self._asked = None
