@@ -19,5 +19,6 @@ NAMES = [
     "compact",
     "pipeline",
     "designs",
+    "cluster",
     "soak",
 ]
