@@ -10,7 +10,8 @@ from tests.cli.processes import environment, timeball
 
 from timeball.cli.main import COMMANDS as ALL
 
-GROUPS = {"pipeline", "campaign", "dead-letters"}
+GROUPS = {"pipeline", "campaign", "dead-letters", "cluster"}
+OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "force")
 COMMANDS = sorted(set(ALL) - GROUPS)
 NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 
@@ -47,7 +48,11 @@ def test_a_command_loads_no_other_one() -> None:
     assert ended.stdout.splitlines()[-1] == "", ended.stdout
 
 
-@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["pipeline", "run"]], ids="-".join)
+@pytest.mark.parametrize(
+    "command",
+    [*([name] for name in COMMANDS), ["pipeline", "run"], *(["cluster", name] for name in OF_CLUSTER)],
+    ids="-".join,
+)
 def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -> None:
     """An example is a whole command line."""
     shown = run_here(*command, "--help")
