@@ -44,6 +44,10 @@ class Memory:
     is_down: bool = False
     loses_answers: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    written: dict[str, int] = field(default_factory=dict)  # key -> revision, deleted ones included
+
+    def newest(self, prefix: str) -> int:
+        return max((revision for key, revision in self.written.items() if key.startswith(prefix)), default=0)
 
     def expire(self) -> None:
         for lease_id, lease in list(self.leases.items()):
@@ -60,6 +64,7 @@ class Memory:
         self.revision += 1
         for key, kv in changes.items():
             self.keys.pop(key, None)
+            self.written[key] = self.revision
             if kv is not None:
                 self.keys[key] = kv._replace(revision=self.revision)
         self.changed.set()
@@ -120,7 +125,7 @@ class MemoryStore:
     async def wait(self, prefix: str, after: int, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while self.memory.revision <= after:
+                while self.memory.newest(prefix) <= after:
                     await self.memory.changed.wait()
         except TimeoutError:
             pass

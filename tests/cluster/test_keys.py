@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, made, next_record, world_of
 
-from timeball.cluster.coordinator import Node
+from timeball.cluster.coordinator import Node, Wish
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.store import Delete, Outcome, Put
 from timeball.errors import LeaseLost, SetupError
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 
 Scenario = Callable[[World], Awaitable[None]]
 
@@ -365,3 +366,61 @@ def test_two_leaders_by_comparing_and_then_writing_are_noticed() -> None:
             assert sum(swap.won for swap in await asyncio.gather(*swaps)) > 1
 
     asyncio.run(scenario())
+
+
+def test_one_wish_stands_at_a_time_and_goes_with_the_command_that_asks(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        leader, first, second = (world.coordinator(name) for name in ("a", "operator", "another"))
+        view, _ = await led(leader, "a")
+        leases = [await command.grant(LONG_TTL_MS) for command in (first, second)]
+        wish, other = Wish(hand_over_to="b"), Wish(("a/1", "b/1"))
+        swap = await first.ask("g1", view.revision, wish, leases[0])
+        assert swap.won and swap.view.asked is not None
+        assert swap.view.asked[:2] == (wish, leases[0].id) and swap.view.record == view.record
+        swap = await second.ask("g1", view.revision, other, leases[1])
+        assert not swap.won and swap.view.asked is not None and swap.view.asked.wish == wish
+        assert (await leader.read_all())["g1"].asked == swap.view.asked
+        await first.revoke(leases[0])
+        assert (await leader.read("g1")).asked is None
+        assert not (await second.ask("g1", view.revision + 1, other, leases[1])).won, "of an old record"
+        asked = (await second.ask("g1", view.revision, other, leases[1])).view.asked
+        assert asked is not None
+        await leader.settle("g1", asked._replace(revision=asked.revision - 1))
+        assert (await leader.read("g1")).asked == asked, "another wish is left alone"
+        await leader.settle("g1", asked)
+        assert (await leader.read("g1")).asked is None
+
+    run(scenario)
+
+
+def test_a_record_is_forced_only_while_no_node_holds_the_group(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        leader, operator = world.coordinator("a"), world.coordinator("operator")
+        view, lease = await led(leader, "a")
+        alone = replace(RECORD, replicas=("b/1",), leader="")
+        assert not (await operator.force("g1", view.revision, alone)).won
+        await leader.resign("g1", lease)
+        swap = await operator.force("g1", view.revision, alone)
+        assert swap.won and swap.view.record == alone
+
+    run(scenario)
+
+
+def test_reports_go_with_their_lease_and_wake_no_watcher(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        node, other = world.coordinator("a"), world.coordinator("b")
+        view, lease = await made(node), await node.grant(LONG_TTL_MS)
+        figures = ReplicaFigures("g1", "a/1", "leader", "a", peers={"b": PeerFigures("b/1", 7, -0.5)})
+        await node.report(figures, lease)
+        assert await other.reports() == {"a": figures}
+        await other.wait_for_change(view.as_of - 1, LONG_TTL_MS / 1_000)  # it watches from now on
+        as_of = (await other.read("g1")).as_of
+        watched = asyncio.create_task(other.wait_for_change(as_of, LONG_TTL_MS / 1_000))
+        await node.report(replace(figures, log_seq=9), lease)
+        assert (await other.reports())["a"].log_seq == 9 and not watched.done()
+        await node.change("g1", view.revision, replace(RECORD, generation=2))
+        await watched
+        await node.revoke(lease)
+        assert await other.reports() == {}
+
+    run(scenario)
