@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -151,7 +152,7 @@ class EtcdCluster:
             time.sleep(0.02)
         raise AssertionError("no member leads")
 
-    def post(self, member: Member, path: str, body: dict[str, object], token: str = "") -> dict[str, object]:
+    def post(self, member: Member, path: str, body: dict[str, object], token: str = "") -> dict[str, Any]:
         """Ask one member, by another HTTP client than ours; {} when it does not answer."""
         try:
             headers = {"authorization": token} if token else {}

@@ -139,7 +139,7 @@ class Cluster:
                 if node.process is None:
                     continue
                 epochs = [event["epoch"] for event in node.events() if event["event"] == "leads"]
-                if epochs and epochs[-1] > epoch_above and self.view().record.epoch == epochs[-1]:  # type: ignore
+                if epochs and epochs[-1] > epoch_above and self.view().record.epoch == epochs[-1]:  # type: ignore[operator, union-attr]
                     return node
             return None
 
