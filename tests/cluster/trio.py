@@ -17,6 +17,7 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.log.small_log import batch
 
 from timeball.clock import SystemClock
+from timeball.cluster import events as on
 from timeball.cluster.connections import Connections, listen
 from timeball.cluster.coordinator import Node
 from timeball.cluster.keys import KeyCoordinator
@@ -28,6 +29,7 @@ from timeball.cluster.replica_thread import ReplicaThread
 from timeball.files import Files, RealFiles
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
+from timeball.monitoring.replica_figures import ReplicaFigures
 
 CLUSTER, GROUP, TTL_MS = "tests", "g1", 1_000
 SEGMENT_BYTES = 16 * 1024
@@ -94,6 +96,12 @@ class Replica:
 
     def serve(self, epoch: int) -> None:
         self._serving = asyncio.get_running_loop().create_task(self._serve(epoch))
+
+    def hand_over(self, node: str) -> None:
+        self.thread.tell(on.HandOver(node))
+
+    def figures(self) -> ReplicaFigures:
+        return ReplicaFigures(GROUP, self.replica, str(self.role), self.member.leader())
 
     def end(self, error: BaseException) -> None:
         self.ended.append(error)

@@ -113,6 +113,8 @@ class ReplicaThread(Disk):
         self._is_stepping = False
         self._is_over = False  # shut down, or failed
         self._ticked_ms = 0
+        # A follower applies once a tick: commit by commit it would cost as much as all else that a follower does.
+        self._committed_seq = self._applied_seq = 0
         self._suspect, self._suspect_until_ms = "", 0  # the node of a leader whose connection has ended
         self._received = False  # frames or more, since the last flush
         self._failed: BaseException | None = None  # a commit's, which its caller was told as well
@@ -253,6 +255,11 @@ class ReplicaThread(Disk):
         if now_ms - self._ticked_ms >= TICK_MS:
             self._ticked_ms = now_ms
             self._step(on.Tick(now_ms, self._clock.wall_ms()))
+            if self._applied_seq < self._committed_seq:
+                self._applied_seq = self._committed_seq
+                self._hooks.apply(self._applied_seq)
+                if self.file_work is not None:
+                    self.file_work.applied(self._applied_seq)
             if self._suspect:
                 self._probe()
 
@@ -329,9 +336,7 @@ class ReplicaThread(Disk):
             case do.Commit(position):
                 self.committed = position
             case do.Apply(seq):
-                self._hooks.apply(seq)
-                if self.file_work is not None:
-                    self.file_work.applied(seq)
+                self._committed_seq = seq
             case do.Ship():
                 self._ship(effect)
             case do.AppendEpoch(epoch):
