@@ -14,15 +14,18 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-
-from tests.cluster.processes import Cluster, running_cluster
+from typing import TYPE_CHECKING
 
 from benchmarks.harness import TOPIC, Server
 from benchmarks.remoting import QUEUES
 from benchmarks.report import Report
-from benchmarks.versus.load import Generator, Outcome
-from benchmarks.versus.sending import WARM_SHAPE, sends
 from timeball import Timeball
+from timeball.errors import SetupError
+
+if TYPE_CHECKING:
+    from tests.cluster.processes import Cluster
+
+    from benchmarks.versus.load import Generator, Outcome
 
 ONLY_BY_NAME = True  # needs etcd and a C compiler
 SHAPES = {(8, 512): 0.85, (64, 1): 0.75}  # and the least share of one machine's rate
@@ -41,6 +44,8 @@ class Loaded:
 
     def measure(self, load: Generator, shape: tuple[int, int], seconds: float) -> None:
         """Load once, and note what it cost each process."""
+        from benchmarks.versus.sending import sends
+
         before = {role: cpu_s(pid) for role, pid in self.pids.items()}
         self.outcomes[shape].append(load.run(self.address, sends(), shape, seconds=seconds))
         for role, pid in self.pids.items():
@@ -81,7 +86,16 @@ def group_of(cluster: Cluster) -> Loaded:
 
 
 def run(*, small: bool) -> Report:
-    """Measure one machine and a group in turn."""
+    """Measure one machine and a group in turn; raises SetupError without etcd."""
+    # What these need is a checkout's alone: `timeball bench --list` goes without.
+    from tests.cluster.etcd_cluster import BINARY
+    from tests.cluster.processes import running_cluster
+
+    from benchmarks.versus.load import Generator
+    from benchmarks.versus.sending import WARM_SHAPE, sends
+
+    if BINARY is None:
+        raise SetupError("etcd is not installed (Debian: etcd-server)")
     report, seconds = Report("cluster", small), SECONDS_SMALL if small else SECONDS
     rounds = 1 if small else ROUNDS
     with tempfile.TemporaryDirectory(prefix="timeball-bench-") as name:

@@ -33,6 +33,7 @@ SLOW = {
     "memory",
     "compact",
     "pipeline",
+    "cluster",
 }
 SPARK = {"compact", "pipeline"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
@@ -101,6 +102,14 @@ WANTED = {
     ],
     "memory": ["at 2,000", "at 10,000", "slope between them", "server CPU (schedule, compact)"],
     "restart": ["process start to first on-time release", "missing or doubled", "server CPU since its start"],
+    "cluster": [
+        "one machine 8x512: rate",
+        "one machine 64x1: broker's CPU",
+        "majority 8x512: leader's CPU",
+        "majority 64x1: ack p99",
+        "majority 64x1: failed",
+        "majority of one machine 64x1",
+    ],
     "compact": [
         "broker: rate",
         "broker: CPU",
