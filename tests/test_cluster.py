@@ -109,60 +109,9 @@ def test_a_follower_writes_nothing_but_the_next_whole_frame(message: Data) -> No
 
 
 def test_what_a_lost_epoch_wrote_is_cut() -> None:
-    state, _ = steps(follower(), on.Received("a", Data(1, 1, 192, 3, 0, row(1, 2))), on.Flush())
-    state, _ = steps(state, on.Received("c", Hello(2, "g1", "c/1")))
-    at = Position(1, 192, 2)
-    state, wanted = steps(state, on.Received("c", Cut(2, *at)))
-    assert wanted == [do.CutLog(at), do.Send("c", Ack(2, *at))] and state.log.end == at
-
-
-def test_a_log_that_is_cut_to_its_beginning_is_begun_by_a_new_process() -> None:
-    state, _ = steps(follower(), on.Received("a", Data(1, 1, 192, 3, 2, row(1, 2))), on.Flush())
-    assert state.applied_seq == 2, "its caches are of that log"
-    state, wanted = steps(state, on.Received("a", Cut(1, *BEGINNING)))
-    assert wanted[0] == do.CutLog(BEGINNING) and isinstance(wanted[1], do.StopServing) and len(wanted) == 2
-    assert state.role is Role.STOPPED and state.log == Log()
-
-
-def test_a_replica_behind_the_first_segment_is_cut_to_the_beginning() -> None:
-    state, _ = steps(leader(), on.Dropped(2))
-    _, wanted = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
-    assert wanted == [do.Send("c", Cut(1, 1, 192, 2))], "what comes next is kept"
-    state, _ = steps(leader(), on.Dropped(3))
-    _, wanted = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
-    assert wanted == [do.Send("c", Cut(1, *BEGINNING))]
-
-
-def test_a_candidate_that_lacks_what_the_other_has_let_go_begins_anew() -> None:
-    state, _ = steps(
-        follower(), on.Seen(1, Record(1, "c/1", SET), None), on.Proposed(2, Record(2, "b/1", SET), True)
-    )
-    ends = (EpochEnd(1, 9, 192, 90),)
-    fetches, wanted = steps(state, on.Received("a", Promise(2, "a/1", ends, first_seq=2)))
-    assert wanted[-1] == do.Send("a", Fetch(2, 1, 192, 2)) and fetches.role is Role.SEALING
-    anew, wanted = steps(state, on.Received("a", Promise(2, "a/1", ends, first_seq=3)))
-    assert do.CutLog(BEGINNING) in wanted and do.Resign() in wanted and anew.role is Role.STOPPED
-
-
-def test_a_new_disk_counts_when_it_has_the_log_and_the_data_files() -> None:
-    state, wanted = steps(
-        leader(), on.Received("c", Promise(1, "c/2", ())), on.Received("c", Ack(1, 1, 192, 2))
-    )
-    assert not [effect for effect in wanted if isinstance(effect, do.Propose)]
-    state, wanted = steps(state, on.Received("c", Complete(1, 1)))
-    assert wanted == []
-    _, wanted = steps(state, on.Received("c", Complete(1, 2)))
-    assert wanted == [do.Propose(2, Record(1, "a/1", ("a/1", "b/1", "c/2"), 2), do.Holder.KEEP)]
-
-
-def test_messages_about_files_of_a_lower_epoch_are_refused() -> None:
-    file = File(1, 0, 10, "bucket=2026-11-24/0.parquet", 0, b"")
-    state = follower()
-    assert step(state, on.Received("a", file)) == (state, [do.PassOn("a", file)])
-    later, _ = steps(state, on.Received("c", Hello(2, "g1", "c/1")))
-    assert step(later, on.Received("a", file)) == (later, [do.Send("a", Refuse(2))])
-    have = Have(1, 10, "bucket=2026-11-24/0.parquet")
-    assert do.PassOn("b", have) in step(leader(), on.Received("b", have))[1]
+    state, _ = steps(follower(), on.Received("c", Hello(2, "g1", "c/1")))
+    state, wanted = steps(state, on.Received("c", Cut(2, *BEGINNING)))
+    assert wanted == [do.CutLog(BEGINNING), do.Send("c", Ack(2, *BEGINNING))] and state.log == Log()
 
 
 def test_frames_tell_their_epochs_and_ends() -> None:
@@ -225,7 +174,11 @@ def test_a_new_incarnation_joins_when_it_has_all_and_both_sets_have_counted_it()
     state, wanted = steps(state, on.Received("c", Ack(1, *BEGINNING)))
     assert wanted == [do.Ship("c", 1, BEGINNING)]
     state, _ = steps(state, on.Shipped("c", Position(1, 192, 2)))
-    state, wanted = steps(state, on.Received("c", Ack(1, 1, 192, 2)), on.Received("c", Complete(1, 2)))
+    state, wanted = steps(state, on.Received("c", Ack(1, 1, 192, 2)))
+    assert wanted == [], "its data files are not there yet"
+    state, wanted = steps(state, on.Received("c", Complete(1, 1)))
+    assert wanted == []
+    state, wanted = steps(state, on.Received("c", Complete(1, 2)))
     new = Record(1, "a/1", ("a/1", "b/1", "c/2"), 2)
     assert wanted == [do.Propose(2, new, do.Holder.KEEP)]
     state, _ = steps(state, on.Proposed(3, new, True))
@@ -241,7 +194,67 @@ def test_a_hand_over_swaps_the_record_when_the_successor_has_all() -> None:
     assert wanted[0] == do.KeepPromise(2) and state.role is Role.SEALING
 
 
+def test_messages_about_files_of_a_lower_epoch_are_refused() -> None:
+    file = File(1, 0, 10, "bucket=2026-11-24/0.parquet", 0, b"")
+    state = follower()
+    assert step(state, on.Received("a", file)) == (state, [do.PassOn("a", file)])
+    later, _ = steps(state, on.Received("c", Hello(2, "g1", "c/1")))
+    assert step(later, on.Received("a", file)) == (later, [do.Send("a", Refuse(2))])
+    have = Have(1, 10, "bucket=2026-11-24/0.parquet")
+    assert do.PassOn("b", have) in step(leader(), on.Received("b", have))[1]
+
+
+def test_a_candidate_that_lacks_what_the_other_has_let_go_begins_anew() -> None:
+    state, _ = steps(
+        follower(),
+        on.Received("a", Ping(1, 0, 0, 2)),
+        on.Seen(1, Record(1, "c/1", SET), None),
+        on.Proposed(2, Record(2, "b/1", SET), True),
+    )
+    ends = (EpochEnd(1, 9, 192, 90),)
+    fetches, wanted = steps(state, on.Received("a", Promise(2, "a/1", ends, first_seq=2)))
+    assert wanted[-1] == do.Send("a", Fetch(2, 1, 192, 2)) and fetches.role is Role.SEALING
+    anew, wanted = steps(state, on.Received("a", Promise(2, "a/1", ends, first_seq=3)))
+    assert do.Resign() in wanted and isinstance(wanted[-1], do.StopServing) and anew.role is Role.STOPPED
+
+
 # ---- retention, and the length of a batch ----------------------------------------------------------------------
+
+
+def test_a_follower_that_lacks_what_was_dropped_begins_anew() -> None:
+    state = steps(leader(), on.Dropped(Position(4, 64, 9)))[0]
+    _, effects = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
+    assert effects == [do.Send("c", Cut(1, *BEGINNING))]
+    # One that ends just before what is kept goes on from there.
+    state = steps(leader(), on.Dropped(Position(2, 64, 2)))[0]
+    _, effects = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
+    assert effects == [do.Send("c", Cut(1, 1, 192, 2))]
+
+
+def test_a_follower_from_which_segments_are_dropped_as_it_catches_up_begins_anew() -> None:
+    state, effects = steps(
+        leader(),
+        on.Received("c", Promise(1, "c/1", ())),
+        on.Received("c", Ack(1, *BEGINNING)),
+        on.Appended(1, 192, 3, row(1, 2), 0),
+        on.Appended(1, 320, 4, row(1, 3), 0),
+        on.Shipped("c", Position(1, 320, 3)),
+        on.Dropped(Position(2, 64, 4)),
+        on.Received("c", Ack(1, 1, 320, 3)),
+    )
+    assert effects[-1] == do.Send("c", Cut(1, *BEGINNING))
+    state, effects = steps(state, on.Received("c", Ack(1, *BEGINNING)))
+    assert effects == [do.Ship("c", 1, BEGINNING)]
+
+
+def test_a_follower_that_has_applied_rows_ends_its_process_before_it_begins_anew() -> None:
+    state, effects = steps(follower(), on.Received("a", Ping(1, 0, 0, 2)))
+    assert do.Apply(2) in effects
+    state, effects = steps(
+        state, on.Received("a", Hello(1, "g1", "a/1")), on.Received("a", Cut(1, *BEGINNING))
+    )
+    assert state.role is Role.STOPPED and isinstance(effects[-1], do.StopServing)
+    assert not any(isinstance(effect, do.CutLog) for effect in effects)
 
 
 def test_a_message_that_would_make_a_batch_too_long_is_written_behind_a_sync() -> None:
@@ -272,37 +285,3 @@ def test_a_holder_that_is_gone_is_followed_at_once_when_the_record_is_old() -> N
     state = steps(follower(), on.Seen(1, Record(1, "a/1", SET), "a"), on.Tick(5_000))[0]
     _, effects = steps(state, on.Seen(1, Record(1, "a/1", SET), None))
     assert [type(effect) for effect in effects] == [do.Propose]
-
-
-def test_a_follower_that_lacks_what_was_dropped_begins_anew() -> None:
-    state = steps(leader(), on.Dropped(9))[0]
-    _, effects = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
-    assert effects == [do.Send("c", Cut(1, *BEGINNING))]
-    # One that ends just before what is kept goes on from there.
-    state = steps(leader(), on.Dropped(2))[0]
-    _, effects = steps(state, on.Received("c", Promise(1, "c/1", (EpochEnd(1, 1, 192, 2),))))
-    assert effects == [do.Send("c", Cut(1, 1, 192, 2))]
-
-
-def test_a_follower_from_which_segments_are_dropped_as_it_catches_up_begins_anew() -> None:
-    _, effects = steps(
-        leader(),
-        on.Received("c", Promise(1, "c/1", ())),
-        on.Received("c", Ack(1, *BEGINNING)),
-        on.Appended(1, 192, 3, row(1, 2), 0),
-        on.Appended(1, 320, 4, row(1, 3), 0),
-        on.Shipped("c", Position(1, 320, 3)),
-        on.Dropped(4),
-        on.Received("c", Ack(1, 1, 320, 3)),
-    )
-    assert effects[-1] == do.Send("c", Cut(1, *BEGINNING))
-
-
-def test_a_follower_that_is_to_begin_anew_removes_its_log_and_ends_its_process() -> None:
-    state, effects = steps(follower(), on.Received("a", Ping(1, 0, 0, 2)))
-    assert do.Apply(2) in effects
-    state, effects = steps(
-        state, on.Received("a", Hello(1, "g1", "a/1")), on.Received("a", Cut(1, *BEGINNING))
-    )
-    assert state.role is Role.STOPPED and state.log == Log()
-    assert effects[-2] == do.CutLog(BEGINNING) and isinstance(effects[-1], do.StopServing)

@@ -123,7 +123,7 @@ class ReplicatedNode:
                 self.files, log, self.thread, self._clock,
                 retention_ms=settings.retention_ms, on_failure=self.member.fail,
             )  # fmt: skip
-            self.data_files.needed_seq = self._caches.needed_seq
+            self.data_files.needed_seq = lambda: self._caches.log_from_seq
             undo.pop_all()
         self.data_files.start()
         self.thread.start()

@@ -106,9 +106,9 @@ class Disk:
         return self.let_go > before
 
     @property
-    def first_seq(self) -> int:
-        """Return the first row that is kept; 0 while there is no segment."""
-        return self.let_go + 1 if self.headers else 0
+    def first(self) -> Position:
+        """Return where the log begins."""
+        return Position(min(self.headers), fmt.ALIGN, self.let_go + 1) if self.headers else BEGINNING
 
     def cut(self, at: Position) -> list[Entry]:
         """Remove what stands behind `at`, and return it."""
@@ -173,4 +173,4 @@ class Disk:
         ordinal = max(self.headers)
         is_inside = len(self.entries) > self.let_go and self.entries[-1].ordinal == ordinal
         place = self.entries[-1].end.end if is_inside else fmt.ALIGN
-        return Log(ends, ordinal, place, len(self.entries) + 1, self.first_seq)
+        return Log(ends, ordinal, place, len(self.entries) + 1)

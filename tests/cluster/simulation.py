@@ -222,7 +222,7 @@ class Simulation:
         snapshots = [entry.frame.number for entry in committed[node.disk.let_go :] if entry.frame.kind == "S"]
         if snapshots and node.disk.drop_below(self.snapshots[snapshots[-1]]):
             self.checks.let_go = max(self.checks.let_go, node.disk.let_go)
-            self.give(node, on.Dropped(node.disk.first_seq))
+            self.give(node, on.Dropped(node.disk.first))
 
     def complete(self, node: Node) -> None:
         """Let a learner tell that it has the data files, which this world does not have."""
@@ -285,7 +285,9 @@ class Simulation:
             self.checks.sync(node.replica, node.disk.entries)
             node.life += 1
             rules = Rules(node.replica, batch_bytes=BATCH_BYTES, quorum_ms=3 * TTL_MS)
-            node.state = Replica(rules, promised=node.disk.promised, log=log, now_ms=self.now_ms)
+            node.state = Replica(
+                rules, promised=node.disk.promised, log=log, first=node.disk.first, now_ms=self.now_ms
+            )
             node.is_paused = node.is_dialing = False
             node.effects_left, node.unreleased, node.answers = -1, [], []
 

@@ -24,7 +24,7 @@ from timeball.errors import NotFound, NotLeader
 from timeball.files import RealFiles
 from timeball.log import format as fmt
 from timeball.log.checkpoint import Checkpoint, Facts, snapshot_row
-from timeball.log.segment import Segment
+from timeball.log.segment import Segment, Segments
 from timeball.message import Int64Array, Kind, build_rows
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
@@ -62,11 +62,12 @@ class Rows:
         facts = Facts(seq=self.next_seq, files=list(files), log_from_seq=log_from_seq)
         return self.append(snapshot_row(Checkpoint(facts, NONE, NONE), 1), fmt.SNAPSHOT)
 
-    def kept(self) -> list[Segment]:
+    @property
+    def segments(self) -> Segments:
         segment = Segment(1, 1, pa.py_buffer(bytes(fmt.ALIGN) + b"".join(self.frames) + bytes(fmt.ALIGN)))
         while (frame := fmt.read_frame_header(segment.buffer, segment.end)) is not None:
             segment.add(frame)
-        return [segment]
+        return Segments([segment])
 
     def let_go(self, before_seq: int) -> None:
         self.let_go_before.append(before_seq)

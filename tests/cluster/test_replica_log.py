@@ -23,7 +23,7 @@ from tests.cluster.written_log import (
 from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.cluster import replica_log
-from timeball.cluster.positions import BEGINNING
+from timeball.cluster.positions import BEGINNING, Position
 from timeball.cluster.replica import Log
 from timeball.cluster.replica_log import IDENTITY_NAME, ReplicaLog
 from timeball.errors import Corrupt, SetupError
@@ -107,7 +107,7 @@ def test_a_segment_that_is_begun_again_stays_as_it_is() -> None:
     assert begin is not None and (ordinal, position) == (2, fmt.ALIGN)
     log.begin_segment(begin)
     log.begin_segment(msgspec.structs.replace(begin, header=bytes(64)))
-    assert log.log() == Log(log.ends(), 2, fmt.ALIGN, written.end.seq, first_seq=1)
+    assert log.log() == Log(log.ends(), 2, fmt.ALIGN, written.end.seq)
     # Empty, so the next writer begins it again for the others, with its header.
     assert log.room_for(100, written.end.seq, 6, 3)[0] == msgspec.structs.replace(begin, epoch=3)
 
@@ -369,8 +369,8 @@ def test_segments_that_retention_drops_are_shipped_no_more() -> None:
 
 def test_a_follower_whose_place_was_dropped_begins_with_what_is_kept() -> None:
     log, written = full(CrashFiles())
-    assert log.first_seq == 1
+    assert log.first == Position(1, fmt.ALIGN, 1)
     segments = log.opened().segments
     segments.drop(segments.all[:1])
     first = next(entry for entry in written.entries if entry.ordinal == 2)
-    assert log.first_seq == first.end.seq - 1
+    assert log.first[:2] == (2, fmt.ALIGN) and log.first.seq == first.end.seq - 1

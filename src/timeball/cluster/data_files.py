@@ -32,7 +32,7 @@ from timeball.cluster.replica import Replica, Role
 from timeball.cluster.shipment import Shipment
 from timeball.errors import NotLeader, OverLimit, PeerError, TimeballError
 from timeball.files import Files
-from timeball.log.segment import Segment
+from timeball.log.segment import Segments
 from timeball.table.attachment import PATH
 from timeball.table.data_file import sidecar_name
 from timeball.table.layout import FOLDER
@@ -62,8 +62,7 @@ class Link(Protocol):
 class KeptLog(Protocol):
     """The replica's log."""
 
-    def kept(self) -> list[Segment]:
-        """Return the segments."""
+    segments: Segments | None  # None while the log is empty
 
     def let_go(self, before_seq: int) -> None:
         """Remove segments that lie wholly before a row; in the replica's thread."""
@@ -209,9 +208,10 @@ class DataFiles:
 
     def _read_rows(self, state: Replica, now_ms: int) -> None:
         to_seq = state.committed_seq if state.lead else self._committed_seq
-        if to_seq <= self._live.seq:
+        log = self._log.segments
+        if log is None or to_seq <= self._live.seq:
             return
-        joined, left = self._live.read(self._log.kept(), to_seq)
+        joined, left = self._live.read(log, to_seq)
         self._missing |= {e.path: e.size_bytes for e in joined if not self._has(e.path, e.size_bytes)}
         for path in left:
             self._missing.pop(path, None)

@@ -189,7 +189,7 @@ def _judge(state: Replica, effects: list[Effect]) -> Step:
     if not node:
         return _open(state, effects)
     at = continuing(most, state.log.ends, state.seal.promises[node].first_seq)
-    if at == BEGINNING and state.log.ends:
+    if at == BEGINNING and state.applied_seq:
         state, anew = following.begin_anew(state)
         return state, [*effects, HangUp(), Resign(), *anew]
     # Behind the match the own log is of an epoch that a majority has left behind: it was never committed.

@@ -83,17 +83,17 @@ class Appended(Event, frozen=True):
     begin: Begin | None = None
 
 
+class Dropped(Event, frozen=True):
+    """Retention has dropped segments: the own log begins here now."""
+
+    first: Position
+
+
 class Shipped(Event, frozen=True):
     """A Ship effect has sent the log up to here."""
 
     node: str
     end: Position
-
-
-class Dropped(Event, frozen=True):
-    """Retention has let go the rows of the own log before this one."""
-
-    first_seq: int
 
 
 class ReplicasWanted(Event, frozen=True):

@@ -15,8 +15,6 @@ from timeball.files import Files
 from timeball.log import checkpoint
 from timeball.log.reader import LogReader
 
-NEVER_SEQ = 1 << 62  # before the first row is applied, nothing is read that the last snapshot does not say
-
 
 class FollowerCaches:
     """Blocking; belongs to one thread at a time."""
@@ -30,9 +28,10 @@ class FollowerCaches:
         """Return the number behind the last row applied."""
         return 0 if self._applying is None else self._applying.applied_seq
 
-    def needed_seq(self) -> int:
-        """Return the first row that a later `apply` may read again; any thread may ask."""
-        return NEVER_SEQ if self._applying is None else self._applying.log_from_seq
+    @property
+    def log_from_seq(self) -> int:
+        """Return the first row that the caches need of the log, by the last snapshot applied."""
+        return 0 if self._applying is None else self._applying.log_from_seq
 
     def apply(self, to_seq: int) -> Applying:
         """Apply the committed rows below `to_seq`; return the caches. Raises Corrupt and what the disk says."""

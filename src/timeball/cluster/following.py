@@ -86,7 +86,7 @@ def _promise(state: Replica, node: str, hello: Hello) -> Step:
         effects.append(Sync())
     if hello.epoch > state.promised:
         effects.append(KeepPromise(hello.epoch))
-    promise = Promise(hello.epoch, state.rules.replica, state.log.ends, first_seq=state.log.first_seq)
+    promise = Promise(hello.epoch, state.rules.replica, state.log.ends, first_seq=state.first.seq)
     effects.append(Send(node, promise))
     # What a leader of a lower epoch still sends comes from another source now, and is refused.
     return replace(state, promised=hello.epoch, source=Source(node), unsynced_bytes=0), effects
@@ -96,7 +96,7 @@ def _agree(state: Replica, source: Source, message: Cut) -> Step:
     at = Position(message.ordinal, message.position, message.end_seq)
     if at > state.log.end:
         raise PeerError(f"CUT at {at}, but the log ends at {state.log.end}")
-    if at == BEGINNING and state.log.ends:
+    if at == BEGINNING and state.applied_seq:
         return begin_anew(state)
     assert at.seq >= state.applied_seq, f"CUT at seq {at.seq} below committed rows, up to {state.applied_seq}"
     state, effects = cut_log(state, at)
@@ -105,22 +105,20 @@ def _agree(state: Replica, source: Source, message: Cut) -> Step:
 
 
 def begin_anew(state: Replica) -> Step:
-    """Remove the whole log, of which the other one keeps nothing, and end the process: its caches are of that log.
+    """End the process: retention has dropped what comes next at the others, and the caches have no way on from here.
 
-    The replica stays itself: what it has acknowledged is of a lost epoch, or below a committed snapshot that the other
-    log has, so the next start needs none of it (positions.continuing).
+    The next start has applied nothing, so its log may be cut to the beginning. The replica stays itself: what it has
+    acknowledged is below a committed snapshot that the other log has (positions.continuing).
     """
-    stopped = replace(state, role=Role.STOPPED, log=Log(), source=None, seal=None, unsynced_bytes=0)
-    return stopped, [CutLog(BEGINNING), StopServing("the others have let go what comes next: it begins anew")]
+    reason = "the others have dropped rows that this log lacks"
+    return replace(state, role=Role.STOPPED, source=None, seal=None), [StopServing(reason)]
 
 
 def cut_log(state: Replica, at: Position) -> Step:
     """Remove what stands behind `at`, the header of an empty segment too: the next writer may begin it otherwise."""
     if at == state.log.end and state.log.is_at_a_frame:
         return state, []
-    # Cut to its beginning it has no first row: the next segment says that.
-    first_seq = state.log.first_seq if at != BEGINNING else 0
-    log = Log(cut(state.log.ends, at), at.ordinal, at.end, at.seq, first_seq)
+    log = Log(cut(state.log.ends, at), at.ordinal, at.end, at.seq)
     return replace(state, log=log), [CutLog(at)]
 
 
@@ -132,8 +130,7 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
             raise PeerError(f"BEGIN of segment {message.ordinal} behind {log.ordinal}")
         # Synced first: of the segments, only the last may be torn.
         effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
-        first_seq = log.first_seq or message.first_seq
-        begun = Log(log.ends, message.ordinal, len(message.header), message.first_seq, first_seq)
+        begun = Log(log.ends, message.ordinal, len(message.header), message.first_seq)
         return replace(state, log=begun, unsynced_bytes=0), [*effects, BeginSegment(message)]
     if (message.ordinal, message.position) != (log.ordinal, log.place):
         raise PeerError(
@@ -155,7 +152,7 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
     committed = message.committed if isinstance(message, Data) else 0
     state = replace(
         state,
-        log=Log(ends, end.ordinal, end.end, end.seq, log.first_seq),
+        log=Log(ends, end.ordinal, end.end, end.seq),
         unsynced_bytes=state.unsynced_bytes + len(message.frames),
         committed_seq=max(state.committed_seq, committed),
     )

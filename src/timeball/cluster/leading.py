@@ -39,7 +39,7 @@ from timeball.cluster.replica import Lead, Log, Peer, Replica, Role
 def meet(state: Replica, node: str, promise: Promise) -> Step:
     """Begin with a replica that has promised the epoch: say where both logs agree."""
     lead = _lead(state)
-    at = continuing(state.log.ends, promise.ends, state.log.first_seq)
+    at = continuing(state.log.ends, promise.ends, state.first.seq)
     peer = Peer(promise.replica, at, heard_ms=state.now_ms, met_seq=state.log.end.seq)
     lead = _with_peer(lead, node, peer)
     return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *at))]
@@ -63,8 +63,7 @@ def append(state: Replica, event: Appended) -> Step:
     effects += [BeginSegment(event.begin)] if event.begin else []
     effects += [Write(event.ordinal, event.position, event.frames), Sync()]
     lead = replace(lead, peers=peers, opened=lead.opened or end)
-    first_seq = log.first_seq or (event.begin.first_seq if event.begin else 0)
-    log = Log(extend(log.ends, lead.epoch, end), end.ordinal, end.end, end.seq, first_seq)
+    log = Log(extend(log.ends, lead.epoch, end), end.ordinal, end.end, end.seq)
     state, more = count(replace(state, lead=lead, log=log))
     return state, effects + more
 
@@ -129,9 +128,9 @@ def _supply(state: Replica, node: str) -> Step:
     peer = lead.peers[node]
     if peer.is_shipping or peer.acked != peer.sent or peer.sent == state.log.end:
         return state, []
-    if peer.sent > BEGINNING and peer.sent.seq < state.log.first_seq:
-        # Retention has let go what comes next. It begins anew, which ends this connection.
-        lead = _with_peer(lead, node, replace(peer, sent=BEGINNING))
+    if peer.sent > BEGINNING and peer.sent.seq < state.first.seq:
+        # Dropped while it was catching up: it begins anew, as one that comes too late (`meet`).
+        lead = _with_peer(lead, node, replace(peer, sent=BEGINNING, acked=None))
         return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *BEGINNING))]
     lead = _with_peer(lead, node, replace(peer, is_shipping=True))
     return replace(state, lead=lead), [Ship(node, lead.epoch, peer.sent)]

@@ -10,7 +10,7 @@ import msgspec
 
 from timeball.log import checkpoint
 from timeball.log.reader import LogReader
-from timeball.log.segment import Segment, Segments
+from timeball.log.segment import Segments
 from timeball.message import SNAPSHOT_KEY, Kind
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
@@ -27,14 +27,13 @@ class LiveFiles:
         self.entries: dict[str, FileEntry] = {}  # by path
         self.log_from_seq = 0  # rows below it may be let go
 
-    def read(self, segments: list[Segment], to_seq: int) -> tuple[list[FileEntry], list[str]]:
+    def read(self, log: Segments, to_seq: int) -> tuple[list[FileEntry], list[str]]:
         """Read the rows below `to_seq`, all of them committed; return new files, and the paths of those that have left.
 
         A file that has joined and left the table on the way is among the latter alone.
         """
         before, left = set(self.entries), list[str]()
-        log = Segments(segments)
-        if not segments or (not self.seq and not self._begin(log, to_seq)):
+        if not self.seq and not self._begin(log, to_seq):
             return [], []
         rows = LogReader(log).coalesced(self.seq, to_seq, (Kind.TABLE, Kind.META), BATCH_ROWS, COLUMNS)
         for batch in rows:

@@ -52,14 +52,14 @@ def step(state: Replica, event: Event) -> tuple[Replica, list[Effect]]:
             return _receive(state, event.node, event.message)
         case Tick():
             return _tick(replace(state, now_ms=event.now_ms, wall_ms=event.wall_ms))
+        case Dropped():
+            return replace(state, first=event.first), []
         case LeaseExtended():
             return replace(state, lease_until_ms=event.until_ms), []
         case Connected():
             return election.greet(state, event.node)
         case Disconnected():
             return _disconnect(state, event)
-        case Dropped():
-            return replace(state, log=replace(state.log, first_seq=event.first_seq)), []
     return _lead(state, event) if state.role in LEADS else _follow(state, event)
 
 

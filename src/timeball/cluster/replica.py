@@ -67,7 +67,6 @@ class Log(msgspec.Struct, frozen=True):
     ordinal: int = 0  # of the last segment that was begun; 0 when there is none
     place: int = 0  # in it
     seq: int = 0  # of the next row
-    first_seq: int = 0  # the first row that is kept; what stood before is let go
 
     @property
     def end(self) -> Position:
@@ -132,6 +131,7 @@ class Replica(msgspec.Struct, frozen=True):
     role: Role = Role.LEARNER
     promised: int = 0
     log: Log = Log()
+    first: Position = BEGINNING  # where the log begins: behind what retention has dropped
     revision: int = 0  # of the record; older ones are not looked at
     record: Record | None = None
     revised_ms: int = 0  # when this revision was first read

@@ -10,10 +10,10 @@ visible to readers by the writer. All methods belong to the replica's thread, bu
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 from array import array
+from itertools import takewhile
 
 import msgspec
 
@@ -102,17 +102,7 @@ class ReplicaLog:
         if not self._segments:
             return Log()
         last = self._last
-        return Log(self.ends(), last.ordinal, last.end, last.next_seq, self.first_seq)
-
-    @property
-    def first_seq(self) -> int:
-        """Return the first row that is kept; 0 while there is no segment. Any thread's."""
-        kept = self.kept()
-        return kept[0].first_seq if kept else 0
-
-    def kept(self) -> list[Segment]:
-        """Return the segments, oldest first. Any thread's: rows that are committed may be read in them."""
-        return list(self._segments.values())
+        return Log(self.ends(), last.ordinal, last.end, last.next_seq)
 
     def ends(self) -> Ends:
         """Return where each epoch ends."""
@@ -123,6 +113,14 @@ class ReplicaLog:
                     found.pop()
                 found.append(EpochEnd(frame.epoch, segment.ordinal, frame.end, frame.next_seq))
         return tuple(found)
+
+    @property
+    def first(self) -> Position:
+        """Return where the log begins: behind the segments that retention has dropped."""
+        if not self._segments:
+            return BEGINNING
+        segment = self._segments[min(self._segments)]
+        return Position(segment.ordinal, fmt.ALIGN, segment.first_seq)
 
     @staticmethod
     def promised_at_least(ends: Ends) -> int:
@@ -172,18 +170,17 @@ class ReplicaLog:
 
     def cut(self, at: Position) -> None:
         """Remove all behind `at`, from the back, so that a crash on the way leaves a log that is only longer."""
-        if at == BEGINNING and self.identity.has_log:
-            # On purpose: the next start must not take the empty log for a lost one.
+        if at == BEGINNING:
+            # Before the log goes: an empty one that is expected to hold frames would be taken for lost.
             self._keep(msgspec.structs.replace(self.identity, has_log=False))
         self._cut_behind(at, keeps_header=False)
 
     def let_go(self, before_seq: int) -> None:
-        """Remove the segments that lie wholly before a row, oldest first; nothing once the broker's writer appends."""
-        if self._is_led:
-            return  # the broker has the segments, and lets them go by itself
-        gone = list(itertools.takewhile(lambda segment: segment.next_seq <= before_seq, self.kept()[:-1]))
-        if gone and self.segments is not None:
-            self.segments.remove(self._files, gone)  # which calls `_drop`
+        """Remove the segments that lie wholly before a row; nothing once the broker's writer appends."""
+        if self._is_led or self.segments is None:
+            return  # the broker lets its segments go by itself
+        gone = takewhile(lambda segment: segment.next_seq <= before_seq, self.segments.all[:-1])
+        self.segments.remove(self._files, list(gone))
 
     def read(self, begin: Position, end: Position, epoch: int) -> Piece | None:
         """Return frames from `begin` on, of one segment, up to `end`; None when there are none."""
@@ -283,9 +280,8 @@ class ReplicaLog:
 
     def _cut_behind(self, at: Position, *, keeps_header: bool) -> None:
         kept = {ordinal for ordinal in self._segments if ordinal <= at.ordinal}
-        if keeps_header:
-            begun = at.ordinal + 1 if at != BEGINNING else min(self._segments, default=1)
-            kept |= {begun}.intersection(self._segments)  # begun, and still empty
+        if keeps_header and at.ordinal + 1 in self._segments:
+            kept.add(at.ordinal + 1)  # begun, and still empty
         self._remove_names(kept)
         for ordinal in [each for each in self._segments if each not in kept]:
             del self._segments[ordinal]

@@ -99,6 +99,7 @@ class ReplicaThread(Disk):
             rules,
             promised=log.identity.promised,
             log=log.log(),
+            first=log.first,
             now_ms=clock.boot_ms(),
             wall_ms=clock.wall_ms(),
         )
@@ -107,7 +108,7 @@ class ReplicaThread(Disk):
         self.since_ms = clock.wall_ms()  # when it entered its role
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._told: SimpleQueue[Event] = SimpleQueue()
-        self._to_send: SimpleQueue[tuple[str, Message, bool]] = SimpleQueue()
+        self._to_send: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.file_work: FileWork | None = None  # None: this replica has no data files
         self._events: deque[Event] = deque()
         self._is_stepping = False
@@ -143,7 +144,7 @@ class ReplicaThread(Disk):
 
     def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
         """Send a message that is not the protocol's, also while a commit waits. `answers`: see Connections.send."""
-        self._to_send.put((node, message, answers))
+        self._to_send.put(partial(self._connections.send, node, message, answers=answers))
         self._connections.wake()
 
     def set_addresses(self, addresses: dict[str, Address]) -> None:
@@ -244,16 +245,15 @@ class ReplicaThread(Disk):
             except Empty:
                 break
         while not self._to_send.empty():
-            node, message, answers = self._to_send.get()
-            self._connections.send(node, message, answers=answers)
-        if self._log.first_seq != self.state.log.first_seq:
-            self._step(on.Dropped(self._log.first_seq))
+            self._to_send.get()()
         if self._received:
             self._received = False
             self._step(on.Flush())
         now_ms = self._clock.boot_ms()
         if now_ms - self._ticked_ms >= TICK_MS:
             self._ticked_ms = now_ms
+            if self._log.first != self.state.first:
+                self._step(on.Dropped(self._log.first))
             self._step(on.Tick(now_ms, self._clock.wall_ms()))
             if self._applied_seq < self._committed_seq:
                 self._applied_seq = self._committed_seq

@@ -197,9 +197,8 @@ def bytes_behind(segments: Segments, seq: int) -> int:
 
 def _last_flagged(segment: Segment, to_seq: int) -> int | None:
     """Return the number of the segment's last frame before `to_seq` with the flag, by their headers alone."""
-    count = segment.frame_at(to_seq - 1) + 1
     # Of a copy: another thread may append a frame meanwhile, which it cannot to an array that numpy looks into.
-    positions = np.asarray(segment.frame_positions[:count], dtype=np.int64)
+    positions = np.asarray(segment.frame_positions[: segment.frame_at(to_seq - 1) + 1], dtype=np.int64)
     # The flags of all frames as one vector: a header a call would take seconds for a log of a million frames.
     flags = np.frombuffer(segment.buffer, dtype="<u2", count=segment.buffer.size // 2)
     flagged = np.flatnonzero(flags[(positions + fmt.FLAGS_OFFSET) // 2] & fmt.SNAPSHOT)
