@@ -109,7 +109,7 @@ def test_a_life_of_a_cluster(cluster: Cluster) -> None:
     # Another replica in the place of one.
     start(cluster, "d")
     cluster.wait("d has reported", lambda: "d" in cluster.ask("reports"))  # type: ignore[operator]
-    assert nodes_of(command(cluster, "add-replica", "d")) == ["a", "b", "c", "d"]
+    assert nodes_of(command(cluster, "add-replica", "d", "--wait", "30s")) == ["a", "b", "c", "d"]
     assert not command(cluster, "add-replica", "d")["changed"]
     third = others[1]
     third.kill()

@@ -181,6 +181,14 @@ class Health(msgspec.Struct):
     status: str
 
 
+class Leads(msgspec.Struct):
+    """The leader of a group, and the role of the node that answers: 200 from the leader alone."""
+
+    group: str
+    leader: str
+    role: str
+
+
 def place_shown(found: MessagePlace) -> Place:
     """Return where a message is."""
     place = Place(

@@ -261,7 +261,10 @@ OPERATIONS = (
     ),
     Operation("get", "/health/live", "live", "Whether the process answers.", answer=(answers_codec.Health,)),
     Operation("get", "/health/ready", "ready", "Whether messages are taken now.", answer=(answers_codec.Health,)),
-    Operation("get", "/leader/{group}", "leads", "Whether this node of a cluster leads a group."),
+    Operation(
+        "get", "/leader/{group}", "leads", "Whether this node of a cluster leads a group: 200, or 503.",
+        answer=(answers_codec.Leads,),
+    ),
 )  # fmt: skip
 
 

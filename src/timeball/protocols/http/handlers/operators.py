@@ -9,7 +9,7 @@ from timeball.broker.service import Broker
 from timeball.errors import NotFound, Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
-from timeball.protocols.http.answers_codec import Health, Jobs, TopicDeleted, TopicSize
+from timeball.protocols.http.answers_codec import Health, Jobs, Leads, TopicDeleted, TopicSize
 from timeball.protocols.http.requests import Answer, Call, Paths, read
 
 # The figures of the broker and of its process, for a caller who may look.
@@ -71,7 +71,7 @@ class Operators:
         if figures is None or figures.group != call.path["group"]:
             raise NotFound("this node keeps no group of this name")
         status = 200 if figures.role == "leader" else 503
-        return Answer(status, {"group": figures.group, "leader": figures.leader, "role": figures.role})
+        return Answer(status, Leads(figures.group, figures.leader, figures.role))
 
     async def _ready(self, call: Call) -> Answer:
         writer = self._broker.parts.writer
