@@ -10,6 +10,7 @@ NAMES = [
     "remoting",
     "pop",
     "grpc",
+    "flight",
     "http",
     "beside",
     "punctual",

@@ -57,10 +57,10 @@ class Report:
         """Note one figure."""
         self.figures.append(Figure(name, float(value), unit, bar, better))
 
-    def add_cost(self, spent: Spent, messages: int) -> None:
+    def add_cost(self, spent: Spent, messages: int, bar_us: float | None = None) -> None:
         """Note the server's CPU a message; of a profiled row also that of each stage, the largest first."""
         each_us = spent.cpu_s / messages * 1e6
-        self.add(f"{spent.row}: server CPU", each_us, "us/msg")
+        self.add(f"{spent.row}: server CPU", each_us, "us/msg", bar_us, "lower")
         if counted := sum(spent.ticks.values()):
             self.stages[spent.row] = [
                 Figure(stage, each_us * count / counted, "us/msg")
