@@ -10,10 +10,10 @@ from tests.certificates import certificate
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, producer_settings, s
 
-from timeball.protocols.grpc import connection as module
-from timeball.protocols.grpc.connection import CALLS_PER_CONNECTION_MAX
-from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX
+from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
 from timeball.protocols.grpc.session import STREAMS_PER_CLIENT_MAX
+from timeball.protocols.http2 import connection as module
+from timeball.protocols.http2.connection import CALLS_PER_CONNECTION_MAX
 
 LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES_MAX))
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))

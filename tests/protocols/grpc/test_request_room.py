@@ -5,19 +5,19 @@ from __future__ import annotations
 import grpc
 import pytest
 from tests.node_fixture import RunningNode, eventually
-from tests.protocols.grpc.http2 import RawClient, message
 from tests.protocols.grpc.wire import Wire, d, s
+from tests.protocols.http2.raw_client import RawClient, message
 
 from timeball.protocols.byte_shares import ByteShares
-from timeball.protocols.grpc import exchange as module
-from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX
+from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
+from timeball.protocols.http2 import exchange as module
 
 MIB = 1024 * 1024
 
 
 def shares_of(node: RunningNode) -> ByteShares:
     assert node.node.grpc is not None
-    return node.node.grpc._server.received
+    return node.node.grpc.service.room.received
 
 
 def large(topic: str = "orders") -> s.SendMessageRequest:
@@ -41,7 +41,7 @@ def test_who_sends_nothing_of_what_it_has_begun_has_no_room_for_long(
     node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that are announced and not sent take all the room of their address; it comes back, others get on."""
-    monkeypatch.setattr(module, "READ_S", 0.3)
+    monkeypatch.setattr(module.Exchange, "READ_S", 0.3)
     shares = shares_of(node)
     shares.bytes_max = 4 * REQUEST_BYTES_MAX
     announced = message(bytes(REQUEST_BYTES_MAX))[:100]

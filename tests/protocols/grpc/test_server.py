@@ -11,8 +11,8 @@ from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.errors import SetupError
-from timeball.protocols.grpc.connection import HEADERS_BYTES_MAX
-from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX
+from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
+from timeball.protocols.http2.connection import HEADERS_BYTES_MAX
 
 
 def failed(wire: Wire, request: object, name: str = "SendMessage") -> grpc.StatusCode:

@@ -4,8 +4,8 @@
     server stream  async generator (call, request) -> responses
     Telemetry      async generator (call, requests) -> responses
 
-Nothing here, and nothing in the handlers, knows what carries a call (server.py). What a handler raises becomes the
-response's status: its code, and a sentence that says what to do (error_codes.py).
+Nothing here, and nothing in the handlers, knows what carries a call (http2/server.py). What a handler raises becomes
+the response's status: its code, and a sentence that says what to do (error_codes.py).
 
 A topic or group of a namespace is `<namespace>%<name>` in the broker, as RocketMQ's proxy has it. Names are checked
 here as well, because each kind has a code of its own, by which clients make an exception that says whose name was bad.
@@ -17,7 +17,7 @@ the messages in it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from timeball import limits
-from timeball.access import ANONYMOUS, Caller
+from timeball.access import ANONYMOUS
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import SQL92, FiltersKept
 from timeball.broker.filters.tags import ALL
@@ -39,6 +39,7 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
     Resource,
     Status,
 )
+from timeball.protocols.http2 import exchange as http2
 
 CLIENT_ID = "x-mq-client-id"
 BETWEEN = "%"
@@ -58,13 +59,8 @@ DURATION_SECONDS_MAX, NANOS_MAX = 315_576_000_000, 999_999_999
 
 
 @dataclass(slots=True)
-class Call:
-    """Headers by lower-case name, who calls (an address without its port), and how long they wait for the answer."""
-
-    headers: Mapping[str, str]
-    peer: str = ""
-    remaining_s: float | None = None  # until the client's deadline; None: it has none
-    caller: Caller = ANONYMOUS
+class Call(http2.Call):
+    """A call of this edge."""
 
     @property
     def client_id(self) -> str:

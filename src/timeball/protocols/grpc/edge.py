@@ -18,8 +18,9 @@ from timeball.protocols.grpc.handlers.routes import Routes
 from timeball.protocols.grpc.handlers.sends import Sends
 from timeball.protocols.grpc.handlers.telemetry import Telemetry
 from timeball.protocols.grpc.handlers.transactions import Transactions
-from timeball.protocols.grpc.server import Server
+from timeball.protocols.grpc.server import GrpcService
 from timeball.protocols.grpc.session import EXPIRY_MS, Client
+from timeball.protocols.http2.server import Server
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.protocols.sessions import EdgeContext, Sessions
 from timeball.security import OPEN, Security
@@ -57,7 +58,8 @@ class GrpcEdge:
             needs.check(policy, call, name, request)
 
         self.dispatch = Dispatch(rooms, None if security.access is None else check)
-        self._server = Server(self.dispatch)
+        self.service = GrpcService(self.dispatch)
+        self._server = Server(self.service)
         self._watches: list[asyncio.Task[None]] = []
 
     @property
@@ -69,7 +71,9 @@ class GrpcEdge:
         """Listen; raises SetupError when the port is taken."""
         self.context.port = self._settings.grpc_port
         if self.context.port >= 0:
-            self.context.port = await self._server.start(self._settings, self._tls)
+            self.context.port = await self._server.start(
+                self._settings.host, self.context.port, self._tls, "--grpc-port"
+            )
         self._watches = [self.context.start_watch(each) for each in (self._expire(), self._server.watch())]
 
     @property

@@ -3,47 +3,36 @@
     request     counts in the bytes of all requests from the moment its length is known (ByteShares). Without room it
                 waits, and HTTP/2 holds its client back; a compressed one counts as the largest until it is unpacked
     responses   each is a DATA frame or some, which leave as far as the client lets them
-    end         trailers with gRPC's status. A handler's errors are statuses within the responses, so another one than
-                OK is of what no handler has seen: a call that is none, too large, or too slow
+    end         trailers with gRPC's status; `OK` unless the edge says otherwise, or nothing of it has seen the call
 
-A call of one request begins when that has come whole, Telemetry with its headers.
+A call of one request begins when that has come whole, one of many with its headers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from google.protobuf.message import DecodeError, Message
-
-from timeball import limits
+from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.byte_shares import ByteShares
-from timeball.protocols.grpc.calls import Call
-from timeball.protocols.grpc.codec.frames import (
+from timeball.protocols.http2.frames import (
     END_HEADERS,
     HEADERS,
     PREFIX,
     RESPONSE,
     TRAILERS_OK,
     Fault,
+    Payload,
     frame,
     trailers,
 )
-from timeball.protocols.grpc.dispatch import Method
-from timeball.protocols.grpc.streams import WINDOW_BYTES, Stream, Streams
+from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
 
-REQUEST_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
-RECEIVED_BYTES_MAX = (
-    64 * 1024 * 1024
-)  # of requests on their way: each byte is eight of them on its way to the log
 WAITING_MAX = 4_096  # calls without room; each holds what its first window has brought
-CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
-READ_S = 10.0  # from the headers, or from the moment there is room for a request, until it has come whole
-TAKEN_S = 60.0  # for a client to take a part of a response
 # zlib's word for the form: a gzip stream, or its own.
 PACKINGS = {"gzip": 31, "deflate": 15}
 
@@ -52,6 +41,7 @@ class GrpcStatus(IntEnum):
     """gRPC's statuses, as far as they are sent."""
 
     OK = 0
+    UNKNOWN = 2
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     RESOURCE_EXHAUSTED = 8
@@ -59,11 +49,38 @@ class GrpcStatus(IntEnum):
     INTERNAL = 13
 
 
+class NotARequest(Exception):
+    """These bytes are no request of the method."""
+
+
+class Method(NamedTuple):
+    """A call that an edge has. `decode` raises NotARequest."""
+
+    name: str
+    takes_stream: bool
+    gives_stream: bool
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    outlives_client: bool = False  # what it has begun is done, also for a client that has gone
+
+
+@dataclass(slots=True)
+class Call:
+    """Headers by lower-case name, who calls (an address without its port), and how long they wait for the answer."""
+
+    headers: Mapping[str, str]
+    peer: str = ""
+    remaining_s: float | None = None  # until the client's deadline; None: it has none
+    caller: Caller = ANONYMOUS
+
+
 @dataclass
 class Room:
-    """What all calls of the edge share."""
+    """What all calls of an edge share."""
 
     received: ByteShares
+    request_bytes_max: int
+    calls_max: int
     calls: int = 0
 
 
@@ -93,6 +110,11 @@ class Exchange(Stream):
         "method",
     )
 
+    READ_S: float = (
+        10.0  # from the headers, or from the moment there is room for a request, until it has come whole
+    )
+    TAKEN_S: float | None = 60.0  # for a client to take a part of a response; None: for ever
+
     def __init__(
         self,
         streams: Streams,
@@ -107,11 +129,11 @@ class Exchange(Stream):
         self.call, self._room, self._serve = call, room, serve
         self.method: Method
         self._packing = call.headers.get("grpc-encoding", "identity")
-        self._parts: list[bytes] = []
+        self._parts: list[Payload] = []
         self._held_bytes = 0
         self._awaited_bytes = 0  # of the message that has begun, with its prefix
         self._asked_bytes = self._counted_bytes = 0  # room that is waited for, or held
-        self._request: Message | None = None  # of a stream of them: the one that its handler has not read
+        self._request: Any = None  # of a stream of them: the one that its handler has not read
         self._wanted: asyncio.Future[None] | None = None
         self._has_answered = self._is_over = self._is_released = False
         self._since_s: float | None = now_s  # since when its client owes the rest of a request
@@ -128,9 +150,14 @@ class Exchange(Stream):
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
         return None if self._is_over else self
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether the call has its status, or no client any more."""
+        return self._is_over
+
     # -- requests --------------------------------------------------------------------------------------------
 
-    def received(self, payload: bytes) -> None:
+    def received(self, payload: Payload) -> None:
         """See Stream."""
         if self._is_over or (self.task is not None and not self.method.takes_stream):
             return  # there is one request, and it has come
@@ -149,10 +176,8 @@ class Exchange(Stream):
             elif self._awaited_bytes > WINDOW_BYTES:
                 self.allow(self._awaited_bytes - self._held_bytes)
             return
-        data = b"".join(self._parts)
-        end, self._since_s = self._awaited_bytes, None
-        self._parts, self._held_bytes = [data[end:]], len(data) - end
-        request = self._decoded(data[PREFIX.size : end], is_packed=bool(data[0]))
+        self._since_s = None
+        request = self._decoded(*self._cut())
         if request is None:
             return
         if self.method.takes_stream:
@@ -165,27 +190,38 @@ class Exchange(Stream):
     def _read_prefix(self) -> bool:
         """Read a message's length and have room for it; false when it has to be waited for, or is refused."""
         if self._held_bytes < PREFIX.size:
-            if self.is_heard and (self._held_bytes or not self.method.takes_stream):
-                self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
-            elif self.is_heard:
-                self._wake()
+            if self.is_heard:
+                self._ended()
             return False
         if len(self._parts[0]) < PREFIX.size:
             self._parts = [b"".join(self._parts)]
         is_packed, size_bytes = PREFIX.unpack_from(self._parts[0])
-        if size_bytes > REQUEST_BYTES_MAX:
+        bytes_max = self._room.request_bytes_max
+        if size_bytes > bytes_max:
+            # As gRPC's own servers say it: clients know it by these words.
             self.fail(
-                GrpcStatus.RESOURCE_EXHAUSTED, f"a request of {size_bytes} bytes, at most {REQUEST_BYTES_MAX}"
+                GrpcStatus.RESOURCE_EXHAUSTED,
+                f"Received message larger than max ({size_bytes} vs. {bytes_max})",
             )
             return False
         self._awaited_bytes = PREFIX.size + size_bytes
-        asked_bytes = REQUEST_BYTES_MAX if is_packed else size_bytes
+        return self._reserve(bytes_max if is_packed else size_bytes)
+
+    def _ended(self) -> None:
+        """End, or let the handler end: the client has ended its side, and what is held is no message."""
+        if self._held_bytes or not self.method.takes_stream:
+            self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
+        else:
+            self._wake()
+
+    def _reserve(self, size_bytes: int) -> bool:
+        """Count a request; false when it has to wait for room, or is refused."""
         received = self._room.received
-        if received.reserve(self.call.peer, asked_bytes, self._granted):
-            self._counted_bytes = asked_bytes
+        if received.reserve(self.call.peer, size_bytes, self._granted):
+            self._counted_bytes = size_bytes
             self._since_s = asyncio.get_running_loop().time()
             return True
-        self._asked_bytes, self._since_s = asked_bytes, None
+        self._asked_bytes, self._since_s = size_bytes, None
         if received.waiting > WAITING_MAX:
             self.fail(
                 GrpcStatus.RESOURCE_EXHAUSTED, f"{WAITING_MAX} requests wait for room; send it again later"
@@ -197,8 +233,27 @@ class Exchange(Stream):
         self._since_s = asyncio.get_running_loop().time()
         self._read()
 
-    def _decoded(self, data: bytes, *, is_packed: bool) -> Message | None:
+    def _cut(self) -> tuple[bool, list[Payload]]:
+        """Take the message that has come whole out of what is held: whether it is compressed, and its parts."""
+        parts, left_bytes = self._parts, self._awaited_bytes
+        self._held_bytes -= left_bytes
+        is_packed = bool(parts[0][0])
+        message: list[Payload] = []
+        for at, part in enumerate(parts):
+            if len(part) >= left_bytes:
+                # A view of the rest: one part may hold a thousand small messages.
+                rest = memoryview(part)[left_bytes:]
+                self._parts = [rest, *parts[at + 1 :]] if len(rest) else parts[at + 1 :]
+                message.append(part[:left_bytes])
+                break
+            message.append(part)
+            left_bytes -= len(part)
+        message[0] = memoryview(message[0])[PREFIX.size :]
+        return is_packed, message
+
+    def _decoded(self, is_packed: bool, parts: list[Payload]) -> Any:
         """The request; None when the call has been ended for it."""
+        data = b"".join(parts)
         if is_packed:
             unpacked = self._unpacked(data)
             if unpacked is None:
@@ -207,27 +262,25 @@ class Exchange(Stream):
             self._room.received.remove(self.call.peer, self._counted_bytes - len(data))
             self._counted_bytes = len(data)
         try:
-            return self.method.request.FromString(data)
-        except DecodeError:
-            self.fail(GrpcStatus.INTERNAL, f"what was sent is no {self.method.request.__name__}")
+            return self.method.decode(data)
+        except NotARequest as error:
+            self.fail(GrpcStatus.INTERNAL, str(error))
             return None
 
     def _unpacked(self, data: bytes) -> bytes | None:
-        form = PACKINGS.get(self._packing)
+        form, bytes_max = PACKINGS.get(self._packing), self._room.request_bytes_max
         if form is None:
             known = ", ".join(PACKINGS)
             self.fail(GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {self._packing[:40]!r}: {known} or identity")
             return None
         unpacking = zlib.decompressobj(form)
         try:
-            found = unpacking.decompress(data, REQUEST_BYTES_MAX + 1)
+            found = unpacking.decompress(data, bytes_max + 1)
         except zlib.error as error:
             self.fail(GrpcStatus.INTERNAL, f"the request is not compressed with {self._packing}: {error}")
             return None
-        if len(found) > REQUEST_BYTES_MAX:
-            self.fail(
-                GrpcStatus.RESOURCE_EXHAUSTED, f"a request unpacks to more than {REQUEST_BYTES_MAX} bytes"
-            )
+        if len(found) > bytes_max:
+            self.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"a request unpacks to more than {bytes_max} bytes")
         elif not unpacking.eof:
             self.fail(GrpcStatus.INTERNAL, f"the request ends within its {self._packing} stream")
         else:
@@ -260,13 +313,19 @@ class Exchange(Stream):
 
     # -- responses -------------------------------------------------------------------------------------------
 
-    def respond(self, response: Message) -> bool:
+    def respond(self, response: Any) -> bool:
         """Send a response; false when it waits, or when others should have their turn: then await `sent`."""
+        data = self.method.encode(response)
+        return self.send_messages(PREFIX.pack(0, len(data)) + data)
+
+    def send_messages(self, data: Payload) -> bool:
+        """Send encoded responses, each with its prefix; false as of `respond`. To a client that has gone, nothing."""
+        if self._is_over:
+            return True
         if not self._has_answered:
             self._has_answered = True
             self.streams.write(frame(HEADERS, END_HEADERS, self.number, RESPONSE))
-        data: bytes = response.SerializeToString()
-        return self.send(PREFIX.pack(0, len(data)) + data)
+        return self.send(data)
 
     def finish(self) -> None:
         """End the call behind its responses."""
@@ -275,14 +334,14 @@ class Exchange(Stream):
             self.release()
             self.end(TRAILERS_OK if self._has_answered else RESPONSE + TRAILERS_OK)
 
-    def fail(self, status: GrpcStatus, text: str) -> None:
-        """End the call with a status of gRPC's, also one that has begun to answer."""
+    def fail(self, status: GrpcStatus, text: str, more: bytes = b"") -> None:
+        """End the call with a status of gRPC's, also one that has begun to answer. `more`: further trailers."""
         self.drop_unsent()
         if self._is_over:
             self.streams.reset(self, Fault.NO_ERROR)
             return
         self._is_over = True
-        block = trailers(status, text)
+        block = trailers(status, text) + more
         self.streams.write_end(self, block if self._has_answered else RESPONSE + block)
         self._stop()
 
@@ -295,16 +354,18 @@ class Exchange(Stream):
         """See Stream."""
         if self.deadline_s is not None and now_s > self.deadline_s:
             self.fail(GrpcStatus.DEADLINE_EXCEEDED, "the call's deadline has passed")
-        elif self._since_s is not None and now_s - self._since_s > READ_S:
+        elif self._since_s is not None and now_s - self._since_s > self.READ_S:
             self.fail(
-                GrpcStatus.DEADLINE_EXCEEDED, f"the client did not send its request within {READ_S:.0f} s"
+                GrpcStatus.DEADLINE_EXCEEDED,
+                f"the client did not send its request within {self.READ_S:.0f} s",
             )
-        elif self.has_unsent:
+        elif self.has_unsent and self.TAKEN_S is not None:
             if self.stuck_s is None:
                 self.stuck_s = now_s
-            elif now_s - self.stuck_s > TAKEN_S:
+            elif now_s - self.stuck_s > self.TAKEN_S:
                 self.fail(
-                    GrpcStatus.DEADLINE_EXCEEDED, f"the client did not take a response within {TAKEN_S:.0f} s"
+                    GrpcStatus.DEADLINE_EXCEEDED,
+                    f"the client did not take a response within {self.TAKEN_S:.0f} s",
                 )
 
     # -- its end ---------------------------------------------------------------------------------------------
@@ -320,8 +381,9 @@ class Exchange(Stream):
         self._parts.clear()
         self.release()
         task = self.task
-        if task is not None and not task.done() and task is not asyncio.current_task():
-            task.cancel()
+        if task is None or task.done() or self.method.outlives_client or task is asyncio.current_task():
+            return
+        task.cancel()
 
     def _give_back(self) -> None:
         """Give back the room of a request, or wait for it no longer."""

@@ -19,6 +19,8 @@ from jh2.connection import Decoder, HPACKError, OversizedHeaderListError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES_MAX = 16_384  # of a payload: what every peer takes, and all that is taken here
+# A part of what was read at once is kept as a view of it from this size on: a view keeps all of it in memory.
+VIEW_BYTES_MIN = 64 * 1024
 WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX = 65_535, 2**31 - 1
 LAST_STREAM = 2**31 - 1
 PING_BYTES = 8
@@ -36,6 +38,7 @@ _GOAWAY = Struct(">II")
 _STATUS_200 = b"\x88"  # of HPACK's static table
 
 
+Payload = bytes | memoryview
 Fields = list[tuple[str, ...]]  # a name, a value, and perhaps whether it is secret
 
 
@@ -81,6 +84,65 @@ class HeaderDecoder:
                 raise
             raise BrokenRule(Fault.COMPRESSION_ERROR, "a header block that ends within a field") from error
         return fields
+
+
+class FrameReader:
+    """The frames of one connection, out of bytes that come in pieces of any size.
+
+    A large frame of DATA is given out as it comes, in parts, so that no piece of it is copied with each further one.
+    """
+
+    def __init__(self, data_bytes_max: int) -> None:
+        """`data_bytes_max`: of DATA without padding; every other frame has FRAME_BYTES_MAX."""
+        self._data_bytes_max = data_bytes_max
+        self._held = b""  # the half frame at the end of what was read
+        self._rest: tuple[int, int, int] | None = None  # of DATA: stream, flags, bytes that are still to come
+        self.is_greeted = False  # the preface has come
+
+    def read(self, data: bytes) -> Iterator[tuple[int, int, int, Payload]]:
+        """Yield kind, flags, stream and payload of what has come whole; raise BrokenRule."""
+        at = 0
+        if self._rest is not None:
+            at, part = self._read_rest(self._rest, data)
+            yield part
+        elif self._held:
+            data, self._held = self._held + data, b""
+        size_bytes = len(data)
+        if not self.is_greeted:
+            if data[: len(PREFACE)] != PREFACE[:size_bytes]:
+                raise BrokenRule(Fault.PROTOCOL_ERROR, "no preface of HTTP/2")
+            if size_bytes >= len(PREFACE):
+                at, self.is_greeted = len(PREFACE), True
+        while self.is_greeted and size_bytes - at >= HEAD.size:
+            high, low, kind, flags, number = HEAD.unpack_from(data, at)
+            payload_bytes, begin = high << 8 | low, at + HEAD.size
+            end = begin + payload_bytes
+            if payload_bytes > FRAME_BYTES_MAX:
+                if kind != DATA or flags & PADDED or payload_bytes > self._data_bytes_max:
+                    raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"a frame of {payload_bytes} bytes")
+                if end > size_bytes > begin:
+                    self._rest = (number & LAST_STREAM, flags, end - size_bytes)
+                    yield DATA, 0, number & LAST_STREAM, _part(data, begin, size_bytes)
+                    return
+            if end > size_bytes:
+                break
+            yield kind, flags, number & LAST_STREAM, _part(data, begin, end)
+            at = end
+        self._held = data[at:]
+
+    def _read_rest(
+        self, rest: tuple[int, int, int], data: bytes
+    ) -> tuple[int, tuple[int, int, int, Payload]]:
+        """Return how much of `data` belongs to the frame that has begun, and that part of the frame."""
+        number, flags, rest_bytes = rest
+        size_bytes = min(rest_bytes, len(data))
+        is_last = size_bytes == rest_bytes
+        self._rest = None if is_last else (number, flags, rest_bytes - size_bytes)
+        return size_bytes, (DATA, flags if is_last else 0, number, _part(data, 0, size_bytes))
+
+
+def _part(data: bytes, begin: int, end: int) -> Payload:
+    return data[begin:end] if end - begin < VIEW_BYTES_MIN else memoryview(data)[begin:end]
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

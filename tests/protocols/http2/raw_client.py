@@ -10,8 +10,8 @@ from typing import Self
 from hpack import Decoder, Encoder
 from tests.node_fixture import BOUND_S, RunningNode
 
-from timeball.protocols.grpc.codec import frames
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.protocols.http2 import frames
 
 HEARTBEAT = f"/{SERVICE_NAME}/Heartbeat"
 

@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import pytest
 from tests.node_fixture import RunningNode, eventually
-from tests.protocols.grpc.http2 import RawClient, fields, message
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
+from tests.protocols.http2.raw_client import RawClient, fields, message
 
-from timeball.protocols.grpc import connection as module
-from timeball.protocols.grpc.codec import frames
-from timeball.protocols.grpc.codec.frames import Fault, frame
-from timeball.protocols.grpc.connection import (
+from timeball.protocols.http2 import connection as module
+from timeball.protocols.http2 import frames
+from timeball.protocols.http2.connection import (
     BLOCK_BYTES_MAX,
     CALLS_PER_CONNECTION_MAX,
     CONNECTION_WINDOW_BYTES,
     HEADERS_BYTES_MAX,
     STRAIN_MAX,
 )
-from timeball.protocols.grpc.streams import WINDOW_BYTES
+from timeball.protocols.http2.frames import Fault, frame
+from timeball.protocols.http2.streams import WINDOW_BYTES
 
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
 BEAT = message(HEARTBEAT.SerializeToString())
@@ -281,8 +281,8 @@ def test_an_idle_connection_is_asked_to_come_again(
 
 def test_a_client_that_has_gone_leaves_nothing(node: RunningNode) -> None:
     assert node.node.grpc is not None
-    server = node.node.grpc._server
+    server, room = node.node.grpc._server, node.node.grpc.service.room
     with RawClient(node) as client:
         client.headers(headers=fields(x_mq_client_id="raw"))
-        eventually(lambda: server._room.calls == 1, "a call has begun")
-    eventually(lambda: not server._room.calls and not server._connections, "it is forgotten")
+        eventually(lambda: room.calls == 1, "a call has begun")
+    eventually(lambda: not room.calls and not server._connections, "it is forgotten")

@@ -10,7 +10,8 @@ A client costs memory and time before it has shown that it means well, so what i
                 Each DATA frame that is sent pays for some of them, and so does time; STRAIN_MAX end the connection
     pings       more often than every CLIENT_PING_S while nothing is sent to the client, a few times, end it too
     silence     after PING_S it is pinged, and it must answer within PING_TIMEOUT_S
-    idleness    without a call for IDLE_S it is asked to come again, and so is a connection older than AGE_S
+    idleness    without a call for IDLE_S it is asked to come again
+    age         older than AGE_S, too: not on an edge whose calls may last for ever
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
-from timeball.protocols.grpc.codec.frames import (
+from timeball.protocols.http2.frames import (
     ACK,
     CONTINUATION,
     DATA,
@@ -28,16 +30,15 @@ from timeball.protocols.grpc.codec.frames import (
     END_STREAM,
     FRAME_BYTES_MAX,
     GOAWAY,
-    HEAD,
     HEADERS,
     INITIAL_WINDOW,
     LAST_STREAM,
+    MAX_FRAME,
     MAX_HEADERS,
     MAX_STREAMS,
     PADDED,
     PING,
     PING_BYTES,
-    PREFACE,
     PRIORITY,
     PUSH_PROMISE,
     RST_STREAM,
@@ -48,7 +49,9 @@ from timeball.protocols.grpc.codec.frames import (
     BrokenRule,
     Fault,
     Fields,
+    FrameReader,
     HeaderDecoder,
+    Payload,
     frame,
     goaway,
     number_of,
@@ -58,7 +61,7 @@ from timeball.protocols.grpc.codec.frames import (
     unpadded,
     window_update,
 )
-from timeball.protocols.grpc.streams import WINDOW_BYTES, Stream, Streams
+from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +81,23 @@ AGE_S, AGE_GRACE_S = 12 * 3_600.0, 600.0
 LEAVE_S = 1.0  # for calls that were on their way when the client was asked to come again
 GOODBYE_S = 5.0  # to take what was written before a close
 
-_GREETING = settings(
-    {MAX_STREAMS: CALLS_PER_CONNECTION_MAX, INITIAL_WINDOW: WINDOW_BYTES, MAX_HEADERS: HEADERS_BYTES_MAX}
-) + window_update(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES_DEFAULT)
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of one edge. `ages`: whether its connections have an end, however long a call lasts."""
+
+    frame_bytes_max: int = FRAME_BYTES_MAX  # of DATA; other frames, and padded ones, have FRAME_BYTES_MAX
+    ages: bool = True
+
+    def greeting(self) -> bytes:
+        """Return the frames that a connection begins with."""
+        values = {
+            MAX_STREAMS: CALLS_PER_CONNECTION_MAX,
+            INITIAL_WINDOW: WINDOW_BYTES,
+            MAX_FRAME: self.frame_bytes_max,
+            MAX_HEADERS: HEADERS_BYTES_MAX,
+        }
+        return settings(values) + window_update(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES_DEFAULT)
 
 
 Begin = Callable[[Streams, int, Fields, float, bool], Stream | None]
@@ -89,13 +106,18 @@ Begin = Callable[[Streams, int, Fields, float, bool], Stream | None]
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one client. `begin` makes the call of a new stream, or answers it by itself."""
 
-    def __init__(self, begin: Begin, opened: set[Connection], loop: asyncio.AbstractEventLoop) -> None:
-        self._begin, self._opened, self._loop = begin, opened, loop
+    def __init__(
+        self,
+        begin: Begin,
+        opened: set[Connection],
+        loop: asyncio.AbstractEventLoop,
+        bounds: Bounds = Bounds(),  # it is frozen
+    ) -> None:
+        self._begin, self._opened, self._loop, self._bounds = begin, opened, loop, bounds
         self._transport: asyncio.Transport | None = None
         self._decoder = HeaderDecoder(UNPACKED_BYTES_MAX)
-        self._held = b""  # the half frame at the end of what was read
+        self._reader = FrameReader(bounds.frame_bytes_max)
         self._block: tuple[int, int, bytes] | None = None  # stream, flags, beginning of headers that go on
-        self._is_greeted = False
         self.streams = Streams(loop)
         self._last_stream = 0
         self._receive_window = CONNECTION_WINDOW_BYTES
@@ -119,7 +141,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._opened.add(self)
-        self.streams.write(_GREETING)
+        self.streams.write(self._bounds.greeting())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -133,29 +155,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self.heard_s = self._loop.time()
-        if self._held:
-            data = self._held + data
-        at, size_bytes = 0, len(data)
+        if self._closed_s is not None:
+            return
         try:
-            if not self._is_greeted:
-                if data[: len(PREFACE)] != PREFACE[:size_bytes]:
-                    raise BrokenRule(Fault.PROTOCOL_ERROR, "no preface of HTTP/2")
-                if size_bytes >= len(PREFACE):
-                    at, self._is_greeted = len(PREFACE), True
-            while self._is_greeted and size_bytes - at >= HEAD.size:
-                high, low, kind, flags, number = HEAD.unpack_from(data, at)
-                end = at + HEAD.size + (high << 8 | low)
-                if end - at > HEAD.size + FRAME_BYTES_MAX:
-                    raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"a frame of {end - at - HEAD.size} bytes")
-                if end > size_bytes:
-                    break
-                self._receive(kind, flags, number & LAST_STREAM, data[at + HEAD.size : end])
-                at = end
+            for kind, flags, number, payload in self._reader.read(data):
+                self._receive(kind, flags, number, payload)
         except BrokenRule as error:
             logger.warning("connection closed peer=%s reason=%s", self.streams.peer, error)
             self.close(error.fault, str(error))
-            at = size_bytes
-        self._held = data[at:] if self._closed_s is None else b""
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the client has many answers to take."""
@@ -167,7 +174,7 @@ class Connection(asyncio.Protocol):
 
     # -- frames that come ------------------------------------------------------------------------------------
 
-    def _receive(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def _receive(self, kind: int, flags: int, number: int, payload: Payload) -> None:
         """Take in one frame; raise BrokenRule."""
         if self._closed_s is not None:
             return
@@ -175,7 +182,9 @@ class Connection(asyncio.Protocol):
             raise BrokenRule(Fault.PROTOCOL_ERROR, "headers that do not end")
         if kind == DATA:
             self._receive_data(flags, number, payload)
-        elif kind == HEADERS:
+            return
+        assert isinstance(payload, bytes), "only DATA is large enough to be a view"
+        if kind == HEADERS:
             part = unpadded(flags, payload)
             if flags & END_HEADERS:
                 self._receive_headers(flags, number, part)
@@ -189,7 +198,7 @@ class Connection(asyncio.Protocol):
         else:
             self._count_strain()  # an extension that we do not know
 
-    def _receive_data(self, flags: int, number: int, payload: bytes) -> None:
+    def _receive_data(self, flags: int, number: int, payload: Payload) -> None:
         size_bytes = len(payload)
         self._receive_window -= size_bytes
         if self._receive_window < CONNECTION_WINDOW_BYTES // 2:
@@ -207,7 +216,7 @@ class Connection(asyncio.Protocol):
         if stream.receive_window < 0:
             raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number}")
         if flags & PADDED:
-            payload = unpadded(PADDED, payload)
+            payload = unpadded(PADDED, bytes(payload))
             stream.allow(stream.receive_window + size_bytes - len(payload))
         if flags & END_STREAM:
             stream.is_heard = True
@@ -273,6 +282,8 @@ class Connection(asyncio.Protocol):
                 more_bytes, self.streams.first_window = value - self.streams.first_window, value
                 for stream in self.streams.open.values():
                     stream.send_window += more_bytes
+            elif name == MAX_FRAME:
+                self.streams.allow_frames(value)
         self.streams.write(frame(SETTINGS, ACK, 0))
         self.streams.move(self.streams.blocked)
 
@@ -353,14 +364,14 @@ class Connection(asyncio.Protocol):
         if self._closed_s is not None:
             if now_s - self._closed_s > GOODBYE_S:
                 self.abort()
-        elif not self._is_greeted:
+        elif not self._reader.is_greeted:
             if now_s - self.since_s > PREFACE_S:
                 self.close(reason="no preface of HTTP/2")
         elif self._leaving_s is not None:
             left_s = LEAVE_S if not self.streams.open else AGE_GRACE_S
             if now_s - self._leaving_s > left_s:
                 self.close()
-        elif now_s - self.busy_s > IDLE_S or now_s - self.since_s > AGE_S:
+        elif now_s - self.busy_s > IDLE_S or (self._bounds.ages and now_s - self.since_s > AGE_S):
             self.leave()
         self._check_silence(now_s)
 

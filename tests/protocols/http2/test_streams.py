@@ -16,11 +16,11 @@ import h2.settings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.protocols.grpc.http2 import fields
+from tests.protocols.http2.raw_client import fields
 
-from timeball.protocols.grpc.codec.frames import RESPONSE, TRAILERS_OK, frame
-from timeball.protocols.grpc.connection import Connection
-from timeball.protocols.grpc.streams import OUT_BYTES_MAX, Stream, Streams
+from timeball.protocols.http2.connection import Connection
+from timeball.protocols.http2.frames import RESPONSE, TRAILERS_OK, frame
+from timeball.protocols.http2.streams import OUT_BYTES_MAX, Stream, Streams
 
 SIZES = st.integers(0, 70_000) | st.sampled_from([0, 1, 16_383, 16_384, 16_385, 65_535, 300_000])
 

@@ -10,8 +10,8 @@ from hyperframe.frame import Frame
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.protocols.grpc.codec import frames
-from timeball.protocols.grpc.codec.frames import BrokenRule, Fault, HeaderDecoder
+from timeball.protocols.http2 import frames
+from timeball.protocols.http2.frames import BrokenRule, Fault, HeaderDecoder
 
 TEXT = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), max_size=300)
 NAME = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=30)
@@ -82,3 +82,60 @@ def test_padding_and_priority_are_cut_off() -> None:
     for flags, payload in ((frames.PADDED, b""), (frames.PADDED, b"\x05abc"), (frames.PRIORITISED, b"1234")):
         with pytest.raises(BrokenRule):
             frames.unpadded(flags, payload)
+
+
+# ---- frames out of pieces --------------------------------------------------------------------------------
+
+LARGE = 100_000
+DATA_SIZES = st.integers(0, LARGE) | st.sampled_from([0, 16_384, 16_385, LARGE])
+
+
+def read_in(pieces: list[bytes]) -> tuple[frames.FrameReader, list[tuple[int, int, int, bytes]]]:
+    """The frames of these pieces; parts of one frame of DATA are put together again."""
+    reader, found = frames.FrameReader(LARGE), list[tuple[int, int, int, bytes]]()
+    for piece in pieces:
+        found += [(kind, flags, number, bytes(part)) for kind, flags, number, part in reader.read(piece)]
+    return reader, found
+
+
+@given(
+    st.lists(st.tuples(DATA_SIZES, st.booleans()), min_size=1, max_size=8),
+    st.sampled_from([1_000, 16_393, 70_000, 10**6]),
+)
+def test_frames_in_pieces_are_what_was_written(sent: list[tuple[int, bool]], piece: int) -> None:
+    written, expected = frames.PREFACE, dict[int, tuple[int, int]]()
+    for at, (size_bytes, ends) in enumerate(sent):
+        number, flags = 2 * at + 1, frames.END_STREAM if ends else 0
+        written += frames.frame(frames.DATA, flags, number, bytes(size_bytes)) + frames.frame(
+            frames.PING, 0, 0
+        )
+        expected[number] = (size_bytes, flags)
+    reader, found = read_in([written[at : at + piece] for at in range(0, len(written), piece)])
+    got = dict.fromkeys(expected, (0, 0))
+    for kind, flags, number, part in found:
+        if kind == frames.DATA:
+            assert not got[number][1], "nothing comes behind the end"
+            got[number] = (got[number][0] + len(part), flags)
+    assert got == expected
+    assert reader.is_greeted and [each[0] for each in found].count(frames.PING) == len(sent)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frames.frame(frames.DATA, 0, 1, bytes(LARGE + 1)),
+        frames.frame(frames.HEADERS, 0, 1, bytes(frames.FRAME_BYTES_MAX + 1)),
+        frames.frame(frames.DATA, frames.PADDED, 1, bytes(frames.FRAME_BYTES_MAX + 1)),
+    ],
+    ids=["data", "headers", "padded"],
+)
+def test_a_frame_beyond_its_bound_breaks_a_rule_before_it_has_come(data: bytes) -> None:
+    with pytest.raises(BrokenRule) as error:
+        read_in([frames.PREFACE + data[:9]])
+    assert error.value.fault == Fault.FRAME_SIZE_ERROR
+
+
+def test_what_is_no_preface_breaks_a_rule_at_its_first_byte() -> None:
+    assert not read_in([frames.PREFACE[:5]])[0].is_greeted
+    with pytest.raises(BrokenRule):
+        read_in([b"P", b"O"])

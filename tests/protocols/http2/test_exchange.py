@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from tests.node_fixture import RunningNode, eventually
-from tests.protocols.grpc.http2 import RawClient, fields, message
 from tests.protocols.grpc.wire import consumer_settings, d, s
+from tests.protocols.http2.raw_client import RawClient, fields, message
 
-from timeball.protocols.grpc import exchange as module
-from timeball.protocols.grpc.codec import frames
-from timeball.protocols.grpc.codec.frames import Fault, frame
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
-from timeball.protocols.grpc.exchange import REQUEST_BYTES_MAX, GrpcStatus
+from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
+from timeball.protocols.http2 import frames
+from timeball.protocols.http2.exchange import Exchange, GrpcStatus
+from timeball.protocols.http2.frames import Fault, frame
 
 BEAT = s.HeartbeatRequest(group=d.Resource(name="g")).SerializeToString()
 SETTINGS = s.TelemetryCommand(settings=consumer_settings("g")).SerializeToString()
@@ -143,7 +143,7 @@ def test_many_commands_of_one_stream_are_read_one_after_the_other(node: RunningN
 
 def test_a_deadline_ends_a_call_at_the_broker_too(node: RunningNode) -> None:
     assert node.node.grpc is not None
-    room = node.node.grpc._server._room
+    room = node.node.grpc.service.room
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw", grpc_timeout="50m"))
         eventually(lambda: room.calls == 1, "it has begun")
@@ -154,7 +154,7 @@ def test_a_deadline_ends_a_call_at_the_broker_too(node: RunningNode) -> None:
 def test_responses_that_are_not_taken_end_the_call(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TAKEN_S", 0.3)
+    monkeypatch.setattr(Exchange, "TAKEN_S", 0.3)
     with RawClient(node, greets=False) as client:
         client.send(frames.PREFACE + frames.settings({frames.INITIAL_WINDOW: 0}))
         stream = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from timeball.protocols.grpc.codec.frames import (
+from timeball.protocols.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -22,7 +22,9 @@ from timeball.protocols.grpc.codec.frames import (
     HEAD,
     HEADERS,
     WINDOW_BYTES_DEFAULT,
+    BrokenRule,
     Fault,
+    Payload,
     frame,
     rst_stream,
     window_update,
@@ -30,6 +32,11 @@ from timeball.protocols.grpc.codec.frames import (
 
 OUT_BYTES_MAX = 256 * 1024
 WINDOW_BYTES = 16 * 1024  # of a call: what its client may send before there is room for its request
+LARGE_FRAME_BYTES_MAX = (
+    128 * 1024
+)  # that is sent to a client that takes as much: the streams have their turns
+_SMALL_BYTES = 4_096  # to copy so much costs less than another part of a write
+_FRAME_BYTES_LIMIT = 2**24 - 1  # HTTP/2's own
 
 
 class Streams:
@@ -44,13 +51,20 @@ class Streams:
         self.blocked: dict[int, Stream] = {}
         self.first_window = self.send_window = WINDOW_BYTES_DEFAULT
         self.data_frames = 0  # that were sent
-        self._out: list[bytes] = []
+        self.frame_bytes = FRAME_BYTES_MAX  # of DATA, at most
+        self._out: list[Payload] = []
         self._out_bytes, self._is_flushing, self._is_paused = 0, False, False
 
     def opened(self, transport: asyncio.Transport, peer: str) -> None:
         """Begin to send."""
         self._transport, self.peer = transport, peer
         transport.set_write_buffer_limits(OUT_BYTES_MAX)
+
+    def allow_frames(self, size_bytes: int) -> None:
+        """Send frames of DATA of this size from now on, or smaller ones; raise BrokenRule."""
+        if not FRAME_BYTES_MAX <= size_bytes <= _FRAME_BYTES_LIMIT:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, f"frames of {size_bytes} bytes")
+        self.frame_bytes = min(size_bytes, LARGE_FRAME_BYTES_MAX)
 
     def lost(self) -> None:
         """Send nothing more."""
@@ -68,7 +82,7 @@ class Streams:
         if not is_paused:
             self.move(self.waiting)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Payload) -> None:
         """Send frames at the end of this turn of the loop, with all others that leave by then."""
         if self._transport is None:
             return
@@ -78,13 +92,18 @@ class Streams:
             self._is_flushing = True
             self._loop.call_soon(self.flush)
 
-    def write_data(self, stream: Stream, data: bytes) -> None:
+    def write_data(self, stream: Stream, data: Payload) -> None:
         """Send a DATA frame for which there is room in both windows."""
         size_bytes = len(data)
         stream.send_window -= size_bytes
         self.send_window -= size_bytes
         self.data_frames += 1
-        self.write(HEAD.pack(size_bytes >> 8, size_bytes & 0xFF, DATA, 0, stream.number) + data)
+        head = HEAD.pack(size_bytes >> 8, size_bytes & 0xFF, DATA, 0, stream.number)
+        if size_bytes <= _SMALL_BYTES:
+            self.write(head + data)
+        else:
+            self.write(head)
+            self.write(data)
 
     def write_end(self, stream: Stream, block: bytes) -> None:
         """Send trailers, and forget the stream. A client that is not done with its side is told to stop."""
@@ -151,13 +170,13 @@ class Stream:
         """`is_heard`: the client has ended its side."""
         self.streams, self.number, self.is_heard = streams, number, is_heard
         self.receive_window, self.send_window = WINDOW_BYTES, streams.first_window
-        self._unsent: deque[bytes] = deque()  # of DATA, none larger than a frame
+        self._unsent: deque[Payload] = deque()  # of DATA
         self._end = b""  # the block of trailers that waits behind it
         self._sent: asyncio.Future[None] | None = None
         self.stuck_s: float | None = None  # since when nothing of it leaves, once it has been seen to
         self.task: asyncio.Task[None] | None = None
 
-    def received(self, payload: bytes) -> None:
+    def received(self, payload: Payload) -> None:
         """Read on in what the client sends; called when it ends its side, too."""
         raise NotImplementedError
 
@@ -176,16 +195,15 @@ class Stream:
             self.receive_window = size_bytes
             self.streams.write(window_update(self.number, more_bytes))
 
-    def send(self, data: bytes) -> bool:
+    def send(self, data: Payload) -> bool:
         """Send DATA; return False when it waits, or when others should have their turn: then await `sent`."""
         streams, size_bytes = self.streams, len(data)
         if not (self._unsent or streams.is_full) and size_bytes <= min(
-            self.send_window, streams.send_window, FRAME_BYTES_MAX
+            self.send_window, streams.send_window, streams.frame_bytes
         ):
             streams.write_data(self, data)
-        else:
-            for at in range(0, size_bytes, FRAME_BYTES_MAX):
-                self._unsent.append(data[at : at + FRAME_BYTES_MAX])
+        elif size_bytes:
+            self._unsent.append(memoryview(data))  # cut without copies as it leaves
             self.move()
         return not (self._unsent or streams.is_full)
 
@@ -216,7 +234,8 @@ class Stream:
         streams, unsent = self.streams, self._unsent
         while unsent:
             data = unsent[0]
-            size_bytes = 0 if streams.is_full else min(len(data), self.send_window, streams.send_window)
+            windows = min(self.send_window, streams.send_window, streams.frame_bytes)
+            size_bytes = 0 if streams.is_full else min(len(data), windows)
             if size_bytes <= 0:
                 held_up = streams.waiting if streams.is_full else streams.blocked
                 held_up[self.number] = self

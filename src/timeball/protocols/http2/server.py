@@ -1,0 +1,149 @@
+"""The server of an edge that is gRPC: listens, makes a call of each new stream, and looks at all that has a time.
+
+Nothing is decided here: the connection says what a client may do (connection.py), the exchange what a call may take
+(exchange.py), and the edge which methods there are and what they do. Decision 0041 says why HTTP/2 is our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from timeball.errors import SetupError
+from timeball.protocols.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
+from timeball.protocols.http2.exchange import Call, Exchange, GrpcStatus, Method, Room
+from timeball.protocols.http2.frames import END_HEADERS, END_STREAM, HEADERS, Fields, frame, literal
+from timeball.protocols.http2.streams import Stream, Streams
+from timeball.security import Tls
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1_024
+HANDSHAKE_S = 10.0
+LOOK_S = 0.25
+LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
+FIELD_BYTES = 32  # of each header beside its name and value, as HTTP/2 counts them
+
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])", re.ASCII)
+_UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_NOT_GRPC = literal(":status", "415")  # to what is HTTP/2, and no call of gRPC
+
+
+class Service(Protocol):
+    """What an edge gives the server."""
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """Return the methods by their paths."""
+
+    @property
+    def room(self) -> Room:
+        """Return what all calls share."""
+
+    def open(
+        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Call, now_s: float
+    ) -> Exchange:
+        """Return the call of a new stream; None is a method that there is not."""
+
+
+class Server:
+    """Carries the calls of one edge. Belongs to the broker's event loop."""
+
+    def __init__(self, service: Service, bounds: Bounds = Bounds()) -> None:  # noqa: B008  # it is frozen
+        self._service, self._bounds = service, bounds
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, tls: Tls | None, option: str) -> int:
+        """Listen; return the port. Raise SetupError, which names the `option` that the port is of."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: Connection(self._begin, self._connections, loop, self._bounds),
+                host,
+                port,
+                backlog=BACKLOG,
+                ssl=tls.context if tls else None,
+                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+            )
+        except OSError as error:
+            raise SetupError(
+                f"{option} {port}: {error.strerror or error}; another broker may be running, choose another port"
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def watch(self) -> None:
+        """Look at all that has a time, over and over."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for connection in list(self._connections):
+                connection.check(loop.time())
+
+    @property
+    def connections(self) -> int:
+        """Return how many clients are connected."""
+        return len(self._connections)
+
+    def open_streams(self) -> list[Stream]:
+        """Return the streams that are open now."""
+        return [stream for each in self._connections for stream in each.streams.open.values()]
+
+    async def close(self) -> None:
+        """Take no more connections, end the calls that wait, and let the connections go."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self._connections:
+            connection.leave()
+        if tasks := [stream.task for stream in self.open_streams() if stream.task is not None]:
+            await asyncio.wait(tasks, timeout=LAST_ANSWERS_S)
+        for connection in list(self._connections):
+            connection.close()
+        if self._connections:
+            await asyncio.wait([each.closed for each in self._connections], timeout=LAST_ANSWERS_S)
+        for connection in list(self._connections):
+            connection.abort()
+        await self._server.wait_closed()
+        self._server = None
+
+    def _begin(
+        self, streams: Streams, number: int, fields: Fields, now_s: float, is_heard: bool
+    ) -> Stream | None:
+        """Return the call of a new stream; None when it has been refused."""
+        headers = headers_of(fields)
+        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
+            "application/grpc"
+        ):
+            streams.write(frame(HEADERS, END_HEADERS | END_STREAM, number, _NOT_GRPC))
+            return None
+        timeout = headers.get("grpc-timeout")
+        found = _TIMEOUT.fullmatch(timeout) if timeout is not None else None
+        remaining_s = int(found[1]) * _UNIT_S[found[2]] if found else None
+        service, path = self._service, headers.get(":path", "")
+        method = service.methods.get(path)
+        exchange = service.open(
+            method, streams, number, is_heard, Call(headers, streams.peer, remaining_s), now_s
+        )
+        if method is None:
+            exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")
+        elif timeout is not None and found is None:
+            exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
+        elif sum([len(each[0]) + len(each[1]) + FIELD_BYTES for each in fields]) > HEADERS_BYTES_MAX:
+            exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")
+        elif service.room.calls > service.room.calls_max:
+            exchange.fail(
+                GrpcStatus.RESOURCE_EXHAUSTED,
+                f"{service.room.calls_max} calls are under way; try again later",
+            )
+        else:
+            return exchange.begin(method)
+        return None
+
+
+def headers_of(fields: Fields) -> dict[str, str]:
+    """Return headers by their names; one that is there twice has the first value."""
+    return {field[0]: field[1] for field in reversed(fields)}
