@@ -169,26 +169,18 @@ class Node:
         self._ticker_tasks.append(task)
 
     async def _listen(self, recovering: Recovering) -> None:
-        self.edge = FlightEdge(
-            self.broker,
-            asyncio.get_running_loop(),
-            self.settings.host,
-            self.settings.port,
-            status=self.status,
-            security=self.security,
-        )
+        flight = FlightEdge(self.broker, self.status, self.security)
         remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
         http = HttpEdge(self.broker, self.metrics, self.status, self.security)
         try:
-            for edge in (remoting, grpc):
+            for edge in (flight, remoting, grpc):
                 await edge.start()
             await http.start(recovering.hand_over())
         except SetupError:
-            for edge in (grpc, remoting):
+            for edge in (grpc, remoting, flight):
                 await edge.close()
-            await asyncio.get_running_loop().run_in_executor(None, self.edge.close)
             raise
-        self.remoting, self.grpc, self.http = remoting, grpc, http
+        self.edge, self.remoting, self.grpc, self.http = flight, remoting, grpc, http
         self.push = PushEdge(self.broker, self.metrics.push)
         await self.push.start()
         self._run_until_stop(self.broker.transaction_checks.run())
@@ -304,9 +296,8 @@ class Node:
         if self.push is not None:
             await self.push.close()
         # All at once: each waits for the last answers of its own clients.
-        closing = [edge.close() for edge in (self.http, self.grpc, self.remoting) if edge is not None]
-        flight = None if self.edge is None else asyncio.to_thread(self.edge.close)
-        await asyncio.gather(*closing, *([] if flight is None else [flight]))
+        edges = (self.http, self.grpc, self.remoting, self.edge)
+        await asyncio.gather(*(edge.close() for edge in edges if edge is not None))
 
     async def finish(self) -> None:
         """Append the state of memory, save, and give the folder back; requests that still come are refused."""

@@ -9,7 +9,7 @@ a thousand times, and is therefore bounded far below a message.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
@@ -37,17 +37,19 @@ def schema(header: memoryview) -> pa.Schema:
     if _kind(header)[0] != _SCHEMA:
         raise InvalidMessage("the stream does not begin with an Arrow schema")
     try:
-        found = pa.ipc.read_schema(pa.py_buffer(_encapsulated(header, b"")))
+        found = pa.ipc.read_schema(pa.py_buffer(_encapsulated(header, ())))
         found.names  # raises here what a name that is no UTF-8 would raise later  # noqa: B018
         return found
     except _DECODING as error:
         raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
 
 
-def batch(header: memoryview, body: memoryview, of: pa.Schema) -> pa.RecordBatch:
+def batch(
+    header: memoryview, body: memoryview | Sequence[bytes | memoryview], of: pa.Schema
+) -> pa.RecordBatch:
     """Return a batch of the stream's schema, not yet proven sound; raises InvalidMessage, OverLimit.
 
-    Its columns are views of a copy of `body`.
+    Its columns are views of a copy of `body`, or of its parts.
     """
     if len(header) > HEADER_BYTES_MAX:
         raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
@@ -98,10 +100,11 @@ def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryvi
         yield _parts(batch.slice(start, rows).serialize())
 
 
-def _encapsulated(header: memoryview, body: memoryview | bytes) -> bytes:
+def _encapsulated(header: memoryview, body: memoryview | Sequence[bytes | memoryview]) -> bytes:
     padding = -len(header) % _ALIGN
     length = struct.pack("<i", len(header) + padding)
-    return b"".join((_CONTINUATION, length, header, bytes(padding), body))
+    parts = (body,) if isinstance(body, memoryview) else body
+    return b"".join((_CONTINUATION, length, header, bytes(padding), *parts))
 
 
 def _parts(message: pa.Buffer) -> tuple[memoryview, memoryview]:

@@ -15,8 +15,6 @@ import grpc
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
 from tests.node_fixture import RunningNode, eventually, running_node
 
@@ -24,7 +22,6 @@ from timeball import Timeball, wire
 from timeball.access import ANONYMOUS
 from timeball.errors import Forbidden, RequestError, Unauthorized
 from timeball.protocols.flight import codec
-from timeball.protocols.flight.server import headers_of
 
 ROWS = pa.table(
     {"topic": ["orders"], "body": [b"x"]}, pa.schema([("topic", pa.string()), ("body", pa.binary())])
@@ -273,27 +270,12 @@ def test_nor_is_it_moved(shop: Timeball, other: Timeball) -> None:
     assert shop.reschedule(mine.id, after="2h").verdict == "rescheduled"
 
 
-# ---- headers --------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["authorization", "Authorization", "x-mq-date-time", "x-bin"]),
-        st.lists(st.text() | st.binary()),
-    )
-)
-def test_headers_of_any_kind_are_text_or_not_there(headers: dict[str, list[Any]]) -> None:
-    pairs = [(name, value) for name, values in headers.items() for value in values]
-    kept = headers_of(pairs)
-    assert all(name == name.lower() and isinstance(value, str) for name, value in kept.items())
-
-
 # ---- without an access file -----------------------------------------------------------------------------------
 
 
 def test_nobody_is_asked_where_there_is_no_access_file(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
         edge = node.node.edge
-        assert edge is not None and edge.caller(()) is ANONYMOUS
+        assert edge is not None and edge.caller({}) is ANONYMOUS
         with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
             assert ball.send("orders", "x").seq == 2

@@ -1,14 +1,27 @@
-"""Gates: never more inside than allowed; and messages of requests: how many are received at once, for how long."""
+"""Gates: never more inside than allowed; and requests: a slow one loses its call, and nobody else's."""
 
-import queue
-import threading
+from __future__ import annotations
+
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
+from tests.node_fixture import RunningNode, eventually
+from tests.protocols.http2.raw_client import RawClient, fields, message
 
-from timeball.clock import ManualClock
-from timeball.errors import InvalidMessage, OverLimit
-from timeball.protocols.flight.gate import READ_MS_MAX, Gate, RequestReads
+from timeball.errors import OverLimit
+from timeball.protocols import arrow_ipc as ipc
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.flight import protobuf
+from timeball.protocols.flight.calls import FlightCall, framed
+from timeball.protocols.flight.exchange import READ_AHEAD_BYTES
+from timeball.protocols.flight.gate import Gate
+from timeball.protocols.flight.server import MESSAGE_BYTES_MAX, SERVICE
+from timeball.protocols.http2.exchange import GrpcStatus
+from timeball.protocols.http2.frames import Fault
+from timeball.protocols.http2.streams import WINDOW_BYTES
 
 
 def test_a_gate_refuses_at_its_limit_and_says_so() -> None:
@@ -27,75 +40,86 @@ def test_an_error_inside_gives_the_place_back() -> None:
     assert gate.inside == 0
 
 
-class Client:
-    """What grpcio gives a handler of a client: its messages, and a way to end the call."""
-
-    def __init__(self, *messages: bytes) -> None:
-        self.sent: queue.Queue[bytes | None] = queue.Queue()
-        for message in messages:
-            self.sent.put(message)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self.sent.get, None)
-
-    def cancel(self) -> None:
-        self.sent.put(None)
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def reads(clock: ManualClock) -> Iterator[RequestReads]:
-    closing = threading.Event()
-    yield RequestReads(clock, closing, reads_max=1)
-    closing.set()
-
-
-def test_a_message_is_read_and_decoded(reads: RequestReads) -> None:
-    client = Client(b"17")
-    assert reads.read(iter(client), client, int) == 17
-    with pytest.raises(ValueError, match="invalid literal"):  # and the place is free again
-        reads.read(iter(Client(b"x")), client, int)
-    assert reads.read(iter(Client(b"18")), client, int) == 18
-
-
-def test_one_more_than_there_are_places_is_told_so(
-    reads: RequestReads, monkeypatch: pytest.MonkeyPatch
+def test_a_message_that_takes_too_long_loses_its_call(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("timeball.protocols.flight.gate.WAIT_S", 0.01)
-    slow, got = Client(), list[int]()
-    first = threading.Thread(target=lambda: got.append(reads.read(iter(slow), slow, int)))
-    first.start()
-    while not reads._under_way:
-        pass
-    with pytest.raises(OverLimit, match="on their way"):
-        reads.read(iter(Client(b"1")), slow, int)
-    slow.sent.put(b"2")
-    first.join()
-    assert got == [2]
-    assert reads.read(iter(Client(b"3")), slow, int) == 3
+    """It has room, its place and a time; then it gives all of them back."""
+    edge = node.node.edge
+    assert edge is not None
+    monkeypatch.setattr(FlightCall, "READ_S", 0.3)
+    with RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoAction"))
+        client.data(number, message(bytes(100_000))[:1_000], ends=False)
+        eventually(lambda: edge.room.received.held_bytes == 100_000, "its room is counted")
+        assert edge._calls.inside == 1
+        assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
+    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.inside), "all is given back")
 
 
-def test_a_message_that_takes_too_long_loses_its_call(reads: RequestReads, clock: ManualClock) -> None:
-    slow, failed = Client(), list[BaseException]()
+def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: RunningNode) -> None:
+    edge = node.node.edge
+    assert edge is not None
+    received, bound = edge.room.received, edge.room.received.bytes_max
+    received.bytes_max = 4 * MESSAGE_BYTES_MAX
+    try:
+        with RawClient(node, port=node.node.port) as client:
+            for _ in range(4):
+                number = client.headers(headers=fields(f"{SERVICE}DoAction"))
+                client.data(number, message(bytes(MESSAGE_BYTES_MAX))[:100], ends=False)
+            eventually(lambda: received.waiting == 2, "two have room, two have not")
+            assert received.held_bytes == 2 * MESSAGE_BYTES_MAX, "half of all"
+            assert received.fits("10.0.0.1", MESSAGE_BYTES_MAX)
+        eventually(lambda: not (received.held_bytes or received.waiting), "all is given back")
+    finally:
+        received.bytes_max = bound
 
-    def read() -> None:
-        try:
-            reads.read(iter(slow), slow, int)
-        except InvalidMessage as error:
-            failed.append(error)
 
-    waiting = threading.Thread(target=read)
-    waiting.start()
-    while not reads._under_way:
-        pass
-    clock.advance(READ_MS_MAX)
-    assert reads.cut_slow() == 0  # not yet
-    clock.advance(1)
-    reads.cut_slow()
-    waiting.join()
-    assert "too long" in str(failed[0])
-    assert reads.read(iter(Client(b"4")), slow, int) == 4
+@pytest.mark.parametrize("method", ["DoAction", "DoGet"])
+def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, method: str) -> None:
+    edge = node.node.edge
+    assert edge is not None
+    received = edge.room.received
+    with filled(node, received), RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}{method}"))
+        announced = message(bytes(100_000))
+        for at in range(0, 2 * WINDOW_BYTES, 8_192):
+            client.data(number, announced[at : at + 8_192], ends=False)
+        assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
+    eventually(lambda: not (received.waiting or edge._calls.inside), "all is given back")
+
+
+def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(node: RunningNode) -> None:
+    edge = node.node.edge
+    assert edge is not None
+    batch = pa.record_batch({"topic": ["held-up"], "body": [bytes(100_000)]})
+    descriptor = flight.FlightDescriptor.for_path(b"send").serialize()
+    begun = protobuf.data_parts(ipc.schema_header(batch.schema))
+    ((header, body),) = ipc.parts(batch, MESSAGE_BYTES_MAX)
+    with filled(node, edge._budget), RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoExchange"))
+        described = bytes([0x0A, len(descriptor)]) + descriptor
+        client.data(number, framed(described, *begun), ends=False)
+        one = framed(*protobuf.data_parts(header, body))
+        for _ in range(3 * READ_AHEAD_BYTES // len(one)):
+            for at in range(0, len(one), 16_384):
+                client.data(number, one[at : at + 16_384], ends=False)
+        assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
+    eventually(lambda: not edge._streams_gate.inside, "its place is free again")
+    assert not edge._budget.held_bytes and not edge._budget.waiting
+
+
+@contextmanager
+def filled(node: RunningNode, shares: ByteShares) -> Iterator[None]:
+    """Another address has all of it."""
+
+    async def fill() -> None:
+        shares.add("10.0.0.1", shares.bytes_max)
+
+    async def empty() -> None:
+        shares.remove("10.0.0.1", shares.bytes_max)
+
+    node.run(fill())
+    try:
+        yield
+    finally:
+        node.run(empty())

@@ -1,5 +1,7 @@
 """Flight's protobuf messages: read as protobuf's own classes write them, and refused when they are none."""
 
+import itertools
+
 import pyarrow.flight as flight
 import pytest
 from hypothesis import given
@@ -9,12 +11,25 @@ from timeball.errors import InvalidMessage
 from timeball.protocols.flight import protobuf
 
 
-@given(st.binary(max_size=300), st.binary(max_size=20_000), st.binary(max_size=300))
-def test_a_data_message_comes_back(header: bytes, body: bytes, metadata: bytes) -> None:
-    message = protobuf.data_message(header, memoryview(body), metadata)
-    data = protobuf.data(message)
-    assert (bytes(data.header), bytes(data.body), data.path) == (header, body, None)
-    assert data.size_bytes == len(message)
+@given(st.binary(max_size=300), st.binary(max_size=20_000), st.binary(max_size=300), st.data())
+def test_a_data_message_comes_back_however_it_was_cut(
+    header: bytes, body: bytes, metadata: bytes, cutting: st.DataObject
+) -> None:
+    message = b"".join(protobuf.data_parts(header, memoryview(body), metadata))
+    cuts = sorted(cutting.draw(st.lists(st.integers(0, len(message)), max_size=4)))
+    parts = [message[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(message)])]
+    for data in (protobuf.data([message]), protobuf.data(parts)):
+        assert (bytes(data.header), b"".join(data.body), data.path) == (header, body, None)
+        assert bytes(data.metadata) == metadata
+        assert data.size_bytes == len(message)
+
+
+def test_a_body_that_other_fields_follow_is_read_too() -> None:
+    body, header = protobuf.data_parts(body=memoryview(b"body" * 9)), protobuf.data_parts(b"header")
+    message = b"".join([*body, *header])
+    for parts in ([message], [message[:7], message[7:]]):
+        data = protobuf.data(parts)
+        assert (bytes(data.header), b"".join(data.body)) == (b"header", b"body" * 9)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +42,7 @@ def test_a_data_message_comes_back(header: bytes, body: bytes, metadata: bytes) 
 )
 def test_a_descriptor_s_path(descriptor: flight.FlightDescriptor, path: list[bytes] | None) -> None:
     written = descriptor.serialize()
-    assert protobuf.data(b"\x0a" + bytes([len(written)]) + written).path == path
+    assert protobuf.data([b"\x0a" + bytes([len(written)]) + written]).path == path
 
 
 def test_actions_and_tickets() -> None:
@@ -44,9 +59,14 @@ def test_answers_are_what_flight_reads() -> None:
 
 @given(st.binary(max_size=64))
 def test_any_bytes_are_a_message_or_refused(junk: bytes) -> None:
-    for read in (protobuf.action, protobuf.ticket, protobuf.data):
+    for read, message in (
+        (protobuf.action, junk),
+        (protobuf.ticket, junk),
+        (protobuf.data, [junk]),
+        (protobuf.data, [junk[:9], junk[9:]]),
+    ):
         try:
-            read(junk)
+            read(message)  # type: ignore[operator]
         except InvalidMessage:
             pass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,10 +157,7 @@ def test_a_stop_answers_what_is_under_way(tmp_path: Path) -> None:
         writer, reader = exchange(wire)
         writer.write_batch(rows([1], 1))
         assert next(answers(reader)) == {"released": 0, "left": 1}
-        closing = threading.Thread(target=node.node.edge.close)
-        closing.start()
-        closing.join(BOUND_S)
-        assert not closing.is_alive()
+        node.run(node.node.edge.close())
         with pytest.raises(flight.FlightError):
             writer.write_batch(rows([1], 1))
             writer.done_writing()

@@ -17,7 +17,8 @@ from timeball import Timeball
 from timeball.errors import OverLimit, SetupError
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec
-from timeball.protocols.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
+from timeball.protocols.flight.reads import ANSWERS_BYTES_MAX
+from timeball.protocols.flight.server import MESSAGE_BYTES_MAX, FlightEdge
 from timeball.wire import BODY_BYTES_MAX
 
 
@@ -132,7 +133,7 @@ def test_more_calls_than_the_gate_lets_through_are_told_so(
 ) -> None:
     gate = edge_of(node)._calls
     with ExitStack() as full:
-        for _ in range(gate._limit - gate.inside):
+        for _ in range(gate.limit - gate.inside):
             full.enter_context(gate.enter())
         with pytest.raises(flight.FlightServerError, match="calls are open") as caught:
             act(wire, "status")
@@ -154,25 +155,31 @@ def test_an_action_longer_than_any_is_refused_by_its_length(
 def test_answers_that_wait_to_be_taken_are_bounded(node: RunningNode, wire: flight.FlightClient) -> None:
     accepted = node.run(node.broker.send(pa.RecordBatch.from_pydict({"topic": ["taken"], "body": [b"x"]})))
     ticket = {"read": "log", "from_seq": accepted.first_seq, "to_seq": accepted.first_seq + 1}
-    answers = edge_of(node)._answers
-    assert answers.reserve(ANSWERS_BYTES_MAX, 0)
+    answers = edge_of(node)._reads.answers
+
+    async def take() -> None:
+        answers.add("10.0.0.1", ANSWERS_BYTES_MAX)
+
+    async def give_back() -> None:
+        answers.remove("10.0.0.1", ANSWERS_BYTES_MAX)
+
+    node.run(take())
     try:
         with pytest.raises(flight.FlightServerError, match="wait to be taken") as caught:
             get(wire, **ticket)
         assert caught.value.extra_info == b"over_limit"
     finally:
-        answers.give(ANSWERS_BYTES_MAX)
+        node.run(give_back())
     assert get(wire, **ticket).num_rows == 1
     eventually(lambda: answers.held_bytes == 0, "what was sent counts no more")
 
 
-def test_a_taken_port_is_a_setup_error(node: RunningNode) -> None:
-    async def build() -> None:
-        loop = asyncio.get_running_loop()
-        await asyncio.to_thread(FlightEdge, node.broker, loop, "127.0.0.1", node.settings.port)
-
-    with pytest.raises(SetupError, match=f"--port {node.settings.port}"):
-        node.run(build())
+def test_a_taken_port_is_a_setup_error(node: RunningNode, tmp_path: Path) -> None:
+    with (
+        pytest.raises(SetupError, match=f"--port {node.settings.port}"),
+        running_node(tmp_path / "other", port=node.settings.port),
+    ):
+        pass
 
 
 def test_a_stop_ends_long_polls_and_refuses_what_is_new(tmp_path: Path) -> None:
@@ -197,6 +204,6 @@ def test_a_stop_ends_long_polls_and_refuses_what_is_new(tmp_path: Path) -> None:
         polling.join(BOUND_S)
         assert len(ended) == 1
         assert edge._calls.inside == 0
-        edge.close()  # a second time does nothing
+        asyncio.run(edge.close())  # a second time does nothing
         node.start()
         assert act(wire, "topics", timeout=BOUND_S)["topics"].keys() == {"quiet"}

@@ -1,126 +1,168 @@
 """The window of a send stream: order, bounds, and that nobody is left waiting."""
 
-import threading
-from collections.abc import Callable
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.bounds import BOUND_S
 
-from timeball.protocols.flight.window import Budget, Slot, Window
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.flight.window import Slot, Window
 
-BOUND_S = 30
-
-
-class Waiting:
-    """A call in a thread of its own, that may wait."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.outcome: object = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-        self._thread.start()
-
-    def _run(self, call: Callable[[], object]) -> None:
-        self.outcome = call()
-
-    def ended(self, within_s: float = BOUND_S) -> bool:
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+ONE, OTHER = "10.0.0.1", "10.0.0.2"
 
 
-def entered(window: Window, size_bytes: int = 1) -> Slot:
-    slot = window.enter(size_bytes)
-    assert slot is not None
-    return slot
+class Stream:
+    """A window, and what its stream has been told."""
+
+    def __init__(self, budget: ByteShares, address: str = ONE, **bounds: int) -> None:
+        self.rooms = self.answers = 0
+        self.window = Window(budget, address, self._room, self._answer, **bounds)
+
+    def _room(self) -> None:
+        self.rooms += 1
+
+    def _answer(self) -> None:
+        self.answers += 1
+
+    def entered(self, size_bytes: int = 1) -> Slot:
+        slot = self.window.enter(size_bytes)
+        assert slot is not None
+        return slot
+
+    async def told_of_room(self) -> bool:
+        """Whether it has been told, by the end of this turn of the loop; forgets it."""
+        await asyncio.sleep(0)
+        told, self.rooms = self.rooms, 0
+        return told == 1
+
+
+def run(check: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(check, BOUND_S))
 
 
 @given(st.integers(1, 30).flatmap(lambda count: st.permutations(range(count))))
 def test_answers_come_in_the_order_of_the_batches(order: list[int]) -> None:
-    budget = Budget()
-    window = Window(budget)
-    slots = [entered(window, size) for size in range(len(order))]
+    budget = ByteShares(10_000)
+    stream = Stream(budget)
+    slots = [stream.entered(size) for size in range(len(order))]
     taken: list[bytes] = []
     for index in order:
         slots[index].settle(b"%d" % index)
-        if slots and not any(slot.answer is None for slot in slots[: len(taken) + 1]):
-            taken += window.pop_answers()
+        assert (stream.answers > 0) == (index == len(taken)), "it is told of the one at the front"
+        stream.answers = 0
+        while (answer := stream.window.pop_answer()) is not None:
+            taken.append(answer)
     assert taken == [b"%d" % index for index in range(len(order))]
-    window.finish()
-    assert window.pop_answers() == []
-    assert budget.held_bytes == 0
+    assert not stream.window and budget.held_bytes == 0
 
 
 def test_a_full_window_waits_until_an_answer_is_taken() -> None:
-    window = Window(Budget(), batches_max=2)
-    first, _ = entered(window), entered(window)
-    third = Waiting(lambda: window.enter(1))
-    assert not third.ended(0.05)
-    first.settle(b"1")
-    assert not third.ended(0.05)  # settled, but its client has not had the answer
-    assert window.pop_answers() == [b"1"]
-    assert third.ended() and isinstance(third.outcome, Slot)
+    async def check() -> None:
+        stream = Stream(ByteShares(100), batches_max=2)
+        first, _ = stream.entered(), stream.entered()
+        assert stream.window.enter(1) is None
+        first.settle(b"1")
+        await stream.told_of_room()
+        assert stream.window.enter(1) is None  # settled, but its client has not had the answer
+        assert stream.window.pop_answer() == b"1"
+        assert await stream.told_of_room()
+        stream.entered()
+
+    run(check())
 
 
 def test_bytes_are_free_when_a_batch_is_settled() -> None:
-    window = Window(Budget(), bytes_max=10)
-    _, big = entered(window, 1), entered(window, 9)
-    small = Waiting(lambda: window.enter(2))
-    assert not small.ended(0.05)
-    big.settle(b"")
-    assert small.ended() and isinstance(small.outcome, Slot)
+    async def check() -> None:
+        stream = Stream(ByteShares(100), bytes_max=10)
+        _, big = stream.entered(1), stream.entered(9)
+        assert stream.window.enter(2) is None
+        assert not await stream.told_of_room()
+        big.settle(b"")
+        assert await stream.told_of_room()
+        stream.entered(2)
+
+    run(check())
 
 
 def test_a_batch_larger_than_the_window_goes_alone() -> None:
-    budget = Budget(bytes_max=10)
-    window = Window(budget, bytes_max=10)
-    huge = entered(window, 1_000)
-    next_one = Waiting(lambda: window.enter(1))
-    assert not next_one.ended(0.05)
-    huge.settle(b"")
-    assert next_one.ended()
-    assert budget.held_bytes == 1
+    async def check() -> None:
+        budget = ByteShares(10, 1_000)
+        stream = Stream(budget, bytes_max=10)
+        huge = stream.entered(1_000)
+        assert stream.window.enter(1) is None
+        huge.settle(b"")
+        assert await stream.told_of_room()
+        stream.entered(1)
+        assert budget.held_bytes == 1
+
+    run(check())
 
 
 def test_streams_share_one_budget() -> None:
-    budget = Budget(bytes_max=10)
-    one, other = Window(budget), Window(budget)
-    slot = entered(one, 10)
-    waiting = Waiting(lambda: other.enter(5))
-    assert not waiting.ended(0.05)
-    slot.settle(b"")
-    assert waiting.ended() and isinstance(waiting.outcome, Slot)
+    async def check() -> None:
+        budget = ByteShares(10)
+        one, other = Stream(budget), Stream(budget, OTHER)
+        slot = one.entered(10)
+        assert other.window.enter(5) is None
+        assert other.window.enter(5) is None, "asked for once"
+        slot.settle(b"")
+        assert budget.held_bytes == 5, "granted, and counted"
+        assert await other.told_of_room()
+        other.entered(5)
+        assert budget.held_bytes == 5
+
+    run(check())
 
 
-@pytest.mark.parametrize("blocked_by", ["window", "budget"])
-def test_abort_frees_everyone(blocked_by: str) -> None:
-    budget = Budget(bytes_max=10)
-    window = Window(budget, batches_max=1) if blocked_by == "window" else Window(budget)
-    slot = entered(window, 10 if blocked_by == "budget" else 1)
-    entering, taking = Waiting(lambda: window.enter(1)), Waiting(window.pop_answers)
-    emptying = Waiting(lambda: window.wait_empty(BOUND_S))
-    assert not entering.ended(0.05) and not taking.ended(0.05)
-    window.abort()
-    assert entering.ended() and entering.outcome is None
-    assert taking.ended() and taking.outcome == []
-    assert emptying.ended() and emptying.outcome is True
-    slot.settle(b"late")  # the broker decides it all the same
-    assert budget.held_bytes == 0
+@pytest.mark.parametrize("waits", ["for the window", "for the budget", "with what is granted"])
+def test_abort_gives_all_back_and_tells_nobody_more(waits: str) -> None:
+    async def check() -> None:
+        budget = ByteShares(10)
+        stream = Stream(budget, batches_max=1) if waits == "for the window" else Stream(budget)
+        other = Stream(budget, OTHER)
+        slot = stream.entered(1) if waits == "for the window" else other.entered(10)
+        assert stream.window.enter(2) is None
+        if waits == "with what is granted":
+            slot.settle(b"")
+        emptied = asyncio.ensure_future(stream.window.emptied())
+        await asyncio.sleep(0)
+        stream.rooms = 0
+        stream.window.abort()
+        await emptied
+        assert stream.window.enter(1) is None and stream.window.pop_answer() is None
+        if waits != "with what is granted":
+            slot.settle(b"late")  # the broker decides it all the same
+        assert not await stream.told_of_room()
+        assert budget.held_bytes == 0 and not budget.waiting
+
+    run(check())
 
 
-def test_finish_lets_the_last_answers_out() -> None:
-    window = Window(Budget())
-    slot = entered(window)
-    window.finish()
-    assert not window.wait_empty(0.01)
-    slot.settle(b"last")
-    assert window.pop_answers() == [b"last"]
-    assert window.pop_answers() == []
-    assert window.wait_empty(0.01)
+def test_the_last_answer_is_waited_for() -> None:
+    async def check() -> None:
+        stream = Stream(ByteShares(10))
+        slot = stream.entered()
+        stream.window.finish()
+        emptied = asyncio.ensure_future(stream.window.emptied())
+        slot.settle(b"last")
+        await asyncio.sleep(0)
+        assert not emptied.done()
+        assert stream.window.pop_answer() == b"last"
+        await emptied
+        await stream.window.emptied()  # at once
+
+    run(check())
 
 
 def test_settling_twice_is_a_bug_of_ours() -> None:
-    window = Window(Budget())
-    slot = entered(window)
+    stream = Stream(ByteShares(10))
+    slot = stream.entered()
     slot.settle(b"1")
     with pytest.raises(AssertionError, match="once"):
         slot.settle(b"2")

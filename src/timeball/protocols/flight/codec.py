@@ -10,6 +10,7 @@ behind it checks nothing again.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from timeball import wire
 from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
 from timeball.message import READ_SCHEMA
 from timeball.protocols.error_codes import sentence
+from timeball.protocols.http2.frames import literal
 from timeball.table import attachment
 
 # ---- actions --------------------------------------------------------------------------------------------
@@ -147,14 +149,21 @@ def details(error: BaseException) -> str:
     return f"{sentence(error)}. Detail: {_DETAIL}"
 
 
-def trailers(error: BaseException) -> tuple[tuple[str, str | bytes], ...]:
+def trailers(error: BaseException) -> bytes:
     """Return the four trailers that carry an error across, as Arrow's own server writes them."""
-    return (
-        ("grpc-status-details-bin", _code(error).encode()),
-        ("x-arrow-status", _IO_ERROR),
-        ("x-arrow-status-detail-bin", _DETAIL.encode()),
-        ("x-arrow-status-message-bin", sentence(error).encode()),
+    return b"".join(
+        (
+            literal("grpc-status-details-bin", _binary(_code(error))),
+            literal("x-arrow-status", _IO_ERROR),
+            literal("x-arrow-status-detail-bin", _binary(_DETAIL)),
+            literal("x-arrow-status-message-bin", _binary(sentence(error))),
+        )
     )
+
+
+def _binary(text: str) -> str:
+    """Return the value of a header whose name ends with -bin."""
+    return b64encode(text.encode()).decode()
 
 
 def _code(error: BaseException) -> str:

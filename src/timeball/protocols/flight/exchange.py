@@ -1,22 +1,25 @@
 """One stream of an exchange: batches in without waiting, acknowledgements out in the same order.
 
-    reading thread    message -> decode and check -> window.enter -> taker
-    broker's loop     taker -> slot.settle                                                   (sends)
-    RPC thread        window.pop_answers -> acknowledgements
+    DATA        message -> decode and check -> window.enter -> taker
+    broker      taker -> slot.settle                                       (sends)
+    answers     window.pop_answer -> acknowledgements, as far as the client takes them
 
-The reading thread never waits for the disk, so that a group commit can hold many batches of one stream. A refused
-batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
+The stream reads on while its batches wait for the disk, so that a group commit can hold many batches of one stream. A
+refused batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
 broker, and no client waits for it: nothing is cancelled from here, because the commit that one batch waits for is
 the commit of others too.
 
-A stream holds one message: the one it receives, or the one it has and waits with. Streams decode one after the other
-(`decoding`), so that what a message becomes in between is there once and not once a stream.
+A stream holds one message: the one it receives, or the one it has and waits with; and READ_AHEAD_BYTES behind it. Large
+ones are decoded by one thread, one after the other, so that what a message becomes in between is there once and not
+once a stream; the event loop goes on meanwhile.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -24,95 +27,218 @@ from timeball.access import Caller
 from timeball.errors import InvalidMessage, Unavailable
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, check_bytes
-from timeball.protocols.flight import codec
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.flight import codec, protobuf
+from timeball.protocols.flight.calls import Admit, FlightCall, framed
+from timeball.protocols.flight.gate import Gate
 from timeball.protocols.flight.protobuf import Data
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends, refusal
-from timeball.protocols.flight.window import Budget, Window
+from timeball.protocols.flight.window import Window
+from timeball.protocols.http2.exchange import Call, Room, Serve
+from timeball.protocols.http2.frames import Payload
+from timeball.protocols.http2.streams import Streams
+
+READ_AHEAD_BYTES = 1024 * 1024  # that a client may send behind the message that is received
+AT_ONCE_BYTES_MAX = 32 * 1024  # of a message that the event loop decodes itself
+
+Columns = Callable[[pa.Schema], SendColumns | ReleaseColumns]
+Choose = Callable[
+    [Caller, list[bytes] | None], tuple[Sends | Releases, Columns]
+]  # by the path; raises TimeballError
 
 
-class Stream:
-    """The two threads of one stream, and the window between them."""
+class Shared(NamedTuple):
+    """What all streams of the edge share. `choose`: who takes the batches, and how a schema is checked."""
+
+    choose: Choose
+    budget: ByteShares
+    decoding: Executor
+    gate: Gate
+    streams: set[Upload]
+
+
+class _Entry(NamedTuple):
+    """A sound batch or the refusal that answers it, the bytes that it counts, and its key ("" for none)."""
+
+    batch: pa.RecordBatch | bytes
+    size_bytes: int
+    key: str
+
+
+class Upload(FlightCall):
+    """One stream of batches, and the window of those that wait for an answer."""
+
+    __slots__ = (
+        "_columns", "_columns_of", "_entry", "_failure", "_is_decoding", "_is_stopping", "_schema", "_shared", "_taker",
+        "window",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        taker: Sends | Releases,
-        caller: Caller,
-        budget: Budget,
-        columns: Callable[[pa.Schema], SendColumns | ReleaseColumns],
-        decoding: threading.Lock,
-    ) -> None:
-        """`columns` checks the schema once, and then each batch; `taker` takes what has passed."""
-        self._taker, self._caller, self._columns, self._decoding = taker, caller, columns, decoding
-        self.window = Window(budget)
-        self._stopping = False
-        self._failure: Exception | None = None
+        self, streams: Streams, number: int, is_heard: bool, call: Call, room: Room, serve: Serve, now_s: float,
+        admit: Admit, shared: Shared,
+    ) -> None:  # fmt: skip
+        super().__init__(streams, number, is_heard, call, room, serve, now_s, admit, shared.gate)
+        self._shared = shared
+        self.window = Window(shared.budget, call.peer, self._go_on, self._answer)
+        self._taker: Sends | Releases | None = None
+        self._columns_of: Columns
+        self._schema: pa.Schema | None = None
+        self._columns: SendColumns | ReleaseColumns
+        self._entry: _Entry | None = None  # that waits for room
+        self._is_decoding = self._is_stopping = False
+        self._failure: BaseException | None = None  # that ends the stream behind its last answer
 
     def stop(self) -> None:
         """Refuse further batches; those under way are still answered."""
-        self._stopping = True
+        self._is_stopping = True
 
-    def answers(self, messages: Iterator[Data]) -> Iterator[bytes]:
-        """Yield the answer to each batch until the client ends or breaks the stream.
+    # -- batches that come in --------------------------------------------------------------------------------
 
-        `messages` raises TimeballError for bytes that are no message. Raises the stream's error after the last answer.
-        """
-        reading = threading.Thread(target=self._run, args=(messages,), name="flight-reads", daemon=True)
-        reading.start()
+    def received(self, payload: Payload) -> None:
+        """See Stream."""
+        if self._is_over or self._failure is not None:
+            return
+        self._parts.append(payload)
+        self._held_bytes += len(payload)
+        self._read()
+
+    def _begin_stream(self) -> None:
+        self._since_s = None
+        self._shared.streams.add(self)
+        self._read()
+
+    def _read(self) -> None:
+        """Take message by message, for as long as the window has room."""
         try:
-            while answers := self.window.pop_answers():
-                yield from answers
-        finally:
-            self.window.abort()  # also when the client does not read the rest of the answers
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self, messages: Iterator[Data]) -> None:
-        try:
-            self._read(messages)
+            while not (self._is_over or self._is_decoding or self._entry or self._failure):
+                if not self._awaited_bytes and not self._read_prefix():
+                    break
+                if self._held_bytes < self._awaited_bytes:
+                    if self.is_heard:
+                        raise InvalidMessage("the stream ends within a message")
+                    break
+                self._take(*self._cut())
         except Exception as error:  # of any kind: a fault of ours must not leave the client waiting
-            self._failure = error
-        finally:
-            self.window.finish()  # what was accepted is answered, also when the stream ended badly
+            self._break(error)
+            return
+        is_held_up = self._is_over or self._is_decoding or self._entry is not None
+        wanted_bytes = READ_AHEAD_BYTES + max(0, self._awaited_bytes - self._held_bytes)
+        # In large steps: each is a frame for the client to read.
+        if not is_held_up and self.receive_window < wanted_bytes - READ_AHEAD_BYTES // 2:
+            self.allow(wanted_bytes)
 
-    def _read(self, messages: Iterator[Data]) -> None:
-        schema, columns = None, None
-        for message in messages:
-            if not message.header:
-                continue  # a descriptor, or metadata alone: nothing to answer
-            if schema is None or columns is None:
-                schema = ipc.schema(message.header)
-                columns = self._columns(schema)
-                continue
-            entry = self._decoded(message, schema, columns)
-            del message  # while this thread waits, it holds what the message has become and no more
-            if not self._enter(*entry):
-                return
-            del entry
-        if schema is None and not self.window.aborted:
+    def _reserve(self, size_bytes: int) -> bool:
+        return True  # one message a stream: the gate bounds the streams
+
+    def _ended(self) -> None:
+        if self._held_bytes:
+            raise InvalidMessage("the stream ends within a message")
+        if self._taker is None:
+            self._shared.choose(self.call.caller, None)
+        if self._schema is None:
             raise InvalidMessage("the stream does not begin with an Arrow schema")
+        self.window.finish()
+        self._answer()
 
-    def _decoded(
-        self, message: Data, schema: pa.Schema, columns: SendColumns | ReleaseColumns
-    ) -> tuple[pa.RecordBatch | bytes, int, str]:
-        """Return a sound batch, its bytes and its key ("" for none), or the refusal that answers it."""
+    def _take(self, is_packed: bool, parts: list[Payload]) -> None:
+        """Take one message."""
+        self._awaited_bytes = 0
+        if is_packed:
+            unpacked = self._unpacked(b"".join(parts))
+            if unpacked is None:
+                return
+            parts = [unpacked]
+        message = protobuf.data(parts)
+        if self._taker is None:
+            self._taker, self._columns_of = self._shared.choose(self.call.caller, message.path)
+        if not message.header:
+            return  # a descriptor, or metadata alone: nothing to answer
+        if self._schema is None:
+            schema = ipc.schema(message.header)
+            self._columns = self._columns_of(schema)
+            self._schema = schema
+        elif message.size_bytes <= AT_ONCE_BYTES_MAX:
+            self._enter(self._decode(message))
+        else:
+            self._is_decoding = True
+            loop = asyncio.get_running_loop()
+            decoded = loop.run_in_executor(self._shared.decoding, self._decode, message)
+            decoded.add_done_callback(self._take_decoded)
+
+    def _take_decoded(self, decoded: asyncio.Future[_Entry]) -> None:
+        self._is_decoding = False
+        if not self._is_over:
+            self._enter(decoded.result())
+            self._read()
+
+    def _decode(self, message: Data) -> _Entry:
+        """Decode and check a batch; any thread."""
         try:
-            if self._stopping:
+            if self._is_stopping:
                 raise Unavailable(STOPPING)
-            with self._decoding:
-                batch = columns.adopt(ipc.batch(message.header, message.body, schema))
-                check_bytes(batch.nbytes)
+            batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema))
+            check_bytes(batch.nbytes)
             key = codec.idempotency_key(message.metadata)
         except Exception as error:  # of any kind: this batch gets an answer and the next one its turn
-            return refusal(error), 0, ""
-        return batch, max(message.size_bytes, batch.nbytes), key
+            return _Entry(refusal(error), 0, "")
+        return _Entry(batch, max(message.size_bytes, batch.nbytes), key)
 
-    def _enter(self, entry: pa.RecordBatch | bytes, size_bytes: int, key: str) -> bool:
-        """Hand a batch over, or give the refusal its turn; False when the stream was given up."""
-        slot = self.window.enter(size_bytes)
+    def _enter(self, entry: _Entry) -> None:
+        """Hand a batch over, or give the refusal its turn; without room it waits, and the stream with it."""
+        slot = self.window.enter(entry.size_bytes)
         if slot is None:
-            return False
-        if isinstance(entry, bytes):
-            slot.settle(entry)
+            self._entry = entry
+            return
+        self._entry = None
+        if isinstance(entry.batch, bytes):
+            slot.settle(entry.batch)
         else:
-            self._taker.put(entry, slot, self._caller, key)
-        return True
+            assert self._taker is not None
+            self._taker.put(entry.batch, slot, self.call.caller, entry.key)
+
+    def _go_on(self) -> None:
+        """Read on: the window has room."""
+        if self._entry is not None:
+            self._enter(self._entry)
+            self._read()
+
+    # -- answers that leave ----------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """Send the answers at the front, for as long as the client takes them."""
+        window = self.window
+        while not (self._is_over or self.has_unsent):
+            if self.streams.is_full:
+                self.streams.waiting[self.number] = self
+                return
+            answer = window.pop_answer()
+            if answer is None:
+                break
+            self.send_messages(framed(*protobuf.data_parts(metadata=answer)))
+        if window.is_finished and not window:
+            self._conclude()
+
+    def move(self) -> None:
+        """See Stream: behind what waited come the answers that were settled meanwhile."""
+        super().move()
+        self._answer()
+
+    def _break(self, error: BaseException) -> None:
+        """End the stream with this error, behind the answers to what came before it."""
+        self._failure = error
+        self._parts.clear()
+        self._held_bytes = 0
+        self.window.finish()
+        self._answer()
+
+    def _conclude(self) -> None:
+        if self._failure is not None:
+            self.refuse(self._failure)
+        else:
+            self.finish()
+
+    def release(self) -> None:
+        """See Exchange."""
+        self._shared.streams.discard(self)
+        self.window.abort()
+        super().release()

@@ -11,7 +11,7 @@ where protobuf's own classes copy it in and out. Does no I/O; raises InvalidMess
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from timeball.errors import InvalidMessage
@@ -31,7 +31,7 @@ class Data(NamedTuple):
     described: bool
     header: memoryview
     metadata: memoryview
-    body: memoryview
+    body: Sequence[bytes | memoryview]  # parts that stand one behind the other
     size_bytes: int
 
 
@@ -49,22 +49,58 @@ def ticket(message: bytes) -> bytes:
     return bytes(_bytes(dict(_fields(memoryview(message))), 1))
 
 
-def data(message: bytes) -> Data:
-    """Return the parts of a FlightData."""
-    fields = dict(_fields(memoryview(message)))
+def data(parts: Sequence[bytes | memoryview]) -> Data:
+    """Return what a FlightData says that came in parts; a body at its end is not put together from them."""
+    size_bytes = sum(map(len, parts))
+    if len(parts) > 1:
+        found = _until_body(memoryview(parts[0]), size_bytes)
+        if found is not None:
+            fields, begin = found
+            return _data(fields, [memoryview(parts[0])[begin:], *parts[1:]], size_bytes)
+        parts = [b"".join(parts)]
+    fields = dict(_fields(memoryview(parts[0])))
+    return _data(fields, [_bytes(fields, BODY_FIELD)], size_bytes)
+
+
+def _data(fields: dict[int, int | memoryview], body: Sequence[bytes | memoryview], size_bytes: int) -> Data:
     descriptor = fields.get(1)
     path = None if descriptor is None else _path(_bytes(fields, 1))
-    header, metadata, body = (_bytes(fields, number) for number in (2, 3, BODY_FIELD))
-    return Data(path, descriptor is not None, header, metadata, body, len(message))
+    return Data(path, descriptor is not None, _bytes(fields, 2), _bytes(fields, 3), body, size_bytes)
 
 
-def data_message(header: memoryview | bytes = b"", body: memoryview = _EMPTY, metadata: bytes = b"") -> bytes:
-    """Return a FlightData of these parts."""
+def _until_body(first: memoryview, size_bytes: int) -> tuple[dict[int, int | memoryview], int] | None:
+    """Return the fields before a body that reaches to the end of the message, and where it begins.
+
+    None when the first part holds no more than some of those fields, or something stands behind the body.
+    """
+    fields: dict[int, int | memoryview] = {}
+    at = 0
+    try:
+        while True:
+            tag, at = _varint(first, at)
+            number, kind = tag >> 3, tag & 7
+            if kind != _BYTES:
+                return None
+            size, at = _varint(first, at)
+            if number == BODY_FIELD:
+                return (fields, at) if at + size == size_bytes else None
+            if size > len(first) - at:
+                return None
+            fields[number] = first[at : at + size]
+            at += size
+    except InvalidMessage:
+        return None  # it is read whole, and refused then if it is none
+
+
+def data_parts(
+    header: memoryview | bytes = b"", body: memoryview = _EMPTY, metadata: bytes = b""
+) -> list[bytes | memoryview]:
+    """Return the parts that make a FlightData."""
     parts: list[bytes | memoryview] = []
     for number, value in ((2, header), (3, metadata), (BODY_FIELD, body)):
         if len(value):
             parts += (_tag(number, len(value)), value)
-    return b"".join(parts)
+    return parts
 
 
 def result(body: bytes) -> bytes:

@@ -1,17 +1,15 @@
-"""Batches on their way from reading threads to the broker's batcher, and their answers on the way back.
+"""Batches on their way from streams to the broker's batcher, and their answers on the way back.
 
-Many sends cross with one wake-up of the loop. broker/ingress.py puts small neighbours of one schema together. A
-release stream's batches, rows of the pending table's files that a dispatcher brings, are decided in the order they
-came in.
+broker/ingress.py puts small neighbours of one schema together. A release stream's batches, rows of the pending table's
+files that a dispatcher brings, are decided in the order they came in.
 
-Invariant: every slot put in is settled, once, even if the broker or its loop fails.
+Invariant: every slot put in is settled, once, even if the broker fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -22,7 +20,7 @@ from timeball.access import Caller
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.service import Broker
-from timeball.errors import TimeballError, Unavailable
+from timeball.errors import Unavailable
 from timeball.protocols.error_codes import log_failure
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.window import Slot
@@ -34,40 +32,24 @@ STOPPING = "the broker is stopping; send this batch again later or elsewhere"
 
 class _Piece(Piece, gc=False):
     slot: Any  # the Slot that is settled with its answer
-    key: str  # the idempotency key; "" for none
 
 
 class Sends:
-    """Takes batches from any thread; an Edge of broker/ingress.py."""
+    """Takes the batches of send streams; an Edge of broker/ingress.py. Belongs to the event loop."""
 
-    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop) -> None:
-        self._broker, self._loop = broker, loop
-        self._crossing: deque[_Piece] = deque()
-        self._is_woken = False
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. Callable from any thread."""
-        self._crossing.append(_Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot, key))
-        # The loop clears the flag before it empties the queue: a thread that sees it set is served by that turn.
-        if not self._is_woken:
-            self._is_woken = True
-            try:
-                self._loop.call_soon_threadsafe(self._arrive)
-            except RuntimeError:  # the loop is closed
-                while self._crossing:
-                    self.refuse([self._crossing.popleft()], Unavailable(STOPPING))
-
-    def _arrive(self) -> None:
-        self._is_woken = False
-        while self._crossing:
-            piece = self._crossing.popleft()
-            try:
-                if piece.key:
-                    self._broker.keyed_sends.put(piece, piece.key)
-                else:
-                    self._broker.sends.put(piece)
-            except TimeballError as error:
-                self.refuse([piece], error)
+        """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. `key`: for idempotency."""
+        piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
+        try:
+            if key:
+                self._broker.keyed_sends.put(piece, key)
+            else:
+                self._broker.sends.put(piece)
+        except Exception as error:  # of any kind: the stream waits for this answer before all later ones
+            self.refuse([piece], error)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Settle the slots of batches that are durable."""
@@ -82,21 +64,15 @@ class Sends:
 
 
 class Releases:
-    """Hands batches of release streams to the broker, and its answers back."""
+    """Hands batches of release streams to the broker, and its answers back. Belongs to the event loop."""
 
-    def __init__(self, broker: Broker, loop: asyncio.AbstractEventLoop) -> None:
-        self._broker, self._loop = broker, loop
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
         self._tasks: set[asyncio.Task[bytes]] = set()
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Callable from any thread. A release names its promises, so repeating one does no harm without a key."""
-        try:
-            self._loop.call_soon_threadsafe(self._begin, batch, slot, caller)
-        except RuntimeError:  # the loop is closed
-            slot.settle(refusal(Unavailable(STOPPING)))
-
-    def _begin(self, batch: pa.RecordBatch, slot: Slot, caller: Caller) -> None:
-        task = self._loop.create_task(self._release(batch, caller))
+        """Hand over a batch. A release names its promises, so repeating one does no harm without a key."""
+        task = asyncio.get_running_loop().create_task(self._release(batch, caller))
         self._tasks.add(task)  # the loop itself keeps no task alive
         task.add_done_callback(partial(self._answer, slot))
 

@@ -144,11 +144,14 @@ class Exchange(Stream):
         """Await the request, or begin with the stream of them; return None when the call has ended already."""
         self.method = method
         if method.takes_stream:
-            self._since_s = None
-            self._start(self._requests())
+            self._begin_stream()
         elif self.is_heard:
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
         return None if self._is_over else self
+
+    def _begin_stream(self) -> None:
+        self._since_s = None
+        self._start(self._requests())
 
     @property
     def is_over(self) -> bool:

@@ -1,0 +1,72 @@
+"""One call of Flight: who calls is asked with its headers, then a place is taken, and only then is a message received.
+
+Each call ends with a status as Arrow's own server writes it: UNKNOWN, and trailers with our code and sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from timeball.access import Caller
+from timeball.errors import TimeballError
+from timeball.protocols.error_codes import log_failure
+from timeball.protocols.flight import codec
+from timeball.protocols.flight.gate import Gate
+from timeball.protocols.http2.exchange import Call, Exchange, GrpcStatus, Method, Room, Serve
+from timeball.protocols.http2.frames import PREFIX, RESPONSE, Payload, trailers
+from timeball.protocols.http2.streams import Streams
+
+logger = logging.getLogger(__name__)
+
+Admit = Callable[[Call], Caller]  # raises TimeballError
+
+
+class FlightCall(Exchange):
+    """A call within its gate. `admit` says who makes it, or refuses it."""
+
+    __slots__ = ("_admit", "_gate", "_is_inside")
+
+    READ_S = 20.0  # 4 MiB over a slow line
+    TAKEN_S = None  # who reads a log may pause; that its machine is there is seen by pings
+
+    def __init__(
+        self, streams: Streams, number: int, is_heard: bool, call: Call, room: Room, serve: Serve, now_s: float,
+        admit: Admit, gate: Gate,
+    ) -> None:  # fmt: skip
+        super().__init__(streams, number, is_heard, call, room, serve, now_s)
+        self._admit, self._gate, self._is_inside = admit, gate, False
+
+    def begin(self, method: Method) -> Exchange | None:
+        """See Exchange."""
+        self.method = method
+        try:
+            self.call.caller = self._admit(self.call)
+            self._gate.admit()
+        except TimeballError as error:
+            self.refuse(error)
+            return None
+        self._is_inside = True
+        return super().begin(method)
+
+    def refuse(self, error: BaseException) -> None:
+        """End the call with an error, behind its answers."""
+        if self._is_over:
+            return
+        log_failure(logger, self.method.name, error)
+        self._is_over = True
+        block = trailers(GrpcStatus.UNKNOWN, codec.details(error)) + codec.trailers(error)
+        self.end(block if self._has_answered else RESPONSE + block)
+        self._stop()
+
+    def release(self) -> None:
+        """See Exchange."""
+        if self._is_inside:
+            self._is_inside = False
+            self._gate.leave()
+        super().release()
+
+
+def framed(*parts: Payload) -> bytes:
+    """Return a message of these parts, with gRPC's prefix; joined once."""
+    return b"".join((PREFIX.pack(0, sum(map(len, parts))), *parts))

@@ -1,0 +1,126 @@
+"""DoGet: rows of the log, of a queue, of a long poll, or leased to a group; as parts that a client takes in turn.
+
+What has been read and not yet taken counts among the answers of all calls. Rows of the log are read and written by
+threads, a batch for each wish of the client; whoever pauses holds one batch and no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pyarrow as pa
+
+from timeball import wire
+from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.service import Broker
+from timeball.errors import OverLimit
+from timeball.message import READ_SCHEMA
+from timeball.protocols import arrow_ipc as ipc
+from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.flight import codec, protobuf, verbs
+from timeball.protocols.flight.calls import FlightCall, framed
+
+ANSWER_PART_BYTES = 4 * 1024 * 1024
+ANSWERS_BYTES_MAX = (
+    192 * 1024 * 1024
+)  # read and not yet taken, of all calls; half of it for one address alone
+ANSWER_WAIT_S = 1.0
+LOG_THREADS = 16
+
+
+class Reads:
+    """Answers tickets. `check_open` raises Unavailable once the edge closes."""
+
+    def __init__(self, broker: Broker, check_open: Callable[[], None]) -> None:
+        self._broker, self._check_open = broker, check_open
+        self._filters = FiltersKept()
+        self.answers = ByteShares(ANSWERS_BYTES_MAX, ANSWER_PART_BYTES)
+        self._threads = ThreadPoolExecutor(LOG_THREADS, "flight-log")
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False)
+
+    async def answer(self, call: FlightCall, message: bytes) -> None:
+        """Send what a ticket asks for."""
+        request = codec.decode_ticket(protobuf.ticket(message))
+        caller = call.call.caller
+        if isinstance(request, wire.ReadLog):
+            await self._send_log(call, request)
+        elif isinstance(request, wire.Receive):
+            handed_out = await verbs.receive(self._broker, self._filters, request, caller)
+            is_sent = False
+            try:
+                await self._send(call, handed_out.rows)
+                is_sent = not call.is_over
+            finally:
+                if not is_sent:  # its client went: others may have them at once
+                    self._broker.consuming.not_seen(handed_out.receipts)
+        else:
+            await self._send(call, await verbs.rows(self._broker, request, caller))
+
+    async def _send(self, call: FlightCall, batch: pa.RecordBatch) -> None:
+        """Send the schema and a batch; a small one leaves with it in one piece."""
+        address, size_bytes = call.call.peer, batch.nbytes
+        await self._count(address, size_bytes)
+        try:
+            data = schema_message(batch.schema)
+            for header, body in ipc.parts(batch, ANSWER_PART_BYTES):
+                data += framed(*protobuf.data_parts(header, body))
+                if not call.send_messages(data):
+                    await call.sent()
+                data = b""
+        finally:
+            self.answers.remove(address, size_bytes)
+
+    async def _send_log(self, call: FlightCall, request: wire.ReadLog) -> None:
+        rows = self._broker.read_log(
+            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns,
+            call.call.caller, placed=request.placed,
+        )  # fmt: skip
+        schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
+        call.send_messages(schema_message(schema))
+        loop, address = asyncio.get_running_loop(), call.call.peer
+        while True:
+            parts = await loop.run_in_executor(self._threads, _next_parts, rows)
+            if parts is None:
+                return
+            self._check_open()
+            size_bytes = sum(map(len, parts))
+            await self._count(address, size_bytes)
+            try:
+                for data in parts:
+                    if not call.send_messages(data):
+                        await call.sent()
+            finally:
+                self.answers.remove(address, size_bytes)
+            del parts, data  # not held while the next ones are read
+
+    async def _count(self, address: str, size_bytes: int) -> None:
+        """Count bytes among the answers; raise OverLimit when there is no room for them for a while."""
+        if self.answers.fits(address, size_bytes):
+            self.answers.add(address, size_bytes)
+            return
+        try:
+            async with asyncio.timeout(ANSWER_WAIT_S):
+                await self.answers.room(address, size_bytes)
+        except TimeoutError:
+            raise OverLimit(
+                f"{ANSWERS_BYTES_MAX} bytes of answers wait to be taken by those who asked; try again later"
+            ) from None
+
+
+def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[bytes] | None:
+    batch = next(rows, None)
+    if batch is None:
+        return None
+    return [framed(*protobuf.data_parts(*part)) for part in ipc.parts(batch, ANSWER_PART_BYTES)]
+
+
+@cache
+def schema_message(schema: pa.Schema) -> bytes:
+    """Return the message that begins a stream of this schema."""
+    return framed(*protobuf.data_parts(ipc.schema_header(schema)))
