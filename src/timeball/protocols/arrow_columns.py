@@ -59,7 +59,8 @@ class SendColumns:
             _refuse_rows(batch.num_rows)
         try:
             batch.validate(full=True)
-            check_bytes(sum(map(_value_bytes, batch.columns)))
+            if not (self._exact and _is_small(batch)):
+                check_bytes(sum(map(_value_bytes, batch.columns)))
             if not self._exact:
                 columns = [_convert(batch.column(i), field.type) for i, field in enumerate(self._target)]
                 batch = pa.RecordBatch.from_arrays(columns, schema=self._target)
@@ -142,6 +143,20 @@ def check_bytes(size_bytes: int) -> None:
         raise OverLimit(
             f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: send smaller batches"
         )
+
+
+def size_of(batch: pa.RecordBatch) -> int:
+    """Return how many bytes a sound batch holds; raise OverLimit for one that may not be sent."""
+    size_bytes: int = batch.get_total_buffer_size()
+    if size_bytes > limits.BATCH_BYTES_MAX:  # it counts padding, and values that a slice leaves out
+        check_bytes(size_bytes := batch.nbytes)
+    return size_bytes
+
+
+def _is_small(batch: pa.RecordBatch) -> bool:
+    """Return whether no values of these columns, which are no views, can take too much, also if they share a buffer."""
+    size_bytes: int = batch.get_total_buffer_size()
+    return bool(size_bytes * batch.num_columns <= limits.BATCH_BYTES_MAX)
 
 
 def _value_bytes(column: pa.Array) -> int:

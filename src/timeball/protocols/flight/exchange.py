@@ -26,7 +26,7 @@ import pyarrow as pa
 from timeball.access import Caller
 from timeball.errors import InvalidMessage, Unavailable
 from timeball.protocols import arrow_ipc as ipc
-from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, check_bytes
+from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, size_of
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf
 from timeball.protocols.flight.calls import Admit, FlightCall, framed
@@ -177,11 +177,11 @@ class Upload(FlightCall):
             if self._is_stopping:
                 raise Unavailable(STOPPING)
             batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema))
-            check_bytes(batch.nbytes)
+            size_bytes = size_of(batch)
             key = codec.idempotency_key(message.metadata)
         except Exception as error:  # of any kind: this batch gets an answer and the next one its turn
             return _Entry(refusal(error), 0, "")
-        return _Entry(batch, max(message.size_bytes, batch.nbytes), key)
+        return _Entry(batch, max(message.size_bytes, size_bytes), key)
 
     def _enter(self, entry: _Entry) -> None:
         """Hand a batch over, or give the refusal its turn; without room it waits, and the stream with it."""

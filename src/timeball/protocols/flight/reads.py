@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pyarrow as pa
 
@@ -51,23 +50,27 @@ class Reads:
         if isinstance(request, wire.ReadLog):
             await self._send_log(call, request)
         elif isinstance(request, wire.Receive):
+            head = _head_of(call, _RECEIVED, request.wait_ms)
             handed_out = await verbs.receive(self._broker, self._filters, request, caller)
             is_sent = False
             try:
-                await self._send(call, handed_out.rows)
+                await self._send(call, head, handed_out.rows)
                 is_sent = not call.is_over
             finally:
                 if not is_sent:  # its client went: others may have them at once
                     self._broker.consuming.not_seen(handed_out.receipts)
         else:
-            await self._send(call, await verbs.rows(self._broker, request, caller))
+            head = _head_of(call, _READ, request.wait_ms if isinstance(request, wire.Pull) else 0)
+            await self._send(call, head, await verbs.rows(self._broker, request, caller))
 
-    async def _send(self, call: FlightCall, batch: pa.RecordBatch) -> None:
-        """Send the schema and a batch; a small one leaves with it in one piece."""
-        address, size_bytes = call.call.peer, batch.nbytes
+    async def _send(self, call: FlightCall, head: bytes, batch: pa.RecordBatch) -> None:
+        """Send a batch behind `head`; a small one leaves with it in one piece."""
+        address, size_bytes = call.call.peer, batch.get_total_buffer_size()
+        if size_bytes > ANSWER_PART_BYTES:
+            size_bytes = batch.nbytes  # of what a slice leaves out nothing is sent
         await self._count(address, size_bytes)
         try:
-            data = schema_message(batch.schema)
+            data = head
             for header, body in ipc.parts(batch, ANSWER_PART_BYTES):
                 data += framed(*protobuf.data_parts(header, body))
                 if not call.send_messages(data):
@@ -113,6 +116,17 @@ class Reads:
             ) from None
 
 
+def _head_of(call: FlightCall, schema: bytes, wait_ms: int) -> bytes:
+    """Return the schema's message, to be sent with the rows; or send it now, where they may have to be waited for.
+
+    A client of pyarrow can cancel a read only once it has the schema.
+    """
+    if not wait_ms:
+        return schema
+    call.send_messages(schema)
+    return b""
+
+
 def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[bytes] | None:
     batch = next(rows, None)
     if batch is None:
@@ -120,7 +134,9 @@ def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[bytes] | None:
     return [framed(*protobuf.data_parts(*part)) for part in ipc.parts(batch, ANSWER_PART_BYTES)]
 
 
-@cache
 def schema_message(schema: pa.Schema) -> bytes:
     """Return the message that begins a stream of this schema."""
     return framed(*protobuf.data_parts(ipc.schema_header(schema)))
+
+
+_READ, _RECEIVED = schema_message(READ_SCHEMA), schema_message(wire.RECEIVED_SCHEMA)
