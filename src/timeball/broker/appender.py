@@ -37,15 +37,20 @@ from timeball.message import (
     SCHEDULE_TOPIC,
     Int64Array,
     Kind,
+    LogRow,
     SendBatch,
     codes_of,
     filled,
+    stored_size,
     stored_sizes,
     with_seq,
 )
 
 # Looked up once: every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
+_KIND, _TOPIC, _BODY, _PROPERTIES = (
+    LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties")
+)
 BoolArray = npt.NDArray[np.bool_]
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
 
@@ -259,6 +264,26 @@ class Appender:
 
         _, durable = self._parts.writer.append(rows, on_durable=on_durable)
         return Appended(first_seq, rows, durable)
+
+    def append_few(self, values: list[LogRow], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
+        """`append`, for a few rows as values; all need no place: promises for an instant, or cancels."""
+        rows, writer = self._build(values), self._parts.writer
+        first_seq = writer.next_seq
+        promised = [at for at, row in enumerate(values) if row[_KIND] == Kind.PROMISE]
+        stored_bytes = sum(
+            stored_size(values[at][_TOPIC], values[at][_BODY] or b"", values[at][_PROPERTIES])
+            for at in promised
+        )
+
+        def on_durable() -> None:
+            if promised:
+                seqs = [first_seq + at for at in promised]
+                self._wait(numbered(rows, seqs, promised), stored_bytes, first_seq + len(values))
+            if then is not None:
+                then()
+
+        _, durable = writer.append(rows, on_durable=on_durable)
+        return durable
 
     def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Give the rows that are visible, or wait in a level's queue, their queue and offset."""

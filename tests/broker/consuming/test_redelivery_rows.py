@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from timeball import limits
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, POP_CK
+from timeball.log.few_rows import rows_of
 from timeball.message import (
+    LOG_SCHEMA,
     ORIGIN_GROUP,
     READ_SCHEMA,
     RETRY_TOPIC,
@@ -109,6 +112,36 @@ def test_a_promise_has_everything_of_its_message() -> None:
     )
     assert (first["due_ms"], first["source_seq"], first["reconsume_times"]) == (100, 7, 1)
     assert (first["store_ms"], first["store_host"], first["accepted_ms"]) == (NOW_MS, "here", None)
+
+
+@given(
+    st.lists(
+        st.tuples(st.none() | TEXTS, st.none() | st.integers(0, 20), st.none() | st.just("t"), st.binary(max_size=9)),
+        min_size=1, max_size=5,
+    )
+)  # fmt: skip
+def test_a_few_promises_as_values_are_those_made_by_columns(
+    messages: list[tuple[str | None, int | None, str | None, bytes]],
+) -> None:
+    texts, times, tags, bodies = zip(*messages, strict=True)
+    source = rows(
+        len(messages), properties=list(texts), reconsume_times=pa.array(times, pa.int32()), tag=list(tags),
+        body=list(bodies), unique_key="u", flag=3, sys_flag=None, born_host="h",
+    )  # fmt: skip
+    main: Any = SimpleNamespace(again_name="%RETRY%g_orders", dead_name="%DLQ%g", times_max=9)
+    how: Any = {"group": GROUP, "topic": TOPIC, "main": main, "now_ms": NOW_MS, "due_ms": 99, "host": "here"}
+    few, many = redelivery_rows.few_handed_out(source, **how), redelivery_rows.handed_out(source, **how)
+    assert rows_of(few).to_pylist() == many.to_pylist()
+
+
+def test_a_few_promises_stay_within_what_a_wire_can_carry_too() -> None:
+    text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 40)})
+    main: Any = SimpleNamespace(again_name="again", dead_name="dead", times_max=9)
+    source = rows(1, properties=[text])
+    (row,) = redelivery_rows.few_handed_out(
+        source, group=GROUP, topic=TOPIC, main=main, now_ms=NOW_MS, due_ms=99, host="here"
+    )
+    assert row[LOG_SCHEMA.get_field_index("properties")] == dressed([text])[0]
 
 
 @given(st.integers(0, retry.INT_MAX), st.integers(0, 20))

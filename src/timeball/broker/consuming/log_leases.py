@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,8 +32,9 @@ from timeball import limits
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import lookup, redelivery_rows, retry
+from timeball.broker.consuming.lease_ends import cancel_rows, few_cancel_rows
 from timeball.broker.consuming.leases import Leases, QueueLeases
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import FEW_ROWS, retry_topic
 from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.delivery import as_moves
@@ -43,7 +44,16 @@ from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
 from timeball.errors import OutOfRange, OverLimit, RequestError
-from timeball.message import CANCEL_REASON, Int64Array, Kind, build_rows, encode_properties, int64
+from timeball.message import (
+    CANCEL_REASON,
+    LOG_SCHEMA,
+    Int64Array,
+    Kind,
+    encode_properties,
+    int64,
+)
+
+_TOPIC = LOG_SCHEMA.get_field_index("topic")
 
 ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
 DEAD = encode_properties({CANCEL_REASON: "dead letter"})
@@ -104,16 +114,15 @@ class LogLeases:
         parts.writer.check_room()
         now_ms = parts.clock.now_ms()
         due_ms = now_ms + request.invisible_ms
-        promises = redelivery_rows.handed_out(
-            rows,
-            group=request.group,
-            topic=request.topic,
-            main=main,
-            now_ms=now_ms,
-            due_ms=due_ms,
+        # A few as values: by columns one row costs as much as a hundred.
+        is_few = rows.num_rows <= FEW_ROWS and parts.compacts
+        make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
+        promises = make(
+            rows, group=request.group, topic=request.topic, main=main, now_ms=now_ms, due_ms=due_ms,
             host=parts.settings.host,
-        )
-        for topic in set(promises.column("topic").to_pylist()):
+        )  # fmt: skip
+        topics = [row[_TOPIC] for row in promises] if is_few else promises.column("topic").to_pylist()
+        for topic in set(topics):
             if main.again is None or topic != main.again_name:
                 parts.topics.ensure(topic, 1)
         # Read right before the append, without a pause: the receipts name these numbers.
@@ -127,12 +136,15 @@ class LogLeases:
             parts.lease_counts.add(request.group, topic_of(request.group, request.topic), numbers)
             self._leases.finish(selection.found)
 
-        appended = self._appender.append(self._appender.prepare(promises, now_ms), on_durable)
+        if is_few:
+            durable = self._appender.append_few(promises, on_durable)
+        else:
+            durable = self._appender.append(self._appender.prepare(promises, now_ms), on_durable).durable
         self._under_way[first_seq] = queues
         receipts = [
             Receipt(request.group, request.topic, first_seq + i, due_ms) for i in range(rows.num_rows)
         ]
-        return appended.durable, Received(rows, list(receipts), now_ms, rest=selection.rest)
+        return durable, Received(rows, list(receipts), now_ms, rest=selection.rest)
 
     def parked(self) -> Parked:
         """Return which positions are handed out, for a start after a crash, beside the offsets of this moment."""
@@ -208,11 +220,19 @@ class LogLeases:
             self._count_ended(part, won)
             if won.any():
                 # No pause since the decision: the CANCEL rows stand in the log before any later release.
-                rows = _cancel_rows(part, *newest, ACKNOWLEDGED, now_ms)
-                durable = self._appender.append(rows if won.all() else rows.filter(pa.array(won))).durable
+                durable = self._append_ends(part, newest, won, now_ms)
         if durable is not None:
             await durable
         return valid
+
+    def _append_ends(
+        self, receipts: Sequence[Receipt], newest: tuple[Int64Array, Int64Array], won: BoolArray, now_ms: int
+    ) -> asyncio.Future[int]:
+        if len(receipts) <= FEW_ROWS:
+            values = few_cancel_rows(receipts, *newest, ACKNOWLEDGED, now_ms)
+            return self._appender.append_few([values[at] for at in np.flatnonzero(won).tolist()])
+        rows = cancel_rows(receipts, *newest, ACKNOWLEDGED, now_ms)
+        return self._appender.append(rows if won.all() else rows.filter(pa.array(won))).durable
 
     async def _renew(self, changes: Sequence[Change]) -> BoolArray:
         """Move the promises of these to their other instants, durably; return which still waited."""
@@ -304,7 +324,7 @@ class LogLeases:
         """Cancel these promises and write `fresh` in their place; return which still waited."""
         prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
         versions = int64(before.column("due_ms")), int64(before.column("seq"))
-        cancels = _cancel_rows(receipts, *versions, DEAD, now_ms)
+        cancels = cancel_rows(receipts, *versions, DEAD, now_ms)
         won = self._settle(*versions)
         self._count_ended(receipts, won)
         if won.any():
@@ -378,21 +398,3 @@ class LogLeases:
             return change.invisible_ms
         group = self._parts.groups.find_group(change.receipt.group)
         return groups.retry_delay_ms(group.group_retry_policy if group is not None else None, max(1, times))
-
-
-def _cancel_rows(
-    receipts: Sequence[Receipt], due_ms: Int64Array, version: Int64Array, reason: str, now_ms: int
-) -> pa.RecordBatch:
-    """Return LOG_SCHEMA cancel records. They have no id: the message's own belongs to its sender."""
-    number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
-    return build_rows(
-        len(receipts),
-        kind=int(Kind.CANCEL),
-        topic=[retry_topic(receipt.group, receipt.topic) for receipt in receipts],
-        queue_id=-1,
-        properties=reason,
-        store_ms=now_ms,
-        due_ms=due_ms,
-        source_seq=number,
-        version_seq=pa.array(version, mask=version == number),
-    )

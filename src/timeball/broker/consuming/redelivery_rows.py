@@ -12,7 +12,8 @@ otherwise): `%RETRY%<group>_<topic>`. Two pairs of names may make the same topic
 RocketMQ #9633), so every copy names its group, and other groups are not handed it.
 
 Rows are made by columns, since a receive writes every message once more and Python for each row would be most of its
-cost. Only properties that need more than something put behind them are taken apart.
+cost; a few are made as values, since each call of Arrow costs as much for one row. Only properties that need more than
+something put behind them are taken apart.
 
 Nothing is refused: the message has been accepted. Properties that would grow beyond what RocketMQ's wire can carry get
 what still fits, in the order of what would be missed most.
@@ -20,6 +21,7 @@ what still fits, in the order of what would be missed most.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,6 +41,7 @@ from timeball.message import (
     RETRY_TOPIC,
     Int64Array,
     Kind,
+    LogRow,
     build_rows,
     byte_lengths,
     decode_properties,
@@ -53,6 +56,8 @@ POP_CK = "POP_CK"
 _SET_HERE = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
 _NAMES = "|".join(sorted([*retry.SPENT, *_SET_HERE, POP_CK]))
 _TO_TAKE_APART = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
+_TAKEN_APART = re.compile(_TO_TAKE_APART)
+FEW_ROWS = 32  # so many cost less one by one than by columns
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
 
 
@@ -99,6 +104,37 @@ def handed_out(
         now_ms=now_ms,
         host=host,
     )
+
+
+def few_handed_out(
+    rows: pa.RecordBatch, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
+) -> list[LogRow]:
+    """Return the same rows as `handed_out`, as values."""
+    adding = added(group, topic, now_ms)
+    behind = encode_properties(adding)
+    names = ("seq", "reconsume_times", "properties", *_KEPT)
+    built: list[LogRow] = []
+    for seq, before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in zip(
+        *(rows.column(name).to_pylist() for name in names), strict=True
+    ):
+        times = min((before or 0) + 1, retry.INT_MAX)
+        name = main.dead_name if times > main.times_max else main.again_name
+        properties = _properties_with(text or "", adding, behind)
+        built.append(
+            (
+                int(Kind.PROMISE), name, 0, None, tag, keys, unique_key, body, properties, born_ms, born_host,
+                now_ms, host, flag, sys_flag, times, due_ms, None, seq, None, None,
+            )
+        )  # fmt: skip
+    return built
+
+
+def _properties_with(text: str, adding: dict[str, str], behind: str) -> str:
+    """Return what `properties_for` does, of one row."""
+    found = f"{text}{PROPERTY_END if text and not text.endswith(PROPERTY_END) else ''}{behind}"
+    if _TAKEN_APART.search(text) or len(found.encode()) > limits.PROPERTIES_BYTES_MAX:
+        return properties_of(text, adding)
+    return found
 
 
 def build(
