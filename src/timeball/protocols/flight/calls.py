@@ -70,3 +70,9 @@ class FlightCall(Exchange):
 def framed(*parts: Payload) -> bytes:
     """Return a message of these parts, with gRPC's prefix; joined once."""
     return b"".join((PREFIX.pack(0, sum(map(len, parts))), *parts))
+
+
+def framed_apart(*parts: Payload) -> tuple[bytes, Payload]:
+    """Return the same in two: the last part, which may be large, is not copied."""
+    *before, last = parts
+    return b"".join((PREFIX.pack(0, sum(map(len, parts))), *before)), last

@@ -39,7 +39,9 @@ from timeball.protocols.http2.frames import Payload
 from timeball.protocols.http2.streams import Streams
 
 READ_AHEAD_BYTES = 1024 * 1024  # that a client may send behind the message that is received
-AT_ONCE_BYTES_MAX = 32 * 1024  # of a message that the event loop decodes itself
+AT_ONCE_BYTES_MAX = (
+    256 * 1024
+)  # of a message that the event loop decodes itself: some 30 us, as a hand-over takes
 
 Columns = Callable[[pa.Schema], SendColumns | ReleaseColumns]
 Choose = Callable[

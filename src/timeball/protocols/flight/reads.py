@@ -20,7 +20,8 @@ from timeball.message import READ_SCHEMA
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf, verbs
-from timeball.protocols.flight.calls import FlightCall, framed
+from timeball.protocols.flight.calls import FlightCall, framed, framed_apart
+from timeball.protocols.http2.frames import Payload
 
 ANSWER_PART_BYTES = 4 * 1024 * 1024
 ANSWERS_BYTES_MAX = (
@@ -28,6 +29,7 @@ ANSWERS_BYTES_MAX = (
 )  # read and not yet taken, of all calls; half of it for one address alone
 ANSWER_WAIT_S = 1.0
 LOG_THREADS = 16
+SMALL_BYTES = 16 * 1024  # that leave in one frame
 
 
 class Reads:
@@ -70,12 +72,10 @@ class Reads:
             size_bytes = batch.nbytes  # of what a slice leaves out nothing is sent
         await self._count(address, size_bytes)
         try:
-            data = head
-            for header, body in ipc.parts(batch, ANSWER_PART_BYTES):
-                data += framed(*protobuf.data_parts(header, body))
-                if not call.send_messages(data):
-                    await call.sent()
-                data = b""
+            for part in ipc.parts(batch, ANSWER_PART_BYTES):
+                before, last = framed_apart(*protobuf.data_parts(*part))
+                await _send_part(call, head + before, last)
+                head = b""
         finally:
             self.answers.remove(address, size_bytes)
 
@@ -92,15 +92,14 @@ class Reads:
             if parts is None:
                 return
             self._check_open()
-            size_bytes = sum(map(len, parts))
+            size_bytes = sum(len(before) + len(last) for before, last in parts)
             await self._count(address, size_bytes)
             try:
-                for data in parts:
-                    if not call.send_messages(data):
-                        await call.sent()
+                for before, last in parts:
+                    await _send_part(call, before, last)
             finally:
                 self.answers.remove(address, size_bytes)
-            del parts, data  # not held while the next ones are read
+            del parts, last  # not held while the next ones are read
 
     async def _count(self, address: str, size_bytes: int) -> None:
         """Count bytes among the answers; raise OverLimit when there is no room for them for a while."""
@@ -127,11 +126,22 @@ def _head_of(call: FlightCall, schema: bytes, wait_ms: int) -> bytes:
     return b""
 
 
-def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[bytes] | None:
+async def _send_part(call: FlightCall, before: bytes, last: Payload) -> None:
+    """Send a message that is in two; a small one as one, and a large one without a copy."""
+    if len(last) <= SMALL_BYTES:
+        last = before + last
+    else:
+        call.send_messages(before)
+    if not call.send_messages(last):
+        await call.sent()
+
+
+def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payload]] | None:
+    """Return the messages of the next batch, each in two; None behind the last batch."""
     batch = next(rows, None)
     if batch is None:
         return None
-    return [framed(*protobuf.data_parts(*part)) for part in ipc.parts(batch, ANSWER_PART_BYTES)]
+    return [framed_apart(*protobuf.data_parts(*part)) for part in ipc.parts(batch, ANSWER_PART_BYTES)]
 
 
 def schema_message(schema: pa.Schema) -> bytes:
