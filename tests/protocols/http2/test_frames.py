@@ -95,6 +95,8 @@ def read_in(pieces: list[bytes]) -> tuple[frames.FrameReader, list[tuple[int, in
     reader, found = frames.FrameReader(LARGE), list[tuple[int, int, int, bytes]]()
     for piece in pieces:
         found += [(kind, flags, number, bytes(part)) for kind, flags, number, part in reader.read(piece)]
+        if reader.broken is not None:
+            raise reader.broken
     return reader, found
 
 

@@ -50,7 +50,7 @@ Choose = Callable[
 
 
 class Shared(NamedTuple):
-    """What all streams of the edge share. `choose`: who takes the batches, and how a schema is checked."""
+    """Parts of the edge that all its streams share. `choose`: who takes the batches, and how a schema is checked."""
 
     choose: Choose
     budget: ByteShares

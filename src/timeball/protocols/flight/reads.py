@@ -1,7 +1,7 @@
 """DoGet: rows of the log, of a queue, of a long poll, or leased to a group; as parts that a client takes in turn.
 
 What has been read and not yet taken counts among the answers of all calls. Rows of the log are read and written by
-threads, a batch for each wish of the client; whoever pauses holds one batch and no thread.
+threads, a batch at a time; a client that pauses holds one batch and no thread.
 """
 
 from __future__ import annotations

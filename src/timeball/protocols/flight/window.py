@@ -101,7 +101,7 @@ class Window:
         self.is_finished = True
 
     def abort(self) -> None:
-        """Give the stream up: take and let in nothing. What is under way is settled all the same."""
+        """Give the stream up: take and let in nothing. Batches under way are settled all the same."""
         if self.is_aborted:
             return
         self.is_aborted = True

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from timeball import limits
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
 from timeball.protocols.http2 import exchange as http2
-from timeball.protocols.http2.exchange import Exchange, GrpcStatus, Method, NotARequest, Room
+from timeball.protocols.http2.exchange import Exchange, GrpcStatus, Method, Room
 from timeball.protocols.http2.streams import Streams
 
 logger = logging.getLogger(__name__)
@@ -25,17 +24,6 @@ RECEIVED_BYTES_MAX = (
 CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
 
 
-def _decoded(kind: type[Message], data: bytes) -> Message:
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise NotARequest(f"what was sent is no {kind.__name__}") from error
-
-
-def _encoded(response: Message) -> bytes:
-    return response.SerializeToString()
-
-
 class GrpcService:
     """The calls of this edge, and what they share."""
 
@@ -44,7 +32,12 @@ class GrpcService:
         self.room = Room(ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX), REQUEST_BYTES_MAX, CALLS_MAX)
         self.methods = {
             f"/{SERVICE_NAME}/{name}": Method(
-                name, method.takes_stream, method.gives_stream, partial(_decoded, method.request), _encoded
+                name,
+                method.takes_stream,
+                method.gives_stream,
+                method.request.FromString,
+                method.response.SerializeToString,
+                (DecodeError,),
             )
             for name, method in METHODS.items()
         }

@@ -160,6 +160,8 @@ class Connection(asyncio.Protocol):
         try:
             for kind, flags, number, payload in self._reader.read(data):
                 self._receive(kind, flags, number, payload)
+            if self._reader.broken is not None:
+                raise self._reader.broken
         except BrokenRule as error:
             logger.warning("connection closed peer=%s reason=%s", self.streams.peer, error)
             self.close(error.fault, str(error))

@@ -49,18 +49,15 @@ class GrpcStatus(IntEnum):
     INTERNAL = 13
 
 
-class NotARequest(Exception):
-    """These bytes are no request of the method."""
-
-
 class Method(NamedTuple):
-    """A call that an edge has. `decode` raises NotARequest."""
+    """A call that an edge has. `decode` raises one of `decode_errors` for bytes that are no request."""
 
     name: str
     takes_stream: bool
     gives_stream: bool
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
+    decode_errors: tuple[type[Exception], ...] = ()
     outlives_client: bool = False  # what it has begun is done, also for a client that has gone
 
 
@@ -76,7 +73,7 @@ class Call:
 
 @dataclass
 class Room:
-    """What all calls of an edge share."""
+    """Bounds, and the counts of all calls of one edge."""
 
     received: ByteShares
     request_bytes_max: int
@@ -211,7 +208,7 @@ class Exchange(Stream):
         return self._reserve(bytes_max if is_packed else size_bytes)
 
     def _ended(self) -> None:
-        """End, or let the handler end: the client has ended its side, and what is held is no message."""
+        """End, or let the handler end: the client has ended its side, and no message has begun."""
         if self._held_bytes or not self.method.takes_stream:
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
         else:
@@ -237,7 +234,7 @@ class Exchange(Stream):
         self._read()
 
     def _cut(self) -> tuple[bool, list[Payload]]:
-        """Take the message that has come whole out of what is held: whether it is compressed, and its parts."""
+        """Cut off the message that has come whole; return whether it is compressed, and its parts."""
         parts, left_bytes = self._parts, self._awaited_bytes
         self._held_bytes -= left_bytes
         is_packed = bool(parts[0][0])
@@ -266,8 +263,8 @@ class Exchange(Stream):
             self._counted_bytes = len(data)
         try:
             return self.method.decode(data)
-        except NotARequest as error:
-            self.fail(GrpcStatus.INTERNAL, str(error))
+        except self.method.decode_errors:
+            self.fail(GrpcStatus.INTERNAL, f"what was sent is no request of {self.method.name}")
             return None
 
     def _unpacked(self, data: bytes) -> bytes | None:

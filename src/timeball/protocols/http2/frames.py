@@ -39,6 +39,7 @@ _STATUS_200 = b"\x88"  # of HPACK's static table
 
 
 Payload = bytes | memoryview
+Frame = tuple[int, int, int, Payload]  # kind, flags, stream, payload
 Fields = list[tuple[str, ...]]  # a name, a value, and perhaps whether it is secret
 
 
@@ -98,13 +99,21 @@ class FrameReader:
         self._held = b""  # the half frame at the end of what was read
         self._rest: tuple[int, int, int] | None = None  # of DATA: stream, flags, bytes that are still to come
         self.is_greeted = False  # the preface has come
+        self.broken: BrokenRule | None = None  # the rule that the peer has broken; nothing is read any more
 
-    def read(self, data: bytes) -> Iterator[tuple[int, int, int, Payload]]:
-        """Yield kind, flags, stream and payload of what has come whole; raise BrokenRule."""
+    def read(self, data: bytes) -> list[Frame]:
+        """Return the frames that have come whole. Behind the last of them `broken` may say why there is no next one."""
+        found: list[Frame] = []
+        try:
+            self._read(data, found)
+        except BrokenRule as error:
+            self.broken = error
+        return found
+
+    def _read(self, data: bytes, found: list[Frame]) -> None:
         at = 0
         if self._rest is not None:
-            at, part = self._read_rest(self._rest, data)
-            yield part
+            at = self._read_rest(self._rest, data, found)
         elif self._held:
             data, self._held = self._held + data, b""
         size_bytes = len(data)
@@ -122,23 +131,22 @@ class FrameReader:
                     raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"a frame of {payload_bytes} bytes")
                 if end > size_bytes > begin:
                     self._rest = (number & LAST_STREAM, flags, end - size_bytes)
-                    yield DATA, 0, number & LAST_STREAM, _part(data, begin, size_bytes)
+                    found.append((DATA, 0, number & LAST_STREAM, _part(data, begin, size_bytes)))
                     return
             if end > size_bytes:
                 break
-            yield kind, flags, number & LAST_STREAM, _part(data, begin, end)
+            found.append((kind, flags, number & LAST_STREAM, _part(data, begin, end)))
             at = end
         self._held = data[at:]
 
-    def _read_rest(
-        self, rest: tuple[int, int, int], data: bytes
-    ) -> tuple[int, tuple[int, int, int, Payload]]:
-        """Return how much of `data` belongs to the frame that has begun, and that part of the frame."""
+    def _read_rest(self, rest: tuple[int, int, int], data: bytes, found: list[Frame]) -> int:
+        """Take what of `data` belongs to the frame that has begun; return how much that is."""
         number, flags, rest_bytes = rest
         size_bytes = min(rest_bytes, len(data))
         is_last = size_bytes == rest_bytes
         self._rest = None if is_last else (number, flags, rest_bytes - size_bytes)
-        return size_bytes, (DATA, flags if is_last else 0, number, _part(data, 0, size_bytes))
+        found.append((DATA, flags if is_last else 0, number, _part(data, 0, size_bytes)))
+        return size_bytes
 
 
 def _part(data: bytes, begin: int, end: int) -> Payload:

@@ -33,7 +33,7 @@ _NOT_GRPC = literal(":status", "415")  # to what is HTTP/2, and no call of gRPC
 
 
 class Service(Protocol):
-    """What an edge gives the server."""
+    """The side of an edge that the server asks: its methods, its bounds, its calls."""
 
     @property
     def methods(self) -> Mapping[str, Method]:
