@@ -28,7 +28,8 @@ ROWS_PER_S, TICK_S, AHEAD_MS = 400, 0.005, (200, 1_000)
 SECONDS, SECONDS_SMALL = 20, 1
 CONSUMERS, PULL_ROWS = 4, 32
 READ_ROWS, READ_ROWS_SMALL = 1_000_000, 5_000
-BARS_US = {"send of one": 400.0, "pull of one and ack": 600.0, "trickle": 300.0}  # of the server's CPU; a pull with its acknowledgement is two
+# Of the server's CPU; a pull with its acknowledgement is two.
+BARS_US = {"send of one": 400.0, "pull of one and ack": 600.0, "trickle": 300.0}
 
 
 def run(small: bool = False) -> Report:
@@ -140,4 +141,3 @@ def _log(report: Report, server: Server, ball: Timeball, rows: int) -> None:
     assert read >= rows, f"{read} of {rows} rows"
     report.add(f"{label}: rate", read / seconds, "rows/s")
     report.add_cost(spent, read)
-

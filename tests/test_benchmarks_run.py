@@ -26,6 +26,7 @@ SLOW = {
     "remoting",
     "pop",
     "grpc",
+    "flight",
     "http",
     "beside",
     "burst",
@@ -66,6 +67,15 @@ WANTED = {
         "send 1 a call, 1x1: answer p99",
         "receive 32 and ack, 8x1: rate",
         "receive 32 and ack, 8x1: failed, missing",
+    ],
+    "flight": [
+        "send of one: server CPU",
+        "call that does nothing: rate",
+        "read of one: answer p50",
+        "pull of one and ack: server CPU",
+        "trickle: missing or twice",
+        "trickle: server CPU",
+        "read the log: rate",
     ],
     "http": [
         "send 1 a request, 64x1: rate",
