@@ -13,6 +13,7 @@ import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
+from timeball.protocols.flight import exchange
 from timeball.protocols.flight.window import BATCHES_MAX
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
@@ -34,7 +35,14 @@ def answers(reader: Any) -> Iterator[dict[str, Any]]:
         yield json.loads(chunk.app_metadata.to_pybytes())
 
 
-def test_every_batch_has_one_answer_in_its_order(wire: flight.FlightClient) -> None:
+@pytest.mark.parametrize("a_turn", [1, 3, exchange.MESSAGES_PER_TURN])
+@pytest.mark.parametrize("at_once", [0, exchange.AT_ONCE_BYTES_MAX], ids=["by a thread", "by the loop"])
+def test_every_batch_has_one_answer_in_its_order(
+    wire: flight.FlightClient, monkeypatch: pytest.MonkeyPatch, a_turn: int, at_once: int
+) -> None:
+    """However many messages a stream takes in a turn of the loop, and where they are decoded."""
+    monkeypatch.setattr(exchange, "MESSAGES_PER_TURN", a_turn)
+    monkeypatch.setattr(exchange, "AT_ONCE_BYTES_MAX", at_once)
     writer, reader = opened(wire)
     sizes = [1, 5, 2, 1, 100]
     for rows in sizes:
@@ -123,7 +131,7 @@ def test_more_batches_than_the_window_holds(wire: flight.FlightClient) -> None:
 def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
     edge = node.node.edge
     assert edge is not None
-    idle, threads = edge._streams_gate.inside, threading.active_count()
+    idle = edge._streams_gate.inside
     for number in range(20):
         with flight.FlightClient(node.endpoint) as client:
             writer, reader = opened(client)
@@ -134,11 +142,8 @@ def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
             else:
                 reader.read_chunk()
     eventually(lambda: edge._streams_gate.inside == idle, "all passes are back")
-    eventually(
-        lambda: not [t for t in threading.enumerate() if t.name == "flight-answers"], "the threads end"
-    )
+    eventually(lambda: not edge._uploads, "nothing is kept of their streams")
     eventually(lambda: edge._budget.held_bytes == 0, "the broker has decided what they sent")
-    assert threading.active_count() <= threads + 40  # gRPC keeps some of its own
     with flight.FlightClient(node.endpoint) as client:  # and nobody else has noticed
         writer, reader = opened(client)
         writer.write_batch(batch())

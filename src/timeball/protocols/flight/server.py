@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -104,7 +104,7 @@ class FlightEdge:
             streams, number, is_heard, call, self.room, self._serve, now_s, self._admit, self._calls
         )
 
-    def caller(self, headers: dict[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return who makes a call with these headers; raises Unauthorized."""
         return self._security.caller(headers, self._clock.wall_ms())
 
@@ -174,7 +174,7 @@ class FlightEdge:
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _admit(self, call: Call) -> Caller:
-        caller = self.caller(dict(call.headers))
+        caller = self.caller(call.headers)
         self._check_open()
         return caller
 
