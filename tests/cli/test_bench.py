@@ -24,6 +24,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "remoting",
         "pop",
         "grpc",
+        "flight",
         "http",
         "beside",
         "punctual",
