@@ -71,6 +71,7 @@ def test_a_leader_goes_on_without_a_coordinator_while_all_others_answer(tmp_path
         await gone.crash()
         # One that does not answer might be led by another: now the lease counts.
         await trio.seen(lambda: leader.ended, "it stops")
+        await leader.crash()  # else its member would go on to renew the lease
         trio.memory.is_down = False
         await gone.start()
         successor = await trio.leader(leader.epochs[-1])

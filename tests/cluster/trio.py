@@ -20,6 +20,7 @@ from timeball.clock import SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connections import Connections, listen
 from timeball.cluster.coordinator import Node
+from timeball.cluster.data_files import DataFiles
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.record import Record
@@ -33,6 +34,7 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 
 CLUSTER, GROUP, TTL_MS = "tests", "g1", 1_000
 SEGMENT_BYTES = 16 * 1024
+HOUR_MS = 3_600_000
 CLOCK = SystemClock()
 T = TypeVar("T")
 
@@ -68,6 +70,10 @@ class Replica:
         self.thread = ReplicaThread(
             rules, self.log, Connections(GROUP, listening, CLOCK.boot_ms), CLOCK, self.member
         )
+        self._data_files = self.thread.file_work = DataFiles(
+            self.files, self.log, self.thread, CLOCK, retention_ms=HOUR_MS, on_failure=self.end
+        )
+        self._data_files.start()
         self.thread.start()
         self.member.start(self.thread)
 
@@ -79,6 +85,7 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*self.member._tasks, return_exceptions=True)
             await asyncio.to_thread(self.thread.shutdown)
+            await asyncio.to_thread(self._data_files.stop)
             if self.writer is not None:
                 self.writer.next_segment.close_file()
                 self.writer._encoder.shutdown()
