@@ -38,6 +38,7 @@ from timeball.cluster import election, leading
 from timeball.cluster import events as on
 from timeball.cluster.machine import step
 from timeball.cluster.messages import Begin, Bytes, Complete, Data
+from timeball.cluster.positions import BEGINNING
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Replica, Role, Rules
 from timeball.errors import PeerError
@@ -224,8 +225,10 @@ class Simulation:
             self.checks.let_go = max(self.checks.let_go, node.disk.let_go)
             self.give(node, on.Dropped(node.disk.first))
 
-    def complete(self, node: Node) -> None:
-        """Let a learner tell that it has the data files, which this world does not have."""
+    def look(self, node: Node) -> None:
+        """Let a node know where its log begins; a learner tells that it has the data files, which this world lacks."""
+        if node.state and node.state.first != node.disk.first:
+            self.give(node, on.Dropped(node.disk.first))
         state = node.state
         if state and state.role is Role.LEARNER and state.source and state.source.matched:
             message = Complete(state.promised, state.applied_seq)
@@ -236,6 +239,12 @@ class Simulation:
         """Send frames from the disk, one message of at most three."""
         disk, at = node.disk, effect.begin
         first = max(disk.count(at), disk.let_go)
+        if at != BEGINNING and disk.count(at) < disk.let_go:
+            # Let go by the effect before: the other refuses a segment behind a hole, which ends the connection.
+            pair = (effect.node, node.name) if effect.fetched else (node.name, effect.node)
+            if pair in self.wire.connections:
+                self.wire.end(pair, self.random)
+            return
         entries = disk.entries[first : first + 3]
         entries = [entry for entry in entries if entry.ordinal == entries[0].ordinal]
         if entries:
@@ -363,7 +372,7 @@ class Simulation:
         self.now_ms += self.random.choice((1, 5, 20, 50, 300))
         if node := self.running():
             self.give(node, on.Tick(self.now_ms))
-            self.complete(node)
+            self.look(node)
 
     def watch(self) -> None:
         """Let a node read the record."""
@@ -550,7 +559,7 @@ class Simulation:
         for node in order:
             self.give(node, on.Flush())
             self.give(node, on.Tick(self.now_ms))
-            self.complete(node)
+            self.look(node)
         self.release()
 
     def has_converged(self) -> bool:
