@@ -96,13 +96,9 @@ class ReplicaThread(Disk):
         connections.listener = self
         # Replaced by this thread alone; readers of other threads see one whole state or the next.
         self.state = Replica(
-            rules,
-            promised=log.identity.promised,
-            log=log.log(),
-            first=log.first,
-            now_ms=clock.boot_ms(),
-            wall_ms=clock.wall_ms(),
-        )
+            rules, promised=log.identity.promised, log=log.log(), first=log.first,
+            now_ms=clock.boot_ms(), wall_ms=clock.wall_ms(),
+        )  # fmt: skip
         self.committed = Position(0, 0, 0)
         self.clock_offsets = ClockOffsets()
         self.since_ms = clock.wall_ms()  # when it entered its role
@@ -239,11 +235,8 @@ class ReplicaThread(Disk):
         self._connections.poll(
             0 if not (self._told.empty() and self._to_send.empty()) else min(TICK_MS, due_ms)
         )
-        while True:
-            try:
-                self._step(self._told.get_nowait())
-            except Empty:
-                break
+        while not self._told.empty():
+            self._step(self._told.get_nowait())
         while not self._to_send.empty():
             self._to_send.get()()
         if self._received:
