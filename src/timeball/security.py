@@ -1,11 +1,11 @@
 """The access file and the certificate that the settings name, loaded: which clients are let in, and over TLS or not.
 
-One certificate and its key serve all edges: as bytes for those that are gRPC, as a context for asyncio's.
+One certificate and its key serve all edges, in two contexts: of those that speak HTTP/2, and of HTTP/1.1.
 
 Both are read and checked when the broker starts: a key of another certificate, or one that others may read, ends the
 start with a sentence that names the option, and never a handshake at night. The access file is read again when the
 operator says so (SIGHUP); one that is not sound then is named in the broker's log, and changes nothing. A new
-certificate needs a new start, since one of the edges cannot exchange its own.
+certificate needs a new start.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ ANYBODY = 0o007  # a key's group may be one of its own, as Debian's ssl-cert
 
 
 class Tls(NamedTuple):
-    """The certificate and key with which an edge speaks TLS, in PEM; `context` asks for TLS 1.2 or later."""
+    """Certificate and key with which an edge speaks TLS, 1.2 or later. `context` confirms HTTP/2 to those who ask."""
 
-    certificate: bytes
-    key: bytes
     context: ssl.SSLContext
     http: ssl.SSLContext  # confirms HTTP/1.1 and no HTTP/2
 
@@ -38,8 +36,8 @@ class Tls(NamedTuple):
 
 def load_tls(certificate: str, key: str) -> Tls:
     """The certificate (with its chain) and key in these files; raises SetupError."""
-    chain = read_secret(certificate, "--tls-cert", forbidden_mode=0)
-    secret = read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
+    read_secret(certificate, "--tls-cert", forbidden_mode=0)  # a sentence that names the option, if it cannot be
+    read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
     try:
         # gRPC's clients want it confirmed that they may speak HTTP/2; those of remoting do not ask.
         contexts = [_context(certificate, key, protocol) for protocol in ("h2", "http/1.1")]
@@ -49,7 +47,7 @@ def load_tls(certificate: str, key: str) -> Tls:
             f"--tls-cert {certificate}, --tls-key {key}: no certificate and its key in PEM, or a key with a password "
             f"({reason})"
         ) from error
-    return Tls(chain, secret, *contexts)
+    return Tls(*contexts)
 
 
 def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
