@@ -11,22 +11,15 @@ from typing import Any
 
 from PIL import Image  # comes with matplotlib
 from playwright.sync_api import Page, expect
-from tests.dashboard.browser import PHONE, Tab, chromium
+from tests.dashboard.browser import PAGES, PHONE, Tab, chromium
 from tests.dashboard.busy import busy_node
 
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
-# Page, or page-phone -> how the tab is. Light and dark in turn, since each page has both.
+PAGES_SHOWN = (*PAGES, "reference")
+# Each page in both colours, and one on a phone -> how the tab is.
 PICTURES: dict[str, dict[str, Any]] = {
-    "punctual": {},
-    "coming": {},
-    "waiting": {"color_scheme": "dark"},
-    "groups": {},
-    "dead-letters": {},
-    "push": {},
-    "campaigns": {"color_scheme": "dark"},
-    "pipeline": {},
-    "node": {"color_scheme": "dark"},
-    "reference": {},
+    **{page: {"color_scheme": "light"} for page in PAGES_SHOWN},
+    **{f"{page}-dark": {"color_scheme": "dark"} for page in PAGES_SHOWN},
     "push-phone": {"viewport": PHONE},
 }
 SCHEDULED = 60_000
@@ -53,7 +46,7 @@ def main() -> None:
 
 
 def go(tab: Tab, name: str) -> Page:
-    page = name.removesuffix("-phone")
+    page = name.removesuffix("-phone").removesuffix("-dark")
     if page != "reference":
         return tab.open(page)
     tab.page.goto(f"{tab.origin}/docs")

@@ -83,7 +83,9 @@ def test_dialogs_of_a_busy_broker(tabs: Callable[..., Tab], axe: str) -> None:
 
 
 def test_each_page_has_its_picture_in_the_documentation() -> None:
-    assert PICTURES.keys() >= PAGES.keys() | {"reference"}
+    assert PICTURES.keys() >= {
+        f"{page}{colours}" for page in (*PAGES, "reference") for colours in ("", "-dark")
+    }
     text = Path(FOLDER.parent, "dashboard.md").read_text("utf-8")
     for name in PICTURES:
         picture = FOLDER / f"dashboard-{name}.png"
