@@ -7,6 +7,7 @@ a member whose port was taken since does not start, which `wait_ready` says with
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from tests.bounds import BOUND_S
 from tests.certificates import Certificate
 
 BINARY = os.environ.get("TIMEBALL_ETCD") or shutil.which("etcd")
+PORTS = (12_000, 32_000)  # Linux chooses from 32,768 on
 HEARTBEAT_MS, ELECTION_MS = 50, 500  # TTL 1 s needs them (docs/etcd.md)
 
 
@@ -172,10 +174,20 @@ class EtcdCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
+    """Return ports that are free now, outside of the range from which the system chooses for other processes.
+
+    So a port that its process closes and opens again is there again.
+    """
+    sockets: list[socket.socket] = []
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        while len(sockets) < count:
+            one = socket.socket()
+            try:
+                one.bind(("127.0.0.1", random.randrange(*PORTS)))
+            except OSError:
+                one.close()
+            else:
+                sockets.append(one)
         return [int(each.getsockname()[1]) for each in sockets]
     finally:
         for each in sockets:
