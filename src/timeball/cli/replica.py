@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from timeball.cli import log_lines
@@ -78,8 +79,13 @@ async def _tell_when_serving(node: ReplicatedNode, as_json: bool) -> None:
 
 
 def _begin_anew() -> None:
-    """Replace this process by one with the same command; its descriptors are closed first, sockets among them."""
+    """Replace this process by one with the same command, which gets none of its descriptors, sockets among them."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for name in os.listdir("/proc/self/fd"):
+        # Marked, and closed by the system as this program ends: another thread may be writing to one of them, and must
+        # not meet another file under its number.
+        if int(name) > 2:
+            with suppress(OSError):  # the folder that was listed is closed again
+                os.set_inheritable(int(name), False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
