@@ -36,9 +36,8 @@ class Tls(NamedTuple):
 
 def load_tls(certificate: str, key: str) -> Tls:
     """The certificate (with its chain) and key in these files; raises SetupError."""
-    read_secret(
-        certificate, "--tls-cert", forbidden_mode=0
-    )  # a sentence that names the option, if it cannot be
+    # Read for the sentence that names the option, where one of them cannot be.
+    read_secret(certificate, "--tls-cert", forbidden_mode=0)
     read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
     try:
         # gRPC's clients want it confirmed that they may speak HTTP/2; those of remoting do not ask.
