@@ -93,6 +93,11 @@ TALK = {
 NEED = {
     "up": (["up", "--port", "0"], "broker"),
     "serve": (["serve", "--port", "0"], "broker"),
+    "name-server": (
+        ["name-server", "--cluster", "c", "--node", "n", "--etcd", "http://127.0.0.1:1"],
+        "broker",
+    ),
+    "cluster": (["cluster", "status", "--cluster", "c", "--etcd", "http://127.0.0.1:1"], "broker"),
     "backup": (["backup", "DATA/copy", "--data", "DATA/own"], "broker"),
     "restore": (["restore", "DATA/own", "--data", "DATA/new"], "broker"),
     "dump": (["dump", "--data", "DATA/own"], "broker"),

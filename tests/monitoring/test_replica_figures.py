@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from timeball.monitoring.replica_figures import ROLES, PeerFigures, ReplicaFigures, collect
 
 
@@ -35,3 +38,10 @@ def test_a_follower_shows_how_far_it_has_applied() -> None:
     )
     assert (found["apply_lag_rows", ""], found["commit_lag_rows", ""], found["has_leader", ""]) == (30, 0, 0)
     assert not any(name == "replica_lag_rows" for name, _ in found)
+
+
+def test_the_page_names_every_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    peers = {"b": PeerFigures("b/1", 90, 250.0)}
+    metrics = {metric.name for metric in collect(ReplicaFigures("g1", "a/1", "leader", "a", peers=peers))}
+    assert set(re.findall(r"^\| `(timeball_cluster_\w+)", page, re.M)) == metrics

@@ -9,7 +9,7 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.revoking.test_cancel import let_go_of_all
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball.broker import recovery
+from timeball.broker.replayed import Replayed
 from timeball.broker.revoking import cancel
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.recall import encode_handle
@@ -177,7 +177,7 @@ def test_there_and_back(strategy: str, between: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_recovery_that_forgets_moves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_replay_moves", lambda rows, replayed: None)
+    monkeypatch.setattr(Replayed, "_replay_moves", lambda self, rows: None)
 
     @on_node()
     async def run(world: World) -> None:

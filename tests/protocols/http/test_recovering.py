@@ -16,7 +16,7 @@ from tests.certificates import certificate
 from tests.node_fixture import RunningNode
 
 from timeball import node as node_module
-from timeball.broker.recovery import recover
+from timeball.broker.recovery import apply_log
 from timeball.errors import SetupError
 from timeball.protocols.http import recovering
 
@@ -44,9 +44,9 @@ class Held:
         def held(*args: Any, **options: Any) -> Any:
             self.begun.set()
             assert self.go.wait(BOUND_S)
-            return recover(*args, **options)
+            return apply_log(*args, **options)
 
-        monkeypatch.setattr(node_module, "recover", held)
+        monkeypatch.setattr(node_module, "apply_log", held)
         self.node = RunningNode(data, http_port=self.port, **settings)
         self.starting = threading.Thread(target=self.node.start)
         self.starting.start()
@@ -109,7 +109,7 @@ def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytes
     def fails(*_: Any, **__: Any) -> Any:
         raise SetupError("on purpose")
 
-    monkeypatch.setattr(node_module, "recover", fails)
+    monkeypatch.setattr(node_module, "apply_log", fails)
     node = RunningNode(tmp_path / "data", http_port=free_port())
     with pytest.raises(SetupError, match="on purpose"):
         node.start()
