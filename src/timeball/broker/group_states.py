@@ -12,16 +12,18 @@ from timeball.broker.registry.lease_counts import Counts, LeaseCounts, topic_of
 from timeball.errors import GroupNotFound
 
 
-def lags(parts: Components) -> Counts:
-    """Return how many messages stand behind the offsets that each group has stored."""
+def lags(parts: Components, group: str | None = None) -> Counts:
+    """Return how many messages stand behind the offsets that each group has stored, or one of them."""
     found: Counts = {}
-    for group, topics in parts.offsets.table.items():
+    table = parts.offsets.table
+    # Of one alone: thousands of groups take tenths of a second of the loop.
+    for each, topics in table.items() if group is None else [(group, table.get(group, {}))]:
         for name, offsets in topics.items():
             topic = parts.topics.find_topic(name)
             if topic is not None:  # else deleted, and its offsets with it at the next save
                 # Offsets of queues that the topic no longer has count for nothing.
                 ends = [queue.index.max_offset for queue in topic.queues]
-                found[group, name] = sum(
+                found[each, name] = sum(
                     max(0, ends[queue] - offset) for queue, offset in offsets.items() if queue < len(ends)
                 )
     return found
@@ -48,13 +50,14 @@ class GroupStates:
         self._policy.allow(caller, Verb.LOOK)
         parts, behind, held = (
             self._parts,
-            lags(self._parts),
+            lags(self._parts, group),
             in_flight(self._leases, self._parts.lease_counts),
         )
         # Groups that were configured, have stored offsets, or hold messages.
         topics: dict[str, set[str]] = {each.group_name: set() for each in parts.groups.all()}
         for name, topic in (*behind, *held):
-            topics.setdefault(name, set()).add(topic)
+            if group is None or name == group:
+                topics.setdefault(name, set()).add(topic)
         found = []
         for name, of_group in sorted(topics.items()):
             is_wanted = group is None or name == group
