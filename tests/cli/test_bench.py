@@ -34,6 +34,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "compact",
         "pipeline",
         "designs",
+        "cluster",
         "soak",
     ]
     assert all(len(line) > 30 for line in lines)
