@@ -19,6 +19,8 @@ from timeball import Timeball
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     need_etcd()
     with running_cluster(tmp_path_factory.mktemp("nodes"), **{"lease-ttl-ms": "1s"}) as running:
+        with Timeball(running.leader().endpoint, timeout_ms=BOUND_S * 1_000) as ball:
+            ball.create_topic("orders", 1)  # here, as each test may be the only one of its process
         yield running
 
 
@@ -27,9 +29,7 @@ def followers(cluster: Cluster, leader: NodeProcess) -> list[NodeProcess]:
 
 
 def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
-    leader = cluster.leader()
-    with Timeball(leader.endpoint) as ball:
-        ball.create_topic("orders", 1)
+    cluster.leader()
     for node in cluster.nodes.values():
         with Timeball(node.endpoint) as ball:
             ball.send("orders", node.name.encode(), message_id=node.name)
