@@ -19,7 +19,7 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline: a message that got into the page as HTML could run nothing and tell nobody.
+# Nothing from elsewhere, nothing inline: HTML that a message brings into the page can neither run nor send anything.
 SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"

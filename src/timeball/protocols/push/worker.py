@@ -110,7 +110,7 @@ class Worker:
         try:
             request = self._request(rows)
         except NotFound as error:
-            # Its first message makes the topic; an operator may, too, and wakes nobody.
+            # Its first message makes the topic; an operator may, too, which wakes no consumer.
             self._figures.last_failure = str(error)
             await self._broker.waiters.wait(self._subscription.topic, AGAIN_S)
             return
@@ -203,7 +203,7 @@ class Worker:
         if answer.outcome == "delivered":
             self._pace.succeeded()
         else:
-            asks = answer.status in (429, 503)  # the receiver has too much to do, whatever the message
+            asks = answer.status in (429, 503)  # the receiver is overloaded: not this message's fault
             self._pace.failed(_bounded(answer.retry_after_ms) if asks else 0)
             self._figures.last_failure = f"{answer.outcome}: {answer.words}"[:300]
         self._figures.failures, self._figures.is_held = self._pace.failures, self._pace.is_open
