@@ -105,7 +105,9 @@ class Settings:
     # several machines (docs/cluster.md): without --cluster none of these is used
     cluster: str = _of("", "Cluster that this node belongs to; empty: a broker alone.")
     node: str = _of("", "This node's name in the cluster; each has another.")
-    group: str = _of("g1", "Group of the cluster whose log this node keeps.")
+    group: str = _of(
+        "g1", "Group of the cluster whose log this node keeps; several, with commas: a process for each."
+    )
     etcd: str = _of("", "Addresses of etcd's members, with commas, as http://host:2379.")
     etcd_ca: str = _of("", "Certificates that etcd's are checked by, PEM; empty: the system's.")
     etcd_cert: str = _of("", "Certificate to show to etcd, PEM.")

@@ -73,7 +73,9 @@ async def _tell_when_serving(node: ReplicatedNode, as_json: bool) -> None:
     await node.serving.wait()
     epoch = node.thread.epoch
     if as_json:
-        print_json({"event": "leads", "epoch": epoch, "port": node.settings.port})
+        print_json(
+            {"event": "leads", "group": node.settings.group, "epoch": epoch, "port": node.settings.port}
+        )
     else:
         print_line(f"leads group {node.settings.group} in epoch {epoch}, serves port {node.settings.port}")
 

@@ -36,8 +36,14 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --port 0 --json      # the ready line names the port it got
       timeball serve --settings timeball.toml
       timeball serve --cluster shop --node a --etcd http://etcd1:2379,http://etcd2:2379
+      timeball serve --settings timeball.toml --node a --group g1,g2,g3    # a process for each
       timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
+    if settings.cluster and "," in settings.group:
+        from timeball.cli.supervisor import own_command, supervise
+
+        asyncio.run(supervise(settings, as_json, own_command()))
+        return
     if settings.cluster:
         from timeball.cli.replica import run_replica
 

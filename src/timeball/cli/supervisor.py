@@ -1,0 +1,190 @@
+"""`timeball serve --group g1,g2`: a process for each group of this machine, and one that keeps them running.
+
+A group's process is a node of its own, named after this one and the group (`a.g1`), with a folder in the data folder
+and with ports of its own: each group's are PORTS_APART above those of the group before it. The name server is this
+process's, since it answers for all groups.
+
+A process that ends is started again, later each time while it ends soon. One that cannot start at all ends the others:
+an option is wrong then, and an operator is watching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from timeball.cli import log_lines
+from timeball.cli.exit_codes import ExitCode
+from timeball.cli.output import print_json, print_line
+from timeball.clock import SystemClock
+from timeball.config import Settings
+from timeball.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+PORTS_APART = 100
+AGAIN_S, AGAIN_S_MAX = 0.5, 10.0
+LONG_S = 60.0  # a process that has run for so long has not ended because it cannot run
+PORTS = ("port", "http_port", "remoting_port", "grpc_port", "replication_port")
+
+
+def group_names(settings: Settings) -> list[str]:
+    """Return the groups that `--group` names; raises SetupError."""
+    names = [name.strip() for name in settings.group.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise SetupError(f"--group {settings.group}: name each group once, with commas between them")
+    return names
+
+
+def options_of(settings: Settings, group: str, index: int) -> dict[str, str]:
+    """Return what the process of one group is told, by option; `index` is its place among the groups."""
+    ports = {name: int(getattr(settings, name)) for name in PORTS}
+    # -1 leaves an edge out.
+    moved = {name: port + index * PORTS_APART if port > 0 else port for name, port in ports.items()}
+    if (highest := max(moved.values())) > 65_535:
+        raise SetupError(
+            f"--group {settings.group}: group {group} would listen on {highest}; choose lower ports, each group's "
+            f"are {PORTS_APART} above those of the group before it"
+        )
+    host, separator, port = settings.advertise.rpartition(":")
+    if separator and port.isdigit() and not host.endswith(":"):
+        advertise = f"{host}:{int(port) + index * PORTS_APART}"
+    else:
+        advertise = settings.advertise
+    return {
+        "group": group,
+        "node": f"{settings.node}.{group}",
+        "data": str(Path(settings.data) / group),
+        "advertise": advertise,
+        "name_server_port": "-1",
+        **{name: str(port) for name, port in moved.items()},
+    }
+
+
+def command_of(command: list[str], options: dict[str, str]) -> list[str]:
+    """Return this process's command with the options of a group behind it: the last of two counts."""
+    return [
+        *command,
+        *(word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)),
+    ]
+
+
+@dataclasses.dataclass
+class GroupProcess:
+    """The process of one group, which is started again when it ends. Belongs to the event loop."""
+
+    group: str
+    command: list[str]
+    process: asyncio.subprocess.Process | None = None
+    has_started: bool = False  # it has said once that it is ready
+
+    async def run(self) -> None:
+        """Keep the process running until cancelled; raises SetupError when it cannot start at all."""
+        again_s = AGAIN_S
+        loop = asyncio.get_running_loop()
+        while True:
+            since_s = loop.time()
+            code = await self._run_once()
+            if not self.has_started and code in (ExitCode.SETUP, ExitCode.USAGE):
+                raise SetupError(f"the process of group {self.group} cannot start; the line above says why")
+            if loop.time() - since_s > LONG_S:
+                again_s = AGAIN_S
+            logger.warning("process ended group=%s code=%d again_s=%.1f", self.group, code, again_s)
+            await asyncio.sleep(again_s)
+            again_s = min(2 * again_s, AGAIN_S_MAX)
+
+    async def _run_once(self) -> int:
+        # systemd listens to this process alone, and would take a line of another for its own.
+        environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+        self.process = process = await asyncio.create_subprocess_exec(
+            *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment
+        )
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            self.has_started = True  # its first line says that it is ready
+            print_line(line.decode(errors="replace").rstrip("\n"))
+        return await process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it runs."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+async def supervise(settings: Settings, as_json: bool, command: list[str]) -> None:
+    """Run a process for each group until SIGTERM or SIGINT; `command` is the one that is run for each.
+
+    Raises SetupError when one of them cannot start.
+    """
+    from timeball.cluster.connect import coordinator_of
+    from timeball.monitoring.systemd import Systemd
+    from timeball.name_service import NameService
+
+    log_lines.configure(settings.log_level, settings.log_format)
+    groups = group_names(settings)
+    processes = [
+        GroupProcess(group, command_of(command, options_of(settings, group, index)))
+        for index, group in enumerate(groups)
+    ]
+    coordinator = coordinator_of(settings, SystemClock())
+    names, systemd = NameService(settings, coordinator), Systemd()
+    await names.start()
+    asked = _signals(processes)
+    if as_json:
+        print_json({"event": "supervises", "cluster": settings.cluster, "groups": groups, "pid": os.getpid()})
+    else:
+        print_line(f"node {settings.node} of cluster {settings.cluster} keeps the groups {', '.join(groups)}")
+    systemd.ready(f"keeps {len(groups)} groups")
+    watchdog = asyncio.create_task(systemd.run_watchdog())
+    running = [asyncio.create_task(process.run()) for process in processes]
+    try:
+        ended, _ = await asyncio.wait([asked, *running], return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            await task  # raises what ended it
+    finally:
+        systemd.stopping()
+        watchdog.cancel()
+        await _end(processes, running)
+        await names.close()
+        await coordinator.close()
+
+
+def _signals(processes: list[GroupProcess]) -> asyncio.Future[None]:
+    """Return a future that ends with SIGTERM or SIGINT; SIGHUP is the processes' to act on."""
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Future[None] = loop.create_future()
+
+    def ask() -> None:
+        if not asked.done():
+            asked.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+
+    def send_hup() -> None:
+        for process in processes:
+            process.send(signal.SIGHUP)
+
+    loop.add_signal_handler(signal.SIGHUP, send_hup)
+    return asked
+
+
+async def _end(processes: list[GroupProcess], running: list[asyncio.Task[None]]) -> None:
+    """End each process in order: a leader hands over, which takes a moment."""
+    for process in processes:
+        process.send(signal.SIGTERM)
+    for process, task in zip(processes, running, strict=True):
+        if process.process is not None and not task.done():
+            await process.process.wait()
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def own_command() -> list[str]:
+    """Return the command that this process was started by."""
+    return [sys.executable, *sys.orig_argv[1:]]
