@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from tests.broker.consuming.subscriber import GROUP, TOPIC, acknowledge, receive, send
 from tests.broker.on_node import on_node
@@ -9,7 +11,7 @@ from tests.crash.world import World
 
 from timeball.access import ANONYMOUS
 from timeball.answers import TopicState
-from timeball.broker.group_states import in_flight, lags
+from timeball.broker.group_states import GROUPS_AT_ONCE, in_flight, lags
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.lease_counts import Counts
 from timeball.errors import GroupNotFound
@@ -20,11 +22,25 @@ async def test_a_group_is_behind_by_what_it_was_not_handed(world: World) -> None
     await send(world, [b"%d" % number for number in range(10)])
     received = await receive(world, 4)
     await acknowledge(world, received)
-    (state,) = world.broker.groups.all(GROUP, ANONYMOUS)
+    (state,) = await world.broker.groups.all(GROUP, ANONYMOUS)
     assert (state.lag, state.topics) == (6, [TopicState(TOPIC, 6, 0)])
     assert lags(world.broker.parts) == {(GROUP, TOPIC): 6}
     with pytest.raises(GroupNotFound, match="does not exist"):
-        world.broker.groups.all("none", ANONYMOUS)
+        await world.broker.groups.all("none", ANONYMOUS)
+
+
+@on_node()
+async def test_the_loop_has_its_turn_between_many_groups(world: World) -> None:
+    names = [f"g{number:04d}" for number in range(3 * GROUPS_AT_ONCE)]
+    for name in names:
+        world.broker.parts.groups.update(SubscriptionGroup(name))
+    found = asyncio.create_task(world.broker.groups.all(None, ANONYMOUS))
+    turns = 0
+    while not found.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 3
+    assert [state.group for state in found.result() if state.group in set(names)] == names
 
 
 def held(world: World) -> Counts:
@@ -37,7 +53,7 @@ async def test_what_is_leased_in_memory_is_in_flight(world: World) -> None:
     received = await receive(world, 4, in_log=False)
     assert held(world) == {(GROUP, TOPIC): 4}
     assert world.broker.consuming.acknowledge_positions(received.receipts) == [True] * 4
-    (state,) = world.broker.groups.all(GROUP, ANONYMOUS)
+    (state,) = await world.broker.groups.all(GROUP, ANONYMOUS)
     assert (state.lag, state.in_flight) == (6, 0)
 
 

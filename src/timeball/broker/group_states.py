@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+
 from timeball.access import Caller, Verb
 from timeball.answers import GroupState, TopicState
 from timeball.broker.components import Components
@@ -11,21 +15,22 @@ from timeball.broker.policy import Policy
 from timeball.broker.registry.lease_counts import Counts, LeaseCounts, topic_of
 from timeball.errors import GroupNotFound
 
+GROUPS_AT_ONCE = 256  # before the loop gets its turn: thousands of groups take tenths of a second of it
 
-def lags(parts: Components, group: str | None = None) -> Counts:
-    """Return how many messages stand behind the offsets that each group has stored, or one of them."""
+
+def lags(parts: Components, groups: Iterable[str] | None = None) -> Counts:
+    """Return how many messages stand behind the offsets that each group has stored, or each of these."""
     found: Counts = {}
     table, ends_of = parts.offsets.table, dict[str, list[int]]()
-    # Of one alone: thousands of groups take tenths of a second of the loop.
-    for each, topics in table.items() if group is None else [(group, table.get(group, {}))]:
-        for name, offsets in topics.items():
+    for group in table if groups is None else groups:
+        for name, offsets in table.get(group, {}).items():
             # Asked once a topic: groups by the thousand share a few.
             if (ends := ends_of.get(name)) is None:
                 topic = parts.topics.find_topic(name)
                 ends_of[name] = ends = [] if topic is None else [q.index.max_offset for q in topic.queues]
             if ends:  # else deleted, and its offsets with it at the next save
                 # Offsets of queues that the topic no longer has count for nothing.
-                found[each, name] = sum(
+                found[group, name] = sum(
                     max(0, ends[queue] - offset) for queue, offset in offsets.items() if queue < len(ends)
                 )
     return found
@@ -47,28 +52,37 @@ class GroupStates:
     def __init__(self, parts: Components, policy: Policy, leases: Leases, dead_letters: DeadLetters) -> None:
         self._parts, self._policy, self._leases, self._dead_letters = parts, policy, leases, dead_letters
 
-    def all(self, group: str | None, caller: Caller) -> list[GroupState]:
-        """Return the groups that the caller may consume as, by name, or one of them; raise GroupNotFound."""
+    async def all(self, group: str | None, caller: Caller) -> list[GroupState]:
+        """Return the groups that the caller may consume as, by name, or one of them; raise GroupNotFound.
+
+        Each is as it was at one instant; between many of them the loop does other work.
+        """
         self._policy.allow(caller, Verb.LOOK)
-        parts, behind, held = (
-            self._parts,
-            lags(self._parts, group),
-            in_flight(self._leases, self._parts.lease_counts),
-        )
+        parts = self._parts
+        held = in_flight(self._leases, parts.lease_counts)
+        topics_held = defaultdict[str, set[str]](set)
+        for name, topic in held:
+            topics_held[name].add(topic)
         # Groups that were configured, have stored offsets, or hold messages.
-        topics: dict[str, set[str]] = {each.group_name: set() for each in parts.groups.all()}
-        for name, topic in (*behind, *held):
-            if group is None or name == group:
-                topics.setdefault(name, set()).add(topic)
-        found = []
-        for name, of_group in sorted(topics.items()):
-            is_wanted = group is None or name == group
-            if is_wanted and self._policy.allows(caller, Verb.RECEIVE, group=name):
+        known = {each.group_name for each in parts.groups.all()} | set(parts.offsets.table) | set(topics_held)
+        wanted = sorted(known) if group is None else [group] if group in known else []
+        names = [name for name in wanted if self._policy.allows(caller, Verb.RECEIVE, group=name)]
+        found = list[GroupState]()
+        for begin in range(0, len(names), GROUPS_AT_ONCE):
+            if begin:
+                await asyncio.sleep(0)
+            some = names[begin : begin + GROUPS_AT_ONCE]
+            behind = lags(parts, some)
+            topics_of = {name: set(topics_held.get(name, ())) for name in some}
+            for name, topic in behind:
+                topics_of[name].add(topic)
+            for name, topics in topics_of.items():
                 states = [
                     TopicState(topic, behind.get((name, topic), 0), held.get((name, topic), 0))
-                    for topic in sorted(of_group)
+                    for topic in sorted(topics)
                 ]
-                found.append(self._state(name, states))
+                if states or parts.groups.find_group(name) is not None:
+                    found.append(self._state(name, states))
         # The same for a group that there is not: the answer names no group of others.
         if group is not None and not found:
             raise GroupNotFound(f"consumer group {group!r} does not exist, or is not yours to look at")

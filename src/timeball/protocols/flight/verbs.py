@@ -108,7 +108,7 @@ async def _of_groups(
     caller: Caller,
 ) -> Any:
     if isinstance(request, wire.Groups):
-        return {"groups": broker.groups.all(request.group, caller)}
+        return {"groups": await broker.groups.all(request.group, caller)}
     dead_letters = broker.dead_letters
     if isinstance(request, wire.DeadLetters):
         return await dead_letters.page(request.group, request.rows, request.after, caller)

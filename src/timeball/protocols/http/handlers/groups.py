@@ -26,10 +26,10 @@ class Groups:
         }
 
     async def _list(self, call: Call) -> Answer:
-        return Answer(200, answers_codec.Groups(self._broker.groups.all(None, call.caller)))
+        return Answer(200, answers_codec.Groups(await self._broker.groups.all(None, call.caller)))
 
     async def _look(self, call: Call) -> Answer:
-        (found,) = self._broker.groups.all(call.path["group"], call.caller)
+        (found,) = await self._broker.groups.all(call.path["group"], call.caller)
         return Answer(200, found)
 
     async def _browse(self, call: Call) -> Answer:
