@@ -46,7 +46,7 @@ from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.metrics import Metrics
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaReadOuts
 from timeball.monitoring.tracing_extra import open_traces
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge
@@ -79,7 +79,7 @@ class Node:
 
     def __init__(
         self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
-        leading: Leading | None = None, replica: Callable[[], ReplicaFigures] | None = None,
+        leading: Leading | None = None, replica: ReplicaReadOuts | None = None,
     ) -> None:  # fmt: skip
         """Build on `files`, already claimed, or on those of the settings. `leading`: the log has other replicas."""
         self.settings, self._leading, self._replica = settings, leading, replica
@@ -375,7 +375,11 @@ class Node:
             "access": self.security.status(),
             "codec": self.remoting.codec.name if self.remoting is not None else "",
             "pulls": self.remoting.pulls if self.remoting is not None else {},
-            **({"replica": msgspec.structs.asdict(self._replica())} if self._replica is not None else {}),
+            **(
+                {"replica": msgspec.structs.asdict(self._replica.figures())}
+                if self._replica is not None
+                else {}
+            ),
             **self.broker.status(caller),
         }
 

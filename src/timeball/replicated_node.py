@@ -21,6 +21,7 @@ from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connect import coordinator_of
 from timeball.cluster.connections import Connections, PeerTls, listen
+from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.data_files import DataFiles
 from timeball.cluster.follower_caches import FollowerCaches
@@ -30,6 +31,7 @@ from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
+from timeball.cluster.survey import survey
 from timeball.config import BROKER_NAME, Settings
 from timeball.data_folder import check_folder, write_format
 from timeball.errors import LeaseLost, SetupError
@@ -37,6 +39,7 @@ from timeball.files import RealFiles
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts
 from timeball.name_service import NameService
 from timeball.node import Node
 from timeball.protocols.sessions import advertised
@@ -85,6 +88,7 @@ class ReplicatedNode:
         self._gateway: Gateway
         self._security: Security
         self._names: NameService
+        self._coordinator: Coordinator
 
     async def start(self) -> None:
         """Open the replica's log, join the cluster, and listen; raises SetupError and what the disk says."""
@@ -109,7 +113,7 @@ class ReplicatedNode:
             tls, listening = self._tls(), listen(settings.host, settings.replication_port)
             connections = Connections(settings.group, listening, self._clock.boot_ms, tls)
             undo.callback(connections.close)
-            coordinator = coordinator_of(settings, self._clock)
+            self._coordinator = coordinator = coordinator_of(settings, self._clock)
             self.member = Member(
                 coordinator, self._clock, self._registration(), settings.group, settings.lease_ttl_ms, self
             )
@@ -216,6 +220,9 @@ class ReplicatedNode:
             },
         )  # fmt: skip
 
+    async def _survey(self) -> list[ReplicaGroup]:
+        return await survey(self._coordinator)
+
     def end(self, error: BaseException) -> None:
         """End the process: it leads no more, or its disk has failed."""
         if not self._ended.done():
@@ -231,7 +238,10 @@ class ReplicatedNode:
             hot = await in_thread(self._applier, self._caches.apply, opened.segments.next_seq)
             await self._gateway.close()
             leading = Leading(_LentDisk(self.thread), self.thread, self.data_files)
-            node = Node(self._broker_settings(), self._clock, self.files, leading, self.figures)
+            node = Node(
+                self._broker_settings(), self._clock, self.files, leading,
+                ReplicaReadOuts(self.figures, self._survey),
+            )  # fmt: skip
             await node.start(hot=(opened, hot))
             self.broker_node = node
             node.when_failed(self.end)

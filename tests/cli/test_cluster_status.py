@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from timeball.cli.cluster_status import lines
-from timeball.cluster.coordinator import Wish
-from timeball.cluster.survey import GroupState, ReplicaState
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
 LEADER = ReplicaState("a", "a/1", "leader", True, 1_200, 1_200, 1_200, 0, 0.0, "0.1.0", 1_000)
 GONE = ReplicaState("b", "b/1", "gone", True)
 
 
 def test_a_group_is_a_table_and_its_problems() -> None:
-    group = GroupState("g1", "a", 7, 2, [LEADER, GONE], Wish(hand_over_to="b"), ["replica b is missing"])
+    group = ReplicaGroup("g1", "a", 7, 2, [LEADER, GONE], "a hand-over to b", ["replica b is missing"])
     first, headings, leader, gone, asked, problem = lines(group, 3_500)
     assert first == "group g1: leader a, epoch 7"
     assert headings.split()[:3] == ["node", "role", "log"]
@@ -33,4 +32,4 @@ def test_a_group_is_a_table_and_its_problems() -> None:
 
 
 def test_a_group_without_a_leader_says_so() -> None:
-    assert next(lines(GroupState("g1", "", 7, 2, [], None, []), 0)) == "group g1: no leader"
+    assert next(lines(ReplicaGroup("g1", "", 7, 2, [], "", []), 0)) == "group g1: no leader"

@@ -12,7 +12,7 @@ from tests.cluster.worlds import RECORD, World, made, world_of
 
 from timeball.cluster.coordinator import Lease, Wish
 from timeball.cluster.keys import KeyCoordinator
-from timeball.cluster.operations import Operations, describe
+from timeball.cluster.operations import Operations
 from timeball.cluster.record import Record
 from timeball.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
 
@@ -214,7 +214,7 @@ def test_without_a_leader_nothing_is_asked() -> None:
 
 
 def test_a_wish_has_words() -> None:
-    assert describe(Wish(("a/1", "b/7"))) == "the set a, b"
+    assert Wish(("a/1", "b/7")).describe() == "the set a, b"
 
 
 # ---- force --------------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import World, made, world_of
 
-from timeball.cluster.survey import GroupState, survey
+from timeball.cluster.survey import survey
 from timeball.monitoring.replica_figures import PeerFigures
+from timeball.monitoring.replica_groups import ReplicaGroup
 
 
-def groups(scenario: Callable[[World], Awaitable[object]]) -> list[GroupState]:
-    async def within() -> list[GroupState]:
+def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]:
+    async def within() -> list[ReplicaGroup]:
         async with world_of(None) as world:
             await scenario(world)
             return await survey(world.coordinator("operator"))

@@ -29,6 +29,8 @@ class BusyBroker:
         match method, *parts:
             case "GET", "broker":
                 return 200, self.broker()
+            case "GET", "cluster":
+                return 200, {"groups": [self.replicas(n) for n in range(2)]}
             case "GET", "topics":
                 topics = [
                     {"topic": name, "queues": 4, "messages": 9, "kind": "normal"} for name in self.topics()
@@ -81,6 +83,32 @@ class BusyBroker:
             "lateness": {"released": 100 * self.hundreds, "max_ms": 41,
                          "buckets": {name: n * self.hundreds for name, n in BUCKETS.items()}},
             "delivered": 96 * self.hundreds, "may_admin": self.may_admin,
+            "replica": {"group": "g1", "role": "leader", "leader": "a"},
+        }  # fmt: skip
+
+    def replicas(self, n: int) -> dict[str, Any]:
+        """Return a group that is well, or one with a replica behind and another gone."""
+        rows = 2_903_112 - 71_000 * n
+        figures: dict[str, Any] = {
+            "is_in_record": True, "log_seq": rows, "committed_seq": rows, "applied_seq": rows, "lag_rows": 0,
+            "clock_offset_ms": 0.0, "version": "0.1.0", "since_ms": now_ms() - 3_817_000,
+        }  # fmt: skip
+        nodes = [
+            {
+                **figures,
+                "node": name,
+                "replica": f"{name}/{n}",
+                "role": "leader" if name == "a" else "follower",
+            }
+            for name in "abc"
+        ]
+        if n:
+            nodes[1] |= {"applied_seq": rows - 41_000, "lag_rows": 1_200_417, "clock_offset_ms": -812.5}
+            nodes[2] = {"node": "c", "replica": "c/1", "role": "gone", "is_in_record": True}
+        problems = [self.text("replica c (c/1) is missing: its node does not run, or does not reach etcd")]
+        return {
+            "group": f"g{n + 1}", "leader": self.text("a"), "epoch": 4 + n, "generation": 1, "replicas": nodes,
+            "asked": "a hand-over to b" if n else "", "problems": problems if n else [],
         }  # fmt: skip
 
     def forecast(self, query: dict[str, str]) -> dict[str, Any]:

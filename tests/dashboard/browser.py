@@ -29,6 +29,7 @@ PAGES = {
     "push": "Push",
     "campaigns": "Campaigns",
     "pipeline": "Pipeline and audit",
+    "cluster": "Cluster",
     "node": "Node",
 }
 SHOTS = environments.CACHE / "dashboard"  # git leaves it alone; CI keeps it

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from timeball.cli.units import show_wait
-from timeball.cluster.operations import describe
-from timeball.cluster.survey import GroupState, ReplicaState
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
 HEADINGS = ("node", "role", "log", "committed", "applied", "lag", "clock", "version", "since")
 
 
-def lines(group: GroupState, now_ms: int) -> Iterator[str]:
+def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
     """Yield the lines of one group."""
     leader = f"leader {group.leader}, epoch {group.epoch}" if group.leader else "no leader"
     yield f"group {group.group}: {leader}"
@@ -19,8 +18,8 @@ def lines(group: GroupState, now_ms: int) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    if group.asked is not None:
-        yield f"  asked for: {describe(group.asked)}"
+    if group.asked:
+        yield f"  asked for: {group.asked}"
     for problem in group.problems:
         yield f"  ! {problem}"
 

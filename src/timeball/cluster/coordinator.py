@@ -60,6 +60,12 @@ class Wish(msgspec.Struct, frozen=True):
     replicas: tuple[str, ...] = ()
     hand_over_to: str = ""  # a node
 
+    def describe(self) -> str:
+        """Return the wish in words."""
+        if self.hand_over_to:
+            return f"a hand-over to {self.hand_over_to}"
+        return f"the set {', '.join(map(node_of, self.replicas))}"
+
 
 class Asked(NamedTuple):
     """A wish that waits for the leader. It goes with the lease of the command that asks."""

@@ -232,7 +232,7 @@ class Operations:
                 f"group {self._group} has no leader that could do it: look with 'timeball cluster status'"
             )
         if view.asked is not None:
-            raise Conflict(f"group {self._group}: {describe(view.asked.wish)} is asked for already")
+            raise Conflict(f"group {self._group}: {view.asked.wish.describe()} is asked for already")
         return view
 
 
@@ -241,11 +241,6 @@ def is_true(view: GroupView, wish: Wish) -> bool:
     if wish.hand_over_to:
         return view.leader == wish.hand_over_to
     return view.record is not None and set(view.record.replicas) == set(wish.replicas)
-
-
-def describe(wish: Wish) -> str:
-    """Return a wish in words."""
-    return f"a hand-over to {wish.hand_over_to}" if wish.hand_over_to else f"the set {_nodes(wish.replicas)}"
 
 
 def _nodes(replicas: Sequence[str]) -> str:

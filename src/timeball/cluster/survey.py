@@ -7,45 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from timeball.cluster.coordinator import Coordinator, GroupView, Node, Wish
+from timeball.cluster.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.record import majority, node_of
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
 OFFSET_MS_MAX = 500.0  # a leader whose clock is ahead by so much may release so early
 LAG_ROWS_MAX = 1_000_000
 
 
-class ReplicaState(msgspec.Struct, frozen=True):
-    """One replica of a group; figures that are not known are None."""
-
-    node: str
-    replica: str
-    role: str  # as it reports, or `gone`
-    is_in_record: bool
-    log_seq: int | None = None  # after its last row, as are the next two
-    committed_seq: int | None = None
-    applied_seq: int | None = None
-    lag_rows: int | None = None
-    clock_offset_ms: float | None = None
-    version: str = ""
-    since_ms: int | None = None
-
-
-class GroupState(msgspec.Struct, frozen=True):
-    """One group."""
-
-    group: str
-    leader: str
-    epoch: int
-    generation: int
-    replicas: list[ReplicaState]
-    asked: Wish | None
-    problems: list[str]
-
-
-async def survey(coordinator: Coordinator) -> list[GroupState]:
+async def survey(coordinator: Coordinator) -> list[ReplicaGroup]:
     """Return all groups, those without a record too."""
     views, nodes = await coordinator.read_all(), await coordinator.nodes()
     reports = await coordinator.reports()
@@ -55,7 +26,7 @@ async def survey(coordinator: Coordinator) -> list[GroupState]:
 
 def _group(
     name: str, view: GroupView | None, nodes: dict[str, Node], reports: dict[str, ReplicaFigures]
-) -> GroupState:
+) -> ReplicaGroup:
     record = view.record if view is not None else None
     standing = view.leader if view is not None else ""
     led = reports.get(standing)
@@ -68,13 +39,13 @@ def _group(
     replicas = [
         _replica(each, each in in_record, nodes, reports, led) for each in (*in_record, *sorted(others))
     ]
-    return GroupState(
+    return ReplicaGroup(
         name,
         leader,
         record.epoch if record else 0,
         record.generation if record else 0,
         replicas,
-        view.asked.wish if view is not None and view.asked is not None else None,
+        view.asked.wish.describe() if view is not None and view.asked is not None else "",
         list(_problems(name, view, replicas, led, leader)),
     )
 

@@ -48,7 +48,7 @@ function enter(page, makeView) {
 }
 
 function begin() {
-  at('pages').append(...pages.map(page => el('li', {},
+  at('pages').append(...pages.map(page => el('li', { hidden: Boolean(page.isShown) },
     el('a', { href: `#/${page.id}`, 'data-page': page.id }, page.title))));
   addEventListener('hashchange', follow);
   at('skip').addEventListener('click', event => {
@@ -122,6 +122,13 @@ at('reach-now').addEventListener('click', askNow);
 
 // Pages show buttons only to accounts that may use them.
 broker.addEventListener('change', () => document.body.classList.toggle('may-admin', broker.mayAdmin));
+
+// A page that has nothing to say of this broker is not offered.
+broker.addEventListener('change', () => {
+  for (const page of pages.filter(({ isShown }) => isShown)) {
+    show(at('pages').querySelector(`[data-page="${page.id}"]`).parentNode, page.isShown(broker.status));
+  }
+});
 
 // ---- colours ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from timeball.monitoring import pipeline_metrics, replica_figures
 from timeball.monitoring.histograms import buckets, durations, histogram
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.push_figures import PushFigures
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaReadOuts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
@@ -48,7 +48,7 @@ class Metrics(Collector):
         loop_lag: LoopLag,
         free_bytes: Callable[[], int],
         connections: Callable[[], Mapping[str, int]],
-        replica: Callable[[], ReplicaFigures] | None = None,
+        replica: ReplicaReadOuts | None = None,
     ) -> None:
         self._broker, self._version, self._loop_lag = broker, version, loop_lag
         self._free_bytes, self._connections = free_bytes, connections
@@ -58,7 +58,11 @@ class Metrics(Collector):
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        found = [*self.collect(), *await pipeline_metrics.read(self._broker)]
+        found = list[Metric]()
+        for metric in self.collect():
+            found.append(metric)
+            await asyncio.sleep(0)  # some grow with the topics, or the groups: the loop has other work
+        found += await pipeline_metrics.read(self._broker)
         return await asyncio.to_thread(as_text, found)
 
     def collect(self) -> Iterator[Metric]:
@@ -71,7 +75,7 @@ class Metrics(Collector):
         yield from self._spans()
         yield from self._machine()
         if self.replica is not None:
-            yield from replica_figures.collect(self.replica())
+            yield from replica_figures.collect(self.replica.figures())
 
     def _messages(self) -> Iterator[Metric]:
         broker, rates = self._broker, self._broker.parts.rates

@@ -1,6 +1,7 @@
 // The pages, in the order of the menu.
 
 import { campaigns } from './campaigns.js';
+import { cluster } from './cluster.js';
 import { coming } from './coming.js';
 import { deadLetters } from './dead_letters.js';
 import { groups } from './groups.js';
@@ -10,4 +11,4 @@ import { punctual } from './punctual.js';
 import { push } from './push.js';
 import { waitingPage } from './waiting.js';
 
-export const pages = [punctual, coming, waitingPage, groups, deadLetters, push, campaigns, pipeline, node];
+export const pages = [punctual, coming, waitingPage, groups, deadLetters, push, campaigns, pipeline, cluster, node];

@@ -20,6 +20,7 @@ from timeball.answers import (
     MessagePlace,
     Verdict,
 )
+from timeball.monitoring.replica_groups import ReplicaGroup
 from timeball.protocols.http.codec import instant_text, shown_body
 
 
@@ -187,6 +188,12 @@ class Leads(msgspec.Struct):
     group: str
     leader: str
     role: str
+
+
+class ReplicaGroups(msgspec.Struct):
+    """The groups of the cluster, by name."""
+
+    groups: list[ReplicaGroup]
 
 
 def place_shown(found: MessagePlace) -> Place:

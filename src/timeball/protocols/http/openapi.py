@@ -114,6 +114,10 @@ OPERATIONS = (
         "get", "/v1/broker", "broker", "How the broker is, and whether the caller may change things.",
         answer=(Broker,),
     ),
+    Operation(
+        "get", "/v1/cluster", "cluster", "The groups of the cluster: leaders, replicas, and what is wrong.",
+        answer=(answers_codec.ReplicaGroups,),
+    ),
     Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (codec.Topics,)),
     Operation(
         "put", "/v1/topics/{topic}", "create_topic", "Make a topic, or give it more queues.",

@@ -9,6 +9,9 @@ from tests.accounts import SECRETS, guarded_node
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.http.client import Client, client_of
 
+from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
+
 
 def test_topics_and_health(client: Client) -> None:
     client.send("listed", {"body": "x"})
@@ -25,6 +28,27 @@ def test_the_broker_says_how_it_is(client: Client, node: RunningNode) -> None:
     assert found["delivered"] == delivered + 1
     assert found["may_admin"] is True and found["durability"] == "sync"
     assert found.keys() - {"may_admin"} == node.node.status().keys()
+
+
+def test_a_broker_alone_has_no_cluster(client: Client) -> None:
+    answer = client.ask("GET", "/v1/cluster")
+    assert (answer.status, answer.value["code"]) == (404, "not_found")
+    assert "--cluster" in answer.value["detail"]
+
+
+def test_a_node_of_a_cluster_shows_all_groups(client: Client, node: RunningNode) -> None:
+    replica = ReplicaState("a", "a/1", "leader", is_in_record=True, log_seq=12, lag_rows=0)
+
+    async def survey() -> list[ReplicaGroup]:
+        return [ReplicaGroup("g1", "a", 3, 1, [replica], "", ["replicas: 1"])]
+
+    node.node.metrics.replica = ReplicaReadOuts(lambda: ReplicaFigures("g1", "a/1", "leader", "a"), survey)
+    try:
+        (group,) = client.ask("GET", "/v1/cluster").value["groups"]
+    finally:
+        node.node.metrics.replica = None
+    assert (group["leader"], group["problems"]) == ("a", ["replicas: 1"])
+    assert group["replicas"][0]["log_seq"] == 12
 
 
 def test_a_full_disk_is_not_ready(client: Client, node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:

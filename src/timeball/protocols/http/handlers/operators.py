@@ -9,7 +9,7 @@ from timeball.broker.service import Broker
 from timeball.errors import NotFound, Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
-from timeball.protocols.http.answers_codec import Health, Jobs, Leads, TopicDeleted, TopicSize
+from timeball.protocols.http.answers_codec import Health, Jobs, Leads, ReplicaGroups, TopicDeleted, TopicSize
 from timeball.protocols.http.requests import Answer, Call, Paths, read
 
 # The figures of the broker and of its process, for a caller who may look.
@@ -24,6 +24,7 @@ class Operators:
         self.paths: Paths = {
             "/metrics": {"GET": self._measure},
             "/v1/broker": {"GET": self._look},
+            "/v1/cluster": {"GET": self._survey},
             "/v1/jobs": {"GET": self._jobs},
             "/v1/topics": {"GET": self._topics},
             "/v1/topics/{topic}": {"PUT": self._create_topic, "DELETE": self._delete_topic},
@@ -37,6 +38,12 @@ class Operators:
     async def _look(self, call: Call) -> Answer:
         may_admin = self._broker.policy.allows(call.caller, Verb.ADMIN)
         return Answer(200, {**self._status(call.caller), "may_admin": may_admin})
+
+    async def _survey(self, call: Call) -> Answer:
+        self._broker.policy.allow(call.caller, Verb.LOOK)
+        if self._metrics.replica is None:
+            raise NotFound("this broker belongs to no cluster: it was started without --cluster")
+        return Answer(200, ReplicaGroups(await self._metrics.replica.survey()))
 
     async def _topics(self, call: Call) -> Answer:
         found = []
@@ -67,7 +74,7 @@ class Operators:
         return Answer(200, Health("live"))
 
     async def _leads(self, call: Call) -> Answer:
-        figures = self._metrics.replica() if self._metrics.replica is not None else None
+        figures = self._metrics.replica.figures() if self._metrics.replica is not None else None
         if figures is None or figures.group != call.path["group"]:
             raise NotFound("this node keeps no group of this name")
         status = 200 if figures.role == "leader" else 503
