@@ -1,6 +1,7 @@
 """Sending one and many: what is known to be accepted, what is refused, what is tried again and what is not."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
+from timeball.client.calls import NotNow
 from timeball.client.exchange import Lost
 from timeball.client.sender import Receipt, outcome
 from timeball.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
@@ -154,6 +156,77 @@ def test_without_keys_a_lost_answer_is_told(node: RunningNode) -> None:
     """The negative control: the answers are lost indeed."""
     with pytest.raises(Lost, match="may or may not have been accepted"):
         sent_with_lost_answers(node, retry=False)
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[tuple[RunningNode, RunningNode]]:
+    with running_node(tmp_path / "a") as first, running_node(tmp_path / "b") as second:
+        yield first, second
+        for node in (first, second):
+            node.broker.parts.writer._closing = False
+
+
+def both(nodes: tuple[RunningNode, RunningNode]) -> str:
+    first, second = nodes
+    return f"{first.endpoint},{second.endpoint.removeprefix('grpc://')}"
+
+
+def rows_in(node: RunningNode) -> int:
+    """Return how many messages of the topic are in a node's log."""
+    with Timeball(node.endpoint) as ball:
+        topics = ball.read_log(1, node.broker.parts.writer.next_seq, kinds=[1]).read_all().column("topic")
+        return sum(topic == "there" for topic in topics.to_pylist())
+
+
+def refuse(node: RunningNode) -> None:
+    """Have the log take nothing more, as at the beginning of a hand-over."""
+    node.broker.parts.writer._closing = True
+
+
+def test_a_broker_that_hands_over_costs_no_error(two_nodes: tuple[RunningNode, RunningNode]) -> None:
+    """A refusal says that nothing was done, so another node is asked, without `retry` too."""
+    first, second = two_nodes
+    with Timeball(both(two_nodes)) as ball:
+        before = ball.send("there", "before")
+        refuse(first)
+        assert ball.send("there", "after").seq == before.seq, "the first row of another log"
+        assert ball.send_many([{"topic": "there", "body": str(n)} for n in range(9)], batch_rows=2).rows == 9
+    assert (rows_in(first), rows_in(second)) == (1, 10)
+
+
+def test_rows_refused_in_the_middle_of_many_go_on(two_nodes: tuple[RunningNode, RunningNode]) -> None:
+    first, second = two_nodes
+
+    def rows() -> Iterator[dict[str, str]]:
+        for n in range(400):
+            if n == 200:
+                refuse(first)
+            yield {"topic": "there", "body": str(n)}
+
+    with Timeball(both(two_nodes)) as ball:
+        assert ball.send_many(rows(), batch_rows=10).rows == 400
+    assert rows_in(first) + rows_in(second) == 400
+    assert rows_in(first) > 0 and rows_in(second) > 0
+
+
+def test_a_verb_that_is_refused_is_asked_of_another(two_nodes: tuple[RunningNode, RunningNode]) -> None:
+    first, _ = two_nodes
+    with Timeball(both(two_nodes)) as ball:
+        sent = ball.send("there", "x", after="1h")
+        refuse(first)
+        (verdict,) = ball.cancel(ids=[sent.id])
+    assert verdict.verdict == "not_found", "the word of the other node, whose log is another"
+
+
+def test_a_broker_alone_that_stops_is_told(node: RunningNode) -> None:
+    """The control: the refusal is real, and the last attempt's is raised."""
+    with Timeball(node.endpoint) as ball:
+        refuse(node)
+        try:
+            with pytest.raises(NotNow, match="stopping"):
+                ball.send("there", "x")
+        finally:
+            node.broker.parts.writer._closing = False
 
 
 def test_a_closed_client_sends_nothing(node: RunningNode) -> None:

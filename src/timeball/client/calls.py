@@ -1,8 +1,9 @@
 """One call, one answer: actions and reads over a Flight connection, with our errors.
 
 A call ends within its time limit, however often it is tried. One that changes nothing, or that the broker recognises
-when it is repeated, is tried again a few times when no broker answers (it may be restarting); any other is tried once,
-because the client cannot tell whether it was done.
+when it is repeated, is tried again a few times when no broker answers (it may be restarting). Any other is tried again
+only when the broker has said that it does nothing now (it may be handing over): without an answer the client cannot
+tell whether it was done.
 
 A program that runs beside the broker, such as the pipeline, has `patience_s` instead: each of its calls may be repeated
 without harm, and is tried again for so long, each time within the time limit.
@@ -71,6 +72,12 @@ SCHEMES = ("grpc", "grpc+tcp", "grpc+tls", "grpc+unix")
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class NotNow(Unavailable):
+    """The broker has answered that it does nothing now, as it stops or hands over: the call may be repeated."""
+
+    code = "not_now"
 
 
 class OpenRead:
@@ -201,7 +208,7 @@ class Calls:
         timeout_ms = timeout_ms or self.timeout_ms
         if verb in REPEATABLE or self._patience_s is not None:
             return self._repeat(once, timeout_ms)
-        return self._once(once, timeout_ms / 1000)
+        return self._repeat(once, timeout_ms, when=NotNow)
 
     def rows(
         self, ticket: wire.Ticket, wait_ms: int = 0, open_read: OpenRead | None = None
@@ -252,7 +259,9 @@ class Calls:
         with translated(self.endpoint):
             return call(left_s)
 
-    def _repeat(self, call: Callable[[float], T], timeout_ms: int) -> T:
+    def _repeat(
+        self, call: Callable[[float], T], timeout_ms: int, *, when: type[Unavailable] = Unavailable
+    ) -> T:
         end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
         left_s, failure = timeout_ms / 1000, None
         for more in self.attempts():
@@ -262,7 +271,7 @@ class Calls:
                     raise failure
             try:
                 return self._once(call, left_s)
-            except Unavailable as error:
+            except when as error:
                 if not more:
                     raise
                 failure = error
@@ -289,6 +298,11 @@ TOO_LONG = "Received message larger than max"
 _TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
 
 
+def refusal(code: str, text: str) -> TimeballError:
+    """Return the broker's refusal by its code. Other kinds of Unavailable may have been done, or will be."""
+    return NotNow(text) if code == Unavailable.code else from_code(code, text)
+
+
 def translate(error: BaseException, endpoint: str) -> TimeballError:
     """Return our error for what Flight raised while speaking to `endpoint`."""
     if isinstance(error, TimeballError):
@@ -297,7 +311,7 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
     for tail in _TAILS:
         text = text.split(tail, 1)[0]
     if isinstance(error, flight.FlightServerError) and error.extra_info:
-        return from_code(bytes(error.extra_info).decode("ascii", "replace"), text)
+        return refusal(bytes(error.extra_info).decode("ascii", "replace"), text)
     if TOO_LONG in text:
         return OverLimit(f"{endpoint} takes no request as long as this one: name fewer things at once")
     if isinstance(error, flight.FlightTimedOutError):

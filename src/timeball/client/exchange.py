@@ -4,7 +4,8 @@ A batch is in one of three states, and the caller always learns which:
 
     never sent   `NotSent`: the stream was dead before the batch was on it; sending it again is safe. If the broker
                  ended the stream for a reason of its own (a refused schema), that reason instead
-    answered     the future has the acknowledgement, or the broker's error: nothing of it was kept
+    answered     the future has the acknowledgement, or the broker's error: nothing of it was kept. After `NotNow` it
+                 may be sent again, on a new stream
     lost         the stream broke in between: the future has `Lost`; the broker may or may not have it
 
 A reading thread settles the futures; any thread may submit. A full network makes `submit` wait: that is the
@@ -23,14 +24,14 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball import limits, rules
-from timeball.client.calls import translate
-from timeball.errors import InvalidMessage, TimeballError, Unavailable, from_code
+from timeball.client.calls import NotNow, refusal, translate
+from timeball.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.wire import SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0
 
 
-class NotSent(Unavailable):
+class NotSent(NotNow):
     """The stream was dead before the batch was written."""
 
     code = "not_sent"
@@ -158,7 +159,7 @@ class SendExchange:
             pass
         except (pa.ArrowException, flight.FlightError) as error:
             end = translate(error, self._endpoint)
-            if type(end) is Unavailable:
+            if type(end) in (Unavailable, NotNow):
                 end = Lost(f"{end}; a message under way may or may not have been accepted")
         except msgspec.MsgspecError as error:
             end = Lost(f"{self._endpoint} sent an answer that cannot be read: {error}")
@@ -174,6 +175,6 @@ class SendExchange:
         if future is None:
             return  # its writer failed and has been told that nothing was sent
         if answer.error is not None:
-            future.set_exception(from_code(answer.error, answer.text))
+            future.set_exception(refusal(answer.error, answer.text))
         else:
             future.set_result(SendAck(answer.first_seq, answer.rows, answer.store_ms))

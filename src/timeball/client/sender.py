@@ -1,8 +1,8 @@
 """Sending: one message over a stream that stays open, many over a stream of their own.
 
-A batch that was never written (`NotSent`) is tried again on a new stream, a few times. A batch whose answer was lost is
-tried again only with an idempotency key, by which the broker knows whether it has it: `retry=True` gives each batch
-one, made of its first topic and message id.
+A batch that was never written, or that the broker has refused as it stops, is tried again on a new stream, a few times.
+A batch whose answer was lost is tried again only with an idempotency key, by which the broker knows whether it has it:
+`retry=True` gives each batch one, made of its first topic and message id.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 import msgspec
 import pyarrow as pa
 
-from timeball.client.calls import Calls
+from timeball.client.calls import Calls, NotNow
 from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, NotSent, SendExchange
 from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
@@ -73,15 +73,16 @@ class Sender:
     def send(self, batch: pa.RecordBatch, *, retry: bool) -> SendAck:
         """A batch in ONE_SCHEMA, on disk when this returns. Raises what the broker says, or Unavailable."""
         key = key_of(batch) if retry else ""
+        again = Unavailable if retry else NotNow
         for more in self._calls.attempts():
+            exchange: SendExchange | None = None
             try:
-                return self._outcome(self._open().submit(batch, key))
-            except NotSent:
+                exchange = self._open()
+                return self._outcome(exchange.submit(batch, key))
+            except again:
                 if not more:
                     raise
-            except Unavailable:
-                if not (more and retry):
-                    raise
+                self._leave(exchange)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def send_many(
@@ -103,6 +104,14 @@ class Sender:
             if self._exchange is None or not self._exchange.alive:
                 self._exchange = SendExchange(self._calls.flight, ONE_SCHEMA, self._calls.endpoint)
             return self._exchange
+
+    def _leave(self, exchange: SendExchange | None) -> None:
+        """Send nothing more on a stream: what comes next goes over a new one, perhaps to another node."""
+        with self._opening:
+            if exchange is None or self._exchange is not exchange:
+                return
+            self._exchange = None
+        exchange.finish()
 
     def _outcome(self, future: Future[SendAck]) -> SendAck:
         return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
@@ -131,9 +140,10 @@ class _Run:
         self._window = window
         self._collect = collect
         self._retry = retry
+        self._again_when = Unavailable if retry else NotNow
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None
-        self._waiting: deque[tuple[int, pa.RecordBatch, Future[SendAck]]] = deque()
+        self._waiting: deque[tuple[int, pa.RecordBatch, Future[SendAck], SendExchange]] = deque()
         self._rows = 0
         self._ranges: list[tuple[int, int]] = []
         self._refused: list[RefusedRows] = []
@@ -146,7 +156,7 @@ class _Run:
         first_row = self._rows
         self._rows += batch.num_rows
         self._ids.append(batch.column("unique_key"))
-        self._waiting.append((first_row, batch, self._submit(batch)))
+        self._waiting.append((first_row, batch, *self._submit(batch)))
 
     def end(self) -> SendSummary:
         """Wait for the last answers."""
@@ -159,7 +169,7 @@ class _Run:
         if self._exchange is not None:
             self._exchange.close()
 
-    def _submit(self, batch: pa.RecordBatch) -> Future[SendAck]:
+    def _submit(self, batch: pa.RecordBatch) -> tuple[Future[SendAck], SendExchange]:
         if self._schema is not None and batch.schema != self._schema:
             # A stream has one schema. To leave out the column that has come to it would be a lie.
             self._settle_all()
@@ -171,27 +181,37 @@ class _Run:
                 if self._exchange is None or not self._exchange.alive:
                     # A stream that broke has batches whose fate is unknown: `_settle` will say so.
                     self._settle_all()
-                return self._open(batch.schema).submit(batch, self._key(batch))
+                exchange = self._open(batch.schema)
+                return exchange.submit(batch, self._key(batch)), exchange
             except NotSent:
                 if not more:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _again(self, batch: pa.RecordBatch) -> SendAck:
-        """Send a batch whose answer was lost until there is one; raise what the last attempt raises."""
+        """Send a batch until there is an answer that is final; raise what the last attempt raises."""
         for more in self._calls.attempts():
+            exchange: SendExchange | None = None
             try:
-                future = self._open(batch.schema).submit(batch, self._key(batch))
+                exchange = self._open(batch.schema)
+                future = exchange.submit(batch, self._key(batch))
                 return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
-            except Unavailable:
+            except self._again_when:
                 if not more:
                     raise
+                self._leave(exchange)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _open(self, schema: pa.Schema) -> SendExchange:
         if self._exchange is None or not self._exchange.alive:
             self._exchange = SendExchange(self._calls.flight, schema, self._calls.endpoint)
         return self._exchange
+
+    def _leave(self, exchange: SendExchange | None) -> None:
+        """Send nothing more on a stream; its answers still come."""
+        if exchange is not None and self._exchange is exchange:
+            self._exchange = None
+            exchange.finish()
 
     def _key(self, batch: pa.RecordBatch) -> str:
         return key_of(batch) if self._retry else ""
@@ -201,13 +221,12 @@ class _Run:
             self._settle()
 
     def _settle(self) -> None:
-        first_row, batch, future = self._waiting.popleft()
+        first_row, batch, future, exchange = self._waiting.popleft()
         try:
             try:
                 ack = outcome(future, self._calls.timeout_ms, self._calls.endpoint)
-            except Unavailable:
-                if not self._retry:
-                    raise
+            except self._again_when:
+                self._leave(exchange)
                 ack = self._again(batch)
         except TimeballError as error:
             self._refused.append(RefusedRows(first_row, batch.num_rows, error))
