@@ -159,7 +159,8 @@ class SendExchange:
             pass
         except (pa.ArrowException, flight.FlightError) as error:
             end = translate(error, self._endpoint)
-            if type(end) in (Unavailable, NotNow):
+            # A refusal that ends the stream comes behind the answers to all that was taken: the rest was not.
+            if type(end) is Unavailable:
                 end = Lost(f"{end}; a message under way may or may not have been accepted")
         except msgspec.MsgspecError as error:
             end = Lost(f"{self._endpoint} sent an answer that cannot be read: {error}")
