@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import psutil
 import pytest
 from tests.bounds import BOUND_S
-from tests.cli.in_process import run_here
+from tests.cli.supervised import Supervised, blocks_of_ports, run_cluster
 from tests.cluster.etcd_cluster import EtcdCluster, free_ports, need_etcd
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.supervisor import PORTS_APART, command_of, group_names, options_of
+from timeball.cli.supervisor import PORTS, PORTS_APART, command_of, group_names, options_of
 from timeball.config import Settings
 from timeball.errors import SetupError
 
-T = TypeVar("T")
 SETTINGS = replace(
     Settings(), cluster="c", node="a", group="g1,g2", etcd="http://127.0.0.1:1", data=Path("d")
 )
-CHANGED = ["port", "http-port", "remoting-port", "grpc-port", "replication-port"]
 
 
 def test_a_group_has_a_name_a_folder_and_ports_of_its_own() -> None:
@@ -36,9 +27,8 @@ def test_a_group_has_a_name_a_folder_and_ports_of_its_own() -> None:
     assert (first["node"], first["data"]) == ("a.g1", "d/g1")
     assert (second["node"], second["data"], second["group"]) == ("a.g2", "d/g2", "g2")
     assert first["port"] == str(SETTINGS.port)
-    for name in CHANGED:
-        key = name.replace("-", "_")
-        assert int(second[key]) == int(first[key]) + PORTS_APART
+    for name in PORTS:
+        assert int(second[name]) == int(first[name]) + PORTS_APART
     # The name server answers for all groups, and is not theirs.
     assert {first["name_server_port"], second["name_server_port"]} == {"-1"}
 
@@ -72,61 +62,15 @@ def test_each_group_is_named_once(names: str) -> None:
         group_names(replace(SETTINGS, group=names))
 
 
-def block_of_ports(groups: int) -> dict[str, int]:
-    """Return ports of which those of the other groups are free, too, as far as a look can say."""
-    edges = [*CHANGED, "name-server-port"]
-    while True:
-        ports = dict(zip(edges, free_ports(len(edges)), strict=True))
-        taken = [port + index * PORTS_APART for port in ports.values() for index in range(groups)]
-        if len(set(taken)) == len(taken) and max(taken) <= 65_535:
-            return ports
-
-
-class Supervised:
-    """`timeball serve` with two groups, as a process."""
-
-    def __init__(self, folder: Path, etcd: list[str], ports: dict[str, int]) -> None:
-        self._log = folder / "log"
-        options = [word for name, port in ports.items() for word in (f"--{name}", str(port))]
-        self.etcd = ",".join(etcd)
-        command = [sys.executable, "-m", "timeball", "serve", "--json", "--cluster", "c", "--node", "a"]
-        command += ["--group", "g1,g2", "--etcd", self.etcd, "--data", str(folder / "data"), *options]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def events(self, **fields: object) -> list[dict[str, Any]]:
-        """Return the lines that have these fields."""
-        lines = [line for line in self.text.splitlines() if line.startswith('{"event"')]
-        return [event for line in lines if (event := json.loads(line)).items() >= fields.items()]
-
-    @property
-    def text(self) -> str:
-        return self._log.read_text()
-
-    def wait(self, found: Callable[[], T]) -> T:
-        until_s = time.monotonic() + BOUND_S
-        while not (value := found()):
-            assert self.process.poll() is None and time.monotonic() < until_s, self.text
-            time.sleep(0.05)
-        return value
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(BOUND_S)
-
-
 @pytest.mark.xdist_group("etcd")
 def test_two_groups_run_are_started_again_and_end(tmp_path: Path) -> None:
     need_etcd()
     with EtcdCluster(tmp_path / "etcd", size=1) as etcd:
-        node = Supervised(tmp_path, etcd.endpoints, block_of_ports(2))
+        node = Supervised(tmp_path, etcd.endpoints, blocks_of_ports(1, 2)[0])
         try:
             for group in ("g1", "g2"):
                 node.wait(lambda group=group: node.events(event="ready", group=group))
-                made = run_here(
-                    "cluster", "init", "--cluster", "c", "--etcd", node.etcd, "--group", group, "--nodes", f"a.{group}"
-                )  # fmt: skip
-                assert made.returncode == 0, made.stderr
+                run_cluster(etcd.endpoints, "init", "--group", group, "--nodes", f"a.{group}")
             for group in ("g1", "g2"):
                 node.wait(lambda group=group: node.events(event="leads", group=group))
             (ready,) = node.events(event="ready", group="g2")
@@ -143,7 +87,7 @@ def test_two_groups_run_are_started_again_and_end(tmp_path: Path) -> None:
 
 def test_a_group_that_cannot_start_ends_all(tmp_path: Path) -> None:
     """No etcd is needed to find that a port is taken."""
-    ports = block_of_ports(2)
+    (ports,) = blocks_of_ports(1, 2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports["grpc-port"] + PORTS_APART))
         taken.listen()

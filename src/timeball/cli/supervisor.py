@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from timeball.cli import log_lines
@@ -82,20 +83,25 @@ class GroupProcess:
     command: list[str]
     process: asyncio.subprocess.Process | None = None
     has_started: bool = False  # it has said once that it is ready
+    ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # set: it is not started again
 
     async def run(self) -> None:
-        """Keep the process running until cancelled; raises SetupError when it cannot start at all."""
+        """Keep the process running until `end`; raises SetupError when it cannot start at all."""
         again_s = AGAIN_S
         loop = asyncio.get_running_loop()
         while True:
             since_s = loop.time()
             code = await self._run_once()
+            if self.ending.is_set():
+                return
             if not self.has_started and code in (ExitCode.SETUP, ExitCode.USAGE):
                 raise SetupError(f"the process of group {self.group} cannot start; the line above says why")
             if loop.time() - since_s > LONG_S:
                 again_s = AGAIN_S
             logger.warning("process ended group=%s code=%d again_s=%.1f", self.group, code, again_s)
-            await asyncio.sleep(again_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.ending.wait(), again_s)
+                return
             again_s = min(2 * again_s, AGAIN_S_MAX)
 
     async def _run_once(self) -> int:
@@ -105,10 +111,17 @@ class GroupProcess:
             *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment
         )
         assert process.stdout is not None
+        if self.ending.is_set():  # asked while it was made
+            process.terminate()
         while line := await process.stdout.readline():
             self.has_started = True  # its first line says that it is ready
             print_line(line.decode(errors="replace").rstrip("\n"))
         return await process.wait()
+
+    def end(self) -> None:
+        """End the process in order, for good: a leader hands over, which takes a moment."""
+        self.ending.set()
+        self.send(signal.SIGTERM)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it runs."""
@@ -149,7 +162,9 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
     finally:
         systemd.stopping()
         watchdog.cancel()
-        await _end(processes, running)
+        for process in processes:
+            process.end()
+        await asyncio.gather(*running, return_exceptions=True)
         await names.close()
         await coordinator.close()
 
@@ -172,17 +187,6 @@ def _signals(processes: list[GroupProcess]) -> asyncio.Future[None]:
 
     loop.add_signal_handler(signal.SIGHUP, send_hup)
     return asked
-
-
-async def _end(processes: list[GroupProcess], running: list[asyncio.Task[None]]) -> None:
-    """End each process in order: a leader hands over, which takes a moment."""
-    for process in processes:
-        process.send(signal.SIGTERM)
-    for process, task in zip(processes, running, strict=True):
-        if process.process is not None and not task.done():
-            await process.process.wait()
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
 
 
 def own_command() -> list[str]:

@@ -244,6 +244,7 @@ public final class StockClient {
         told.put("message_id", result.getMsgId());
         told.put("offset_id", result.getOffsetMsgId());
         told.put("transaction_id", result.getTransactionId());
+        told.put("broker", result.getMessageQueue().getBrokerName());
         told.put("queue_id", result.getMessageQueue().getQueueId());
         told.put("queue_offset", result.getQueueOffset());
         told.put("recall_handle", Version.recallHandle(result));
