@@ -81,6 +81,12 @@ class LocalCluster:
         """Return an address of a node."""
         return f"{scheme}://127.0.0.1:{self.ports[name][option]}"
 
+    @property
+    def endpoint(self) -> str:
+        """Return the addresses of all nodes, as clients take them."""
+        addresses = ",".join(self.url(name, "--port", "").removeprefix("://") for name in NAMES)
+        return f"grpc://{addresses}"
+
     def leader(self) -> str:
         """Return the node that says that it leads; empty when none does."""
         for name, node in self.nodes.items():
@@ -116,9 +122,13 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(folder: Path, *, any_ports: bool = False) -> Iterator[LocalCluster]:
+def local_cluster(
+    folder: Path, *, any_ports: bool = False, options: Sequence[str] = ()
+) -> Iterator[LocalCluster]:
     """Start all, make the group, and end all. Raises SetupError, Unavailable."""
     cluster = _planned(folder, any_ports=any_ports)
+    for node in cluster.nodes.values():
+        node.command += options
     try:
         for member in cluster.etcd:
             member.start()

@@ -40,6 +40,7 @@ examples:
   make demo
   make demo ARGS='--day 12-25 --seconds 30'
   make demo ARGS='--strategy timer_wheel'
+  make demo ARGS=--cluster                # three nodes (Debian: etcd-server); the leader is killed at noon
   make demo ARGS='--data ./demo-data'     # keeps the data, for 'timeball dump' and 'timeball up'
 """
 
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         with _folder(options.data) as folder:
-            work = Work(options.day, options.seconds * 1_000, options.flights_max, options.strategy)
+            work = Work(
+                options.day, options.seconds * 1_000, options.flights_max, options.strategy, options.cluster
+            )
             report = run_demo(folder, work, options.out, quiet=options.json)
     except KeyboardInterrupt:
         print("demo: interrupted; the broker and Spark have stopped", file=sys.stderr)
@@ -76,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=_seconds, default=60, help="how long the day takes (default: %(default)s)")
     add("--out", type=Path, default=Path("timeball-demo"), metavar="FOLDER", help="folder of the pictures")
     add("--strategy", choices=STRATEGIES, default="hour_log", help="what keeps the scheduled messages")
+    add("--cluster", action="store_true", help="on three nodes, of which the leader is killed in the middle")
     add("--data", type=Path, metavar="FOLDER", help="keep the data in this folder")
     add("--flights-max", type=int, default=1_000_000, help=argparse.SUPPRESS)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")

@@ -17,6 +17,7 @@ from examples.flights.data import CompressedDay, Flights
 
 from timeball.client import Timeball
 from timeball.clock import Clock
+from timeball.errors import Unavailable
 from timeball.message import Int64Array
 
 TOPIC = "departures"
@@ -60,16 +61,25 @@ class DayRun:
 
 
 def live_through(
-    endpoint: str, flights: Flights, day: CompressedDay, clock: Clock, show: Callable[[int, int], None]
+    endpoint: str,
+    flights: Flights,
+    day: CompressedDay,
+    clock: Clock,
+    show: Callable[[int, int], None],
+    *,
+    asks_again: bool = False,
 ) -> DayRun:
-    """Run the day to its end; `show` gets (departures received, cancellations) several times a second."""
+    """Run the day to its end; `show` gets (departures received, cancellations) several times a second.
+
+    `asks_again`: for what a broker has not answered, as another one soon leads in its place.
+    """
     due_ms = day.due_ms(flights.minutes)
     run = DayRun(flights, due_ms, day, Arrivals())
     with Timeball(endpoint) as ball:
         ball.send_many(flights.messages(TOPIC, due_ms))
         consumer = _Consumer(endpoint, run.arrivals, clock)
         try:
-            _cancel_as_it_goes(ball, run, clock, show)
+            _cancel_as_it_goes(ball, run, clock, show, asks_again=asks_again)
             expected = len(flights) - len(run.said("cancelled"))
             consumer.await_count(expected, LINGER_S)
             # Whatever is wrong, a duplicate or a cancelled flight, would come at its instant: these have passed.
@@ -80,19 +90,32 @@ def live_through(
     return run
 
 
-def _cancel_as_it_goes(ball: Timeball, run: DayRun, clock: Clock, show: Callable[[int, int], None]) -> None:
+def _cancel_as_it_goes(
+    ball: Timeball, run: DayRun, clock: Clock, show: Callable[[int, int], None], *, asks_again: bool
+) -> None:
     """Until midnight, cancel each cancelled flight once its departure is near."""
     ahead_ms = int(CANCEL_AHEAD * run.clock.length_ms)
     doomed = np.flatnonzero(run.flights.cancelled)
     doomed = doomed[np.argsort(run.due_ms[doomed], kind="stable")]
-    pause, done = threading.Event(), 0
+    pause, done, lost = threading.Event(), 0, set[str]()
     while True:
         now_ms = clock.wall_ms()
         near = int(np.searchsorted(run.due_ms[doomed], now_ms + ahead_ms))
         if near > done:
             ids = run.flights.id.take(pa.array(doomed[done:near])).to_pylist()
-            run.verdicts.update((verdict.subject, verdict.verdict) for verdict in ball.cancel(ids=ids))
-            done = near
+            try:
+                found = ball.cancel(ids=ids)
+            except Unavailable:
+                if not asks_again:
+                    raise
+                lost |= set(ids)
+            else:
+                # A call whose answer was lost may have cancelled them.
+                own = {each.subject for each in found if each.verdict == "already_cancelled"} & lost
+                run.verdicts.update(
+                    (each.subject, "cancelled" if each.subject in own else each.verdict) for each in found
+                )
+                done = near
         show(len(run.arrivals.ids), len(run.said("cancelled")))
         # Asked last: a machine that was busy until midnight has still asked for every flight.
         if now_ms >= run.clock.end_ms:

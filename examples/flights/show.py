@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import date
@@ -19,6 +20,7 @@ from typing import Any
 from examples.flights.broker import Broker, broker_in
 from examples.flights.data import CHECK_IN_MS, CompressedDay, Flights, coming_year, read_year
 from examples.flights.day import DayRun, live_through
+from examples.flights.group import Group, group_in
 from examples.flights.outcome import Outcome, draw, judge, outcome_table
 from examples.flights.pipeline import (
     CAMPAIGN,
@@ -51,6 +53,7 @@ class Work:
     length_ms: int
     flights_max: int
     strategy: StrategyName
+    on_cluster: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,8 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
     flights = year.on(chosen.month, chosen.day)
     day_name = f"{chosen:%A}, {chosen.day} {chosen:%B %Y}"
     steps.done(f"{len(year):,} flights of 2013 read; {day_name}: {len(flights)} departures")
-    with broker_in(data, work.strategy) as broker, Timeball(broker.endpoint) as ball:
-        steps.done(f"broker ({work.strategy}) serves {broker.endpoint}; its Spark pipeline starts behind it")
+    with _served(data, work) as broker, Timeball(broker.endpoint) as ball:
+        steps.done(_greeting(broker, work))
         out_folder.mkdir(parents=True, exist_ok=True)
         with steps.busy("the demo's own Spark session starts"):
             session = Spark(broker.endpoint, out_folder / "spark.log")
@@ -183,7 +186,7 @@ class _Waiting:
     ram_bytes: float
 
 
-def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
+def _fill_year(ball: Timeball, broker: Broker | Group, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
     """Steps 2 and 3: promises through the client and compaction, promises from a DataFrame."""
     begun, now_ms = _waiting_rows(ball), steps.clock.wall_ms()
     opens = coming_year(year.departs_ms - CHECK_IN_MS, now_ms)
@@ -205,7 +208,7 @@ def _fill_year(ball: Timeball, broker: Broker, spark: Spark, year: Flights, step
     return _Waiting(len(year), bulk_s, written.amplification, len(year), sent_s, compacted_s, rows, grown)
 
 
-def _call_off(broker: Broker, spark: Spark, some: Flights, steps: Steps) -> CalledOff:
+def _call_off(broker: Broker | Group, spark: Spark, some: Flights, steps: Steps) -> CalledOff:
     """Step 4: a campaign that somebody thinks better of."""
     opens = coming_year(some.departs_ms, steps.clock.wall_ms())
     with steps.busy("Spark writes a campaign"):
@@ -238,39 +241,60 @@ def _waiting_rows(ball: Timeball) -> int:
     return int(rows["table_rows"] + kept)
 
 
-def _compacted(ball: Timeball, broker: Broker, steps: Steps) -> float | None:
+def _compacted(ball: Timeball, broker: Broker | Group, steps: Steps) -> float | None:
     """The end of step 2; None where promises stay in the log until they are due."""
     strategy = ball.status()["strategy"]
     if strategy != "hour_log":
         steps.left_out(f"nothing is compacted: with {strategy} they wait in the log")
         return None
     _await_compaction(ball, broker, steps)
-    return steps.done(f"Spark's compact has moved them: {_table_rows(ball):,} in the pending table")
+    who = "the leader's own compaction" if isinstance(broker, Group) else "Spark's compact"
+    return steps.done(f"{who} has moved them: {_table_rows(ball):,} in the pending table")
 
 
-def _await_compaction(ball: Timeball, broker: Broker, steps: Steps) -> None:
+def _await_compaction(ball: Timeball, broker: Broker | Group, steps: Steps) -> None:
     """Wait until the log's tail is empty; SetupError when the pipeline does not do its work."""
     pause = threading.Event()
     give_up_ns = steps.clock.monotonic_ns() + int(COMPACTED_S * 1e9)
     while ball.status()["schedule"]["tail_rows"] > 0:
         if steps.clock.monotonic_ns() > give_up_ns:
             raise SetupError(
-                f"the pipeline ({broker.pipeline_state() or 'not started'}) has not compacted within "
+                f"what compacts ({broker.pipeline_state() or 'not started'}) has not done it within "
                 f"{COMPACTED_S:.0f} s: {broker.last_words() or 'it said nothing'}"
             )
         pause.wait(LOOK_S)
 
 
-def _live(broker: Broker, flights: Flights, length_ms: int, steps: Steps, day_name: str) -> DayRun:
-    """Step 4, with the day's clock on the screen."""
+def _served(data: Path, work: Work) -> AbstractContextManager[Broker | Group]:
+    return group_in(data, work.strategy) if work.on_cluster else broker_in(data, work.strategy)
+
+
+def _greeting(broker: Broker | Group, work: Work) -> str:
+    if isinstance(broker, Group):
+        return f"three nodes ({work.strategy}) serve {broker.endpoint}, each message on two disks"
+    return f"broker ({work.strategy}) serves {broker.endpoint}; its Spark pipeline starts behind it"
+
+
+def _live(broker: Broker | Group, flights: Flights, length_ms: int, steps: Steps, day_name: str) -> DayRun:
+    """Step 5, with the day's clock on the screen. The leader of a group is killed at noon."""
     day = CompressedDay(steps.clock.wall_ms() + HEAD_START_MS, length_ms)
-    with progress_bar(quiet=steps.quiet) as progress:
+    with progress_bar(quiet=steps.quiet) as progress, ThreadPoolExecutor(1) as pool:
         task = progress.add_task(day_name, total=len(flights))
         show = _shower(progress, task, day, steps.clock, day_name)
-        run = live_through(broker.endpoint, flights, day, steps.clock, show)
+        killed = pool.submit(_kill_at_noon, broker, day, steps.clock) if isinstance(broker, Group) else None
+        run = live_through(
+            broker.endpoint, flights, day, steps.clock, show, asks_again=isinstance(broker, Group)
+        )
+    if killed is not None:
+        steps.done(killed.result())
     cancelled, received = len(run.said("cancelled")), len(run.arrivals.ids)
     steps.done(f"{day_name}: {len(flights)} scheduled, {cancelled} cancelled in time, {received} received")
     return run
+
+
+def _kill_at_noon(group: Group, day: CompressedDay, clock: Clock) -> str:
+    threading.Event().wait(max(0, day.end_ms - day.length_ms // 2 - clock.wall_ms()) / 1_000)
+    return group.kill_leader()
 
 
 def _shower(

@@ -1,0 +1,151 @@
+"""Stock clients of both protocols while the leader of their group is killed again and again: nothing is lost.
+
+Each client sends, now and for later, and consumes; what it was told is compared with what came (a total queue): all
+that was acknowledged comes, and nothing that was not sent. A client repeats a call that failed, as an application would.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import Cluster, running_cluster
+from tests.interop.conversation import JAVA4, JAVA5
+from tests.interop.drivers import ClientError, Driver, Json, driving
+from tests.interop.grpc_conversation import JAVA, PYTHON
+from tests.interop.stock_clients import command
+
+from timeball import Timeball
+from timeball.clock import SystemClock
+
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("etcd")]
+
+CHANGES, SENDS_BETWEEN, EVERY_S = 10, 10, 0.1
+LATER_MS = 2_000
+CLOCK = SystemClock()
+
+
+class Client:
+    """One stock client with a topic of its own."""
+
+    def __init__(self, which: str, driver: Driver) -> None:
+        self.which, self.topic, self._driver = which, topic_of(which), driver
+        self.acknowledged: set[str] = set()
+        self.attempted: set[str] = set()
+        self.failed_calls = 0
+        is_grpc = which in (PYTHON, JAVA)
+        producer = {"topic": self.topic} if is_grpc else {"group": f"{which}-producers"}
+        driver.call("producer", name="producer", **producer)
+        driver.call(
+            "push" if is_grpc else "consumer",
+            name="consumer", group=f"{which}-consumers", topic=self.topic, expression="*",
+        )  # fmt: skip
+        self._later: Callable[[int], Json] = (
+            (lambda due_ms: {"due_ms": due_ms})
+            if is_grpc
+            else (lambda due_ms: {"timer": "TIMER_DELIVER_MS", "timer_value": due_ms})
+        )
+
+    def send_until(self, ended: threading.Event) -> None:
+        """Send one message after the other, every other one for later."""
+        number = 0
+        while not ended.wait(EVERY_S):
+            number += 1
+            body = f"{self.which} {number}"
+            later = self._later(-(-(CLOCK.wall_ms() + LATER_MS) // 1_000) * 1_000) if number % 2 else {}
+            self.attempted.add(body)
+            try:
+                self._driver.call("send", producer="producer", topic=self.topic, body=body, **later)
+            except ClientError:
+                self.failed_calls += 1
+            else:
+                self.acknowledged.add(body)
+
+    def consumed(self) -> Counter[str]:
+        return Counter(message["body"] for message in self._driver.deliveries("consumer", done=True))
+
+    def check(self) -> str:
+        """Wait until all that was acknowledged has come; return what there was."""
+        self._driver.wait_until(
+            lambda: self.consumed().keys() >= self.acknowledged,
+            lambda: f"lost: {sorted(self.acknowledged - self.consumed().keys())[:20]}",
+        )
+        came = self.consumed()
+        assert came.keys() <= self.attempted, "what was never sent"
+        twice = sum(count > 1 for count in came.values())
+        return f"{self.which}: {len(self.acknowledged)} acknowledged, {self.failed_calls} failed calls, {twice} twice"
+
+
+def topic_of(which: str) -> str:
+    return f"leaders-{which.replace('_', '-')}"
+
+
+def change_leader(cluster: Cluster) -> None:
+    """Kill the leader, see another one lead, and start it again."""
+    leader, epoch = cluster.leader(), cluster.epoch()
+    leader.kill(signal.SIGKILL)
+    cluster.leader(epoch)
+    leader.start()
+    cluster.wait("three nodes are registered", lambda: len(cluster.ask("nodes")) == 3)  # type: ignore[arg-type]
+
+
+def test_nothing_is_lost_over_ten_leaders(tmp_path: Path) -> None:
+    need_etcd()
+    commands = {which: command(which) for which in (JAVA4, JAVA5, PYTHON, JAVA)}
+    with running_cluster(tmp_path) as cluster:
+        cluster.leader()
+        nodes = list(cluster.nodes.values())
+        with Timeball(",".join(node.endpoint for node in nodes).replace(",grpc://", ",")) as ball:
+            for which in commands:
+                ball.create_topic(topic_of(which), 2)
+        ports = {edge: [f"127.0.0.1:{node.ports[edge]}" for node in nodes] for edge in nodes[0].ports}
+        dialled = {
+            which: ";".join(ports["grpc-port" if which in (PYTHON, JAVA) else "name-server-port"])
+            for which in commands
+        }
+        ended = threading.Event()
+        with ThreadPoolExecutor(2 * len(commands)) as pool:
+
+            def live(which: str) -> str:
+                with driving(commands[which], dialled[which], tmp_path / which) as driver:
+                    client = Client(which, driver)
+                    clients.append(client)
+                    client.send_until(ended)
+                    return client.check()
+
+            clients: list[Client] = []
+            stories = [pool.submit(live, which) for which in commands]
+            try:
+                for _ in range(CHANGES):
+                    wait_sends(clients, stories, len(commands))
+                    change_leader(cluster)
+                wait_sends(clients, stories, len(commands))
+            finally:
+                ended.set()
+            print("\n".join(story.result() for story in stories))
+
+
+def wait_sends(clients: list[Client], stories: list[object], count: int) -> None:
+    """Wait until each client has been acknowledged some more sends."""
+    while len(clients) < count:
+        raise_first(stories)
+        time.sleep(0.05)
+    wanted = {client.which: len(client.acknowledged) + SENDS_BETWEEN for client in clients}
+    while any(len(client.acknowledged) < wanted[client.which] for client in clients):
+        raise_first(stories)
+        time.sleep(0.05)
+
+
+def raise_first(stories: list[object]) -> None:
+    """Raise what has ended a client."""
+    for story in stories:
+        if story.done():  # type: ignore[attr-defined]
+            story.result()  # type: ignore[attr-defined]
+            raise AssertionError("a client has ended")
