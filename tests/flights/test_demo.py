@@ -14,6 +14,7 @@ import pytest
 from examples.flights.__main__ import _folder, main
 from tests.cli.in_process import run_here
 from tests.cli.processes import SRC, running
+from tests.cluster.etcd_cluster import need_etcd
 from tests.node_fixture import eventually
 
 
@@ -126,3 +127,25 @@ def test_a_small_demo_is_faultless(
     assert [Path(picture).parent for picture in report["pictures"]] == [out] * len(report["pictures"])
     assert all(Path(picture).stat().st_size > 0 for picture in report["pictures"])
     assert run_here("dump", "--data", str(data), "--verify").returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("etcd")
+def test_a_small_demo_on_a_cluster_is_faultless(
+    tmp_path: Path, signals: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The leader is killed in the middle of the day."""
+    need_etcd()
+    options = ["--day", "12-25", "--seconds", "20", "--flights-max", "12000", "--cluster"]
+    code = main(["--json", *options, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    [report] = [json.loads(line) for line in shown.out.splitlines()]
+    assert report["balanced"] and report["waiting"] == 24_000
+    assert (report["outcome"]["lost"], report["outcome"]["early"], report["outcome"]["duplicates"]) == (
+        0,
+        0,
+        0,
+    )

@@ -1,7 +1,7 @@
 """Stock clients of both protocols while the leader of their group is killed again and again: nothing is lost.
 
 Each client sends, now and for later, and consumes; what it was told is compared with what came (a total queue): all
-that was acknowledged comes, and nothing that was not sent. A client repeats a call that failed, as an application would.
+that was acknowledged comes, and nothing that was not sent. After a call that failed a client sends the next message.
 """
 
 from __future__ import annotations
