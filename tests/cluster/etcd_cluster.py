@@ -80,6 +80,7 @@ class EtcdCluster:
     size: int = 3
     tls: Certificate | None = None
     timings: bool = True  # False: etcd's defaults
+    host: str = "127.0.0.1"
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -88,7 +89,7 @@ class EtcdCluster:
         ports = free_ports(2 * self.size)
         for number in range(self.size):
             name = f"m{number}"
-            client, peer = (f"127.0.0.1:{ports[number + offset]}" for offset in (0, self.size))
+            client, peer = (f"{self.host}:{ports[number + offset]}" for offset in (0, self.size))
             self.members.append(Member(name, f"{scheme}://{client}", f"http://{peer}", [], self.folder))
         everyone = ",".join(f"{each.name}={each.peer}" for each in self.members)
         for each in self.members:

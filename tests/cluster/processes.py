@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import EtcdCluster, free_ports
+from tests.cluster.namespaces import ETCD, Network
 
 from timeball.clock import SystemClock
 from timeball.cluster.coordinator import GroupView
@@ -41,6 +42,8 @@ class NodeProcess:
     process: subprocess.Popen[bytes] | None = None
     module: str = "timeball"  # another one is `timeball` with a fault made on purpose
     environment: dict[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    within: list[str] = field(default_factory=list)  # the command that runs it elsewhere (namespaces.py)
 
     def __post_init__(self) -> None:
         self.ports = self.ports or dict(zip(EDGES, free_ports(len(EDGES)), strict=True))
@@ -51,11 +54,11 @@ class NodeProcess:
 
     @property
     def endpoint(self) -> str:
-        return f"grpc://127.0.0.1:{self.ports['port']}"
+        return f"grpc://{self.host}:{self.ports['port']}"
 
     def start(self) -> None:
         assert self.process is None
-        command = [sys.executable, "-m", self.module, "serve", "--json", "--log-level", "info"]
+        command = [*self.within, sys.executable, "-m", self.module, "serve", "--json", "--log-level", "info"]
         command += [
             "--cluster",
             CLUSTER,
@@ -165,16 +168,24 @@ class Cluster:
 
 @contextmanager
 def running_cluster(
-    folder: Path, names: str = "abc", unfenced: str = "", **options: str
+    folder: Path, names: str = "abc", unfenced: str = "", net: Network | None = None, **options: str
 ) -> Iterator[Cluster]:
-    """Three members of etcd and a node for each name; `unfenced`: which fences they lack (unfenced.py)."""
-    with EtcdCluster(folder / "etcd") as etcd:
+    """Three members of etcd and a node for each name; `unfenced`: which fences they lack (unfenced.py).
+
+    `net`: a network in which they run, each in a namespace.
+    """
+    with EtcdCluster(folder / "etcd", **({"host": net.addresses[ETCD]} if net else {})) as etcd:
         cluster = Cluster(folder, etcd)
         try:
             for name in names:
                 node = cluster.nodes[name] = NodeProcess(name, folder, etcd.endpoints, dict(options))
+                if net:
+                    node.host, node.within = net.addresses[name], net.within(name)
+                    node.options["host"] = node.host
+                    node.environment = {"TIMEBALL_ALLOW_PLAINTEXT": "true"}
                 if unfenced:
-                    node.module, node.environment = "tests.cluster.unfenced", {"UNFENCED": unfenced}
+                    node.module = "tests.cluster.unfenced"
+                    node.environment["UNFENCED"] = unfenced
                 node.start()
             cluster.begin()
             yield cluster

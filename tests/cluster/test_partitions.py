@@ -1,0 +1,193 @@
+"""A group whose network is cut: one way, between halves, from etcd, again and again. Nothing is lost, doubled or early.
+
+Each node runs in a namespace of its own (namespaces.py). What clients were told is compared with the queues in the end,
+and the logs of the replicas with each other. TIMEBALL_PARTITIONS says how many schedules of cuts are tried.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.besieged import log_of
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.namespaces import ETCD, HERE, Network, network
+from tests.cluster.processes import Cluster, running_cluster
+
+from timeball import Timeball
+from timeball.clock import SystemClock
+from timeball.errors import TimeballError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
+
+SCHEDULES = range(int(os.environ.get("TIMEBALL_PARTITIONS", "3")))
+SCHEDULE_S, FLAP_S = 25.0, 0.2
+TOPIC, EVERY_S, AHEAD_MS = "cut", 0.02, 1_500
+CLOCK = SystemClock()
+
+
+@dataclass
+class Sender:
+    """Sends one scheduled message after the other, to any of the nodes."""
+
+    endpoint: str
+    acknowledged: set[str] = field(default_factory=set)
+    due_ms: dict[str, int] = field(default_factory=dict)
+    failed_calls: int = 0
+    longest_s: float = 0.0  # without an acknowledgement
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        number, last_s = 0, time.monotonic()
+        with Timeball(self.endpoint, timeout_ms=5_000) as ball:
+            while not self.ended.wait(EVERY_S):
+                number += 1
+                key, due_ms = f"m{number}", CLOCK.wall_ms() + AHEAD_MS
+                self.due_ms[key] = due_ms
+                try:
+                    ball.send(TOPIC, "x", at=due_ms, message_id=key, retry=True)
+                except TimeballError:
+                    self.failed_calls += 1
+                else:
+                    self.acknowledged.add(key)
+                    self.longest_s = max(self.longest_s, time.monotonic() - last_s)
+                    last_s = time.monotonic()
+
+
+# -- faults, each of which lasts until it is healed -----------------------------------------------------------------
+
+
+def cut_one_way(net: Network, names: list[str]) -> None:
+    net.cut(names[0], names[1])
+
+
+def cut_pair(net: Network, names: list[str]) -> None:
+    net.cut(names[0], names[1])
+    net.cut(names[1], names[0])
+
+
+def cut_off(net: Network, names: list[str]) -> None:
+    """Cut one node off from the other two; etcd and clients reach it."""
+    for other in names[1:]:
+        net.cut(names[0], other)
+        net.cut(other, names[0])
+
+
+def cut_unheard(net: Network, names: list[str]) -> None:
+    """Let one node hear the others, and not be heard."""
+    for other in names[1:]:
+        net.cut(names[0], other)
+
+
+def cut_from_etcd(net: Network, names: list[str]) -> None:
+    net.cut(names[0], ETCD)
+    net.cut(ETCD, names[0])
+
+
+def cut_half(net: Network, names: list[str]) -> None:
+    """Leave one node with its clients alone."""
+    cut_off(net, names)
+    cut_from_etcd(net, names)
+
+
+FAULTS: list[Callable[[Network, list[str]], None]] = [
+    cut_one_way, cut_pair, cut_off, cut_unheard, cut_from_etcd, cut_half,
+]  # fmt: skip
+
+
+def cut_again_and_again(net: Network, cluster: Cluster, chance: random.Random) -> Iterator[str]:
+    """Cut and heal for a while; yield what was cut. Half of the cuts are around the leader."""
+    end_s = time.monotonic() + SCHEDULE_S
+    while time.monotonic() < end_s:
+        names = list(cluster.nodes)
+        chance.shuffle(names)
+        leader = cluster.view().leader
+        if leader and chance.random() < 0.5:
+            names.sort(key=lambda name: name != leader)
+        fault = chance.choice(FAULTS)
+        yield f"{fault.__name__}({', '.join(names)})"
+        if chance.random() < 0.2:
+            for _ in range(chance.randrange(3, 8)):
+                fault(net, names)
+                time.sleep(FLAP_S)
+                net.heal()
+                time.sleep(FLAP_S)
+        else:
+            fault(net, names)
+            time.sleep(chance.uniform(0.5, 4.0))
+            net.heal()
+        time.sleep(chance.uniform(0.2, 2.0))
+
+
+def delivered(ball: Timeball) -> list[dict[str, object]]:
+    return [
+        row
+        for queue, ends in ball.queues(TOPIC).items()
+        if ends.max > ends.min
+        for batch in ball.read_queue(TOPIC, queue, ends.min, ends.max - ends.min)
+        for row in batch.to_pylist()
+    ]
+
+
+def are_equal(cluster: Cluster) -> bool:
+    logs = [log_of(node) for node in cluster.nodes.values()]
+    return all(log == logs[0] for log in logs)
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
+    need_etcd()
+    with network() as net, running_cluster(tmp_path, net=net, **{"lease-ttl-ms": "1s"}) as cluster:
+        cluster.leader()
+        endpoint = ",".join(node.endpoint for node in cluster.nodes.values()).replace(",grpc://", ",")
+        sender = Sender(endpoint)
+        thread = threading.Thread(target=sender.run)
+        thread.start()
+        first_epoch = cluster.epoch()
+        try:
+            done = list(cut_again_and_again(net, cluster, random.Random(seed)))
+        finally:
+            net.heal()
+            sender.ended.set()
+            thread.join()
+        with Timeball(endpoint, timeout_ms=30_000) as ball:
+            ball.send(TOPIC, "x", after=f"{AHEAD_MS + 500}ms", message_id="last", retry=True)
+            sender.acknowledged.add("last")
+            cluster.wait(
+                "the last is there", lambda: "last" in {row["unique_key"] for row in delivered(ball)}
+            )
+            rows = delivered(ball)
+        cluster.wait("three equal logs", lambda: are_equal(cluster), 2 * BOUND_S)
+        epochs = cluster.epoch() - first_epoch
+    seen = Counter(str(row["unique_key"]) for row in rows)
+    print(
+        f"seed {seed}: {len(done)} cuts, {epochs} new leaders, {len(sender.acknowledged)} acknowledged, "
+        f"{sender.failed_calls} failed calls, longest without an acknowledgement {sender.longest_s:.1f} s"
+    )
+    assert not sender.acknowledged - seen.keys(), f"lost after {done}"
+    assert not [key for key, count in seen.items() if count > 1], f"doubled after {done}"
+    early = [row for row in rows if row["store_ms"] < row["due_ms"]]  # type: ignore[operator]
+    assert not early, f"early after {done}"
+    assert len(sender.acknowledged) > 50
+
+
+def test_a_cut_is_one(tmp_path: Path) -> None:
+    """The control: a leader that no follower hears acknowledges nothing, and another one leads."""
+    need_etcd()
+    with network() as net, running_cluster(tmp_path, net=net, **{"lease-ttl-ms": "1s"}) as cluster:
+        leader = cluster.leader()
+        epoch = cluster.epoch()
+        cut_half(net, [leader.name, *(name for name in cluster.nodes if name != leader.name)])
+        with Timeball(leader.endpoint, timeout_ms=3_000) as ball, pytest.raises(TimeballError):
+            ball.send(TOPIC, "x", message_id="alone")
+        assert cluster.leader(epoch) is not leader
+        net.cut(HERE, leader.name)
+        net.heal()
