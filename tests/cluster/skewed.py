@@ -1,0 +1,28 @@
+"""`timeball` with a wall clock that is wrong: `python -m tests.cluster.skewed serve …`, SKEW_MS says by how much.
+
+For tests alone: a node whose clock is ahead of the others' takes over.
+"""
+
+from __future__ import annotations
+
+import os
+
+from timeball.cli.main import main
+from timeball.clock import SystemClock
+
+SKEW_MS = "SKEW_MS"
+
+
+def skew(ms: int) -> None:
+    """Have this process's wall clock be ahead by so much; the clocks that only measure stay right."""
+    wall_ms = SystemClock.wall_ms
+
+    def ahead_ms(clock: SystemClock) -> int:
+        return wall_ms(clock) + ms
+
+    SystemClock.wall_ms = ahead_ms  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    skew(int(os.environ[SKEW_MS]))
+    main()

@@ -1,0 +1,99 @@
+"""A node whose clock is wrong takes over: what waits is early or late by as much at most, and comes once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cli.in_process import run_here
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import CLUSTER, Cluster, running_cluster
+from tests.cluster.skewed import SKEW_MS
+
+from timeball import Timeball
+from timeball.clock import SystemClock
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
+
+TOPIC, GROUP = "clocks", "readers"
+ROWS, FIRST_MS, SPREAD_MS = 400, 6_000, 4_000
+ROUNDING_MS = 2  # an instant of one clock, read by another
+CLOCK = SystemClock()
+
+
+class Reader:
+    """Notes when each message came, by this machine's clock."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.early_ms: dict[str, int] = {}
+        self.twice: list[str] = []
+        self._endpoint, self._ended = endpoint, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with Timeball(self._endpoint) as ball:
+            while not self._ended.is_set():
+                batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait=0.2)
+                now_ms = CLOCK.wall_ms()
+                keys, due = batch.column("unique_key").to_pylist(), batch.column("due_ms").to_pylist()
+                for key, due_ms in zip(keys, due, strict=True):
+                    if key in self.early_ms:
+                        self.twice.append(key)
+                    self.early_ms[key] = due_ms - now_ms
+                if keys:
+                    ball.commit(TOPIC, GROUP)
+
+    def wait(self, count: int) -> None:
+        until_s = time.monotonic() + BOUND_S
+        while len(self.early_ms) < count:
+            assert time.monotonic() < until_s, f"{len(self.early_ms)} of {count} came"
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def set_wrong(cluster: Cluster, name: str, skew_ms: int) -> None:
+    """Start a node again with a clock that is wrong, and let it lead."""
+    node, epoch = cluster.nodes[name], cluster.epoch()
+    was_leader = cluster.leader() is node
+    node.kill()
+    if was_leader:
+        cluster.leader(epoch)
+    node.module, node.environment = "tests.cluster.skewed", {SKEW_MS: str(skew_ms)}
+    node.start()
+    cluster.wait("it is registered again", lambda: name in cluster.ask("nodes"))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("skew_ms", [0, 300, 1_000, 5_000, -3_000])
+def test_a_wrong_clock_takes_over(tmp_path: Path, skew_ms: int) -> None:
+    need_etcd()
+    with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
+        cluster.leader()
+        set_wrong(cluster, "b", skew_ms)
+        endpoint = ",".join(node.endpoint for node in cluster.nodes.values()).replace(",grpc://", ",")
+        reader = Reader(endpoint)
+        try:
+            with Timeball(endpoint) as ball:
+                first_ms = CLOCK.wall_ms() + FIRST_MS
+                ball.send_many(
+                    {"topic": TOPIC, "body": "x", "message_id": f"m{n}", "due_ms": first_ms + n * SPREAD_MS // ROWS}
+                    for n in range(ROWS)
+                )  # fmt: skip
+            where = ("--cluster", CLUSTER, "--etcd", ",".join(cluster.etcd.endpoints))
+            asked = run_here("cluster", "hand-over", *where, "--to", "b")
+            assert asked.returncode == 0, asked.stderr
+            reader.wait(ROWS)
+        finally:
+            reader.end()
+    earliest = max(reader.early_ms.values())
+    print(
+        f"clock wrong by {skew_ms} ms: earliest {earliest} ms early, latest {-min(reader.early_ms.values())} ms late"
+    )
+    assert not reader.twice
+    assert earliest <= max(0, skew_ms) + ROUNDING_MS
