@@ -10,7 +10,7 @@ from tests.protocols.http2.raw_client import RawClient, fields, message
 from timeball.protocols.flight.calls import framed, framed_apart
 from timeball.protocols.flight.server import SERVICE, FlightEdge
 from timeball.protocols.http2 import frames
-from timeball.protocols.http2.exchange import GrpcStatus
+from timeball.protocols.http2.frames import GrpcStatus
 
 
 def edge_of(node: RunningNode) -> FlightEdge:

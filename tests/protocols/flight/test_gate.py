@@ -19,8 +19,7 @@ from timeball.protocols.flight.calls import FlightCall, framed
 from timeball.protocols.flight.exchange import READ_AHEAD_BYTES
 from timeball.protocols.flight.gate import Gate
 from timeball.protocols.flight.server import MESSAGE_BYTES_MAX, SERVICE
-from timeball.protocols.http2.exchange import GrpcStatus
-from timeball.protocols.http2.frames import Fault
+from timeball.protocols.http2.frames import Fault, GrpcStatus
 from timeball.protocols.http2.streams import WINDOW_BYTES
 
 

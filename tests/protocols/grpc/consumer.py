@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,11 +12,34 @@ from tests.crash.world import World
 from tests.protocols.grpc.wire import consumer_settings, d, receive_request, s
 
 from timeball.protocols.grpc.calls import CLIENT_ID, Call
+from timeball.protocols.grpc.dispatch import METHODS, Dispatch
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.grpc.session import settle
 
 GROUP, TOPIC, CLIENT = "g", "orders", "client-1"
 MINUTE_MS = 60_000
+
+
+class Waiting:
+    """The reply of a call that needs no task: its response, when it comes."""
+
+    def __init__(self, dispatch: Dispatch, name: str) -> None:
+        self._dispatch, self._name = dispatch, name
+        self.response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answer(self, message: bytes) -> None:
+        self.response.set_result(METHODS[self._name].response.FromString(message))
+
+    def refuse(self, error: BaseException) -> None:
+        self.response.set_result(self._dispatch.failed(self._name, error))
+
+
+async def answer(dispatch: Dispatch, name: str, call: Call, request: Any) -> Any:
+    """The response of a call that has one, whether its handler needs a task or not."""
+    waiting = Waiting(dispatch, name)
+    if dispatch.begin(name, call, request, waiting):
+        return await waiting.response
+    return await dispatch.unary(name, call, request)
 
 
 class Consumer:
@@ -55,7 +79,7 @@ class Consumer:
         return int(only.status.code)
 
     async def ask(self, name: str, request: Any) -> Any:
-        return await self.edge.dispatch.unary(name, self.call(), request)
+        return await answer(self.edge.dispatch, name, self.call(), request)
 
     async def ack(self, *messages: d.Message, group: str = GROUP, topic: str = TOPIC) -> s.AckMessageResponse:
         entries = [

@@ -18,7 +18,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     ReceiveMessageRequest,
     ReceiveMessageResponse,
 )
-from timeball.protocols.grpc.calls import OK, Call, Handlers
+from timeball.protocols.grpc.calls import OK, Call, Direct, Handlers
 from timeball.protocols.grpc.dispatch import METHODS, Dispatch
 
 CALL = Call({})
@@ -129,3 +129,43 @@ def test_two_rooms_may_not_answer_the_same_call() -> None:
         Dispatch([{"AckMessage": done}, {"AckMessage": done}], lambda *_: None)
     with pytest.raises(AssertionError, match="Acknowledge"):
         dispatch({"Acknowledge": done})
+
+
+class Told:
+    """A reply that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def answer(self, message: bytes) -> None:
+        self.told.append(message)
+
+    def refuse(self, error: BaseException) -> None:
+        self.told.append(error)
+
+
+def test_a_direct_handler_tells_its_reply() -> None:
+    reply = Told()
+    room = dispatch(
+        {"AckMessage": Direct(lambda call, request, reply: reply.answer(b"done")), "Heartbeat": done}
+    )
+    assert room.begin("AckMessage", CALL, AckMessageRequest(), reply)
+    assert reply.told == [b"done"]
+    assert not room.begin("Heartbeat", CALL, AckMessageRequest(), reply), "it needs a task"
+    assert reply.told == [b"done"]
+
+
+def test_a_direct_handler_that_fails_or_may_not_be_asked_is_refused() -> None:
+    error = OverLimit("wait")
+
+    def begin(call: Call, request: Any, reply: Any) -> None:
+        raise error
+
+    def check(call: Call, name: str, request: Any) -> None:
+        raise Refused(Code.FORBIDDEN, "no")
+
+    reply = Told()
+    assert dispatch({"AckMessage": Direct(begin)}).begin("AckMessage", CALL, None, reply)
+    assert reply.told == [error]
+    assert dispatch({"AckMessage": Direct(begin)}, check).begin("AckMessage", CALL, None, reply)
+    assert str(reply.told[1]) == "no"

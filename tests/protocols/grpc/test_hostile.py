@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from tests.bounds import BOUND_S
-from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, resource, with_consumer
+from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, answer, resource, with_consumer
 from tests.protocols.grpc.wire import consumer_settings, d
 
 from timeball.protocols.error_codes import Refused
@@ -101,7 +101,7 @@ async def answers(consumer: Consumer, method: Method, request: Message) -> list[
         return [each async for each in consumer.edge.dispatch.stream(method.name, call, stream())]
     if method.gives_stream:
         return [each async for each in consumer.edge.dispatch.stream(method.name, call, request)]
-    return [await consumer.edge.dispatch.unary(method.name, call, request)]
+    return [await answer(consumer.edge.dispatch, method.name, call, request)]
 
 
 def codes(found: list[Any]) -> list[int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 import pytest
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.grpc.wire import Wire, d, s
-from tests.protocols.http2.raw_client import RawClient, message
+from tests.protocols.http2.raw_client import RawClient, fields, message
 
 from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.grpc.dispatch import SERVICE_NAME
 from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
 from timeball.protocols.http2 import exchange as module
 
@@ -88,3 +91,22 @@ def test_a_client_that_goes_while_it_waits_leaves_nothing(node: RunningNode) -> 
         eventually(lambda: not shares.waiting, "they have gone")
     node.run(empty())
     assert not shares.held_bytes
+
+
+def test_many_that_wait_for_room_and_are_refused_let_each_other_in(node: RunningNode) -> None:
+    """Each gives its room to the next one as it ends; a thousand of them may not nest."""
+    shares, nothing = shares_of(node), b"\x9a\x06\x02ab"  # a field that there is not, and no message
+    shares.bytes_max = len(nothing)
+    node.run(_call(lambda: shares.add("10.0.0.1", len(nothing))))
+    with RawClient(node) as client:
+        begun = [client.headers(headers=fields(f"/{SERVICE_NAME}/SendMessage")) for _ in range(1_000)]
+        for number in begun:
+            client.data(number, message(nothing))
+        eventually(lambda: shares.waiting == len(begun), "no room")
+        node.run(_call(lambda: shares.remove("10.0.0.1", len(nothing))))
+        assert [client.status(number)[0] for number in begun] == [0] * len(begun)
+    assert not shares.held_bytes and not shares.waiting
+
+
+async def _call(change: Callable[[], None]) -> None:
+    change()

@@ -15,8 +15,8 @@ from tests.protocols.http2.raw_client import RawClient, fields, message
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
 from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
 from timeball.protocols.http2 import frames
-from timeball.protocols.http2.exchange import Exchange, GrpcStatus
-from timeball.protocols.http2.frames import Fault, frame
+from timeball.protocols.http2.exchange import Exchange
+from timeball.protocols.http2.frames import Fault, GrpcStatus, frame
 
 BEAT = s.HeartbeatRequest(group=d.Resource(name="g")).SerializeToString()
 SETTINGS = s.TelemetryCommand(settings=consumer_settings("g")).SerializeToString()

@@ -141,3 +141,12 @@ def test_what_is_no_preface_breaks_a_rule_at_its_first_byte() -> None:
     assert not read_in([frames.PREFACE[:5]])[0].is_greeted
     with pytest.raises(BrokenRule):
         read_in([b"P", b"O"])
+
+
+@given(st.binary(max_size=300), st.integers(1, 2**30).map(lambda number: 2 * number - 1))
+def test_a_whole_answer_is_the_frames_that_it_is_made_of(message: bytes, stream: int) -> None:
+    assert frames.answer(stream, message) == (
+        frames.frame(frames.HEADERS, frames.END_HEADERS, stream, frames.RESPONSE)
+        + frames.frame(frames.DATA, 0, stream, frames.PREFIX.pack(0, len(message)) + message)
+        + frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream, frames.TRAILERS_OK)
+    )

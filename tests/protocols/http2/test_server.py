@@ -48,9 +48,11 @@ async def ask(port: int, path: str, data: bytes) -> bytes:
         + frames.frame(frames.DATA, frames.END_STREAM, 1, data)
     )  # fmt: skip
     found = b""
-    while b"grpc-status" not in found:
-        found += await reader.read(65_536)
-    writer.close()
+    try:
+        while b"grpc-status" not in found:
+            found += await reader.read(65_536)
+    finally:
+        writer.close()
     return found
 
 
@@ -83,3 +85,60 @@ def test_a_port_that_is_taken_is_named_with_its_option() -> None:
 
 def test_of_a_header_that_is_there_twice_the_first_counts() -> None:
     assert headers_of([("a", "1"), ("b", "2", "secret"), ("a", "3")]) == {"a": "1", "b": "2"}
+
+
+class Later(Echo):
+    """An edge that answers from elsewhere, without a task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[tuple[Exchange, bytes]] = []
+
+    def serve(self, exchange: Exchange, request: Any) -> None:  # type: ignore[override]
+        self.begun.append((exchange, request))
+
+    def answer_all(self) -> None:
+        for exchange, request in self.begun:
+            exchange.answer(request)
+            exchange.answer(b"once more")  # it has its status: nothing leaves
+
+
+def test_a_stop_waits_for_an_answer_that_has_no_task() -> None:
+    async def check() -> None:
+        edge = Later()
+        server = Server(edge)
+        port = await server.start("127.0.0.1", 0, None, "--port")
+        asked = asyncio.create_task(ask(port, "/echo", message(b"hello")))
+        while not edge.begun:
+            await asyncio.sleep(0)
+        stopped = asyncio.create_task(server.close())
+        await asyncio.sleep(0)
+        [stream] = server.open_streams()
+        assert stream.task is None and stream.under_way() is not None
+        edge.answer_all()
+        found = await asked
+        assert message(b"hello") in found and b"once more" not in found
+        assert stream.under_way().done()  # type: ignore[union-attr]
+        await stopped
+
+    run(check())
+
+
+def test_what_no_answer_waits_for_is_given_back() -> None:
+    async def check() -> None:
+        edge = Later()
+        server = Server(edge)
+        port = await server.start("127.0.0.1", 0, None, "--port")
+        asked = asyncio.create_task(ask(port, "/echo", message(b"hello")))
+        while not edge.begun:
+            await asyncio.sleep(0)
+        assert edge.room.calls == 1 and edge.room.received.held_bytes
+        asked.cancel()
+        await asyncio.wait([asked])
+        for stream in server.open_streams():
+            stream.streams.end_all()
+        assert (edge.room.calls, edge.room.received.held_bytes) == (0, 0)
+        edge.answer_all()  # to a client that has gone
+        await server.close()
+
+    run(check())

@@ -1,6 +1,7 @@
 """What a call says, for all handlers of this edge: who calls, which topic and group, and how long it waits.
 
     unary          async (call, request) -> response
+    direct         (call, request, reply): the reply is told the response later, and no task waits for it
     server stream  async generator (call, request) -> responses
     Telemetry      async generator (call, requests) -> responses
 
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -74,9 +75,25 @@ class Call(http2.Call):
         return found if self.caller is ANONYMOUS else f"{self.caller.name}/{found}"
 
 
+class Reply(Protocol):
+    """The end of a call that has no task: one of these, once. For a client that has gone both do nothing."""
+
+    def answer(self, message: bytes) -> None:
+        """Send this response, encoded."""
+
+    def refuse(self, error: BaseException) -> None:
+        """Send the status of what the call has failed of."""
+
+
+class Direct(NamedTuple):
+    """A handler whose call needs no task: it returns at once, and tells the reply later. It may raise as others do."""
+
+    begin: Callable[[Call, Any, Reply], None]
+
+
 Unary = Callable[[Call, Any], Awaitable[Any]]
 Stream = Callable[[Call, Any], AsyncIterator[Any]]
-Handlers = dict[str, Unary | Stream]  # by the name of the call in the service's definition
+Handlers = dict[str, Unary | Stream | Direct]  # by the name of the call in the service's definition
 
 
 def topic_name(resource: Resource) -> str:

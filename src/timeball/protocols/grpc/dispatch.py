@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.grpc._generated import service_pb2
 from timeball.protocols.grpc._generated.definition_pb2 import Code
-from timeball.protocols.grpc.calls import Call, Handlers, status_of
+from timeball.protocols.grpc.calls import Call, Direct, Handlers, Reply, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,20 @@ class Dispatch:
             unknown = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
             assert not unknown, f"no such call, or two rooms answer it: {sorted(unknown)}"
             self._handlers.update(handlers)
+        self._direct = {name: each.begin for name, each in self._handlers.items() if isinstance(each, Direct)}
+
+    def begin(self, name: str, call: Call, request: Any, reply: Reply) -> bool:
+        """Begin a call whose handler needs no task; return False for any other, which `unary` or `stream` answer."""
+        begin = self._direct.get(name)
+        if begin is None:
+            return False
+        try:
+            if self._check is not None:
+                self._check(call, name, request)
+            begin(call, request, reply)
+        except Exception as error:  # of any kind: the client gets an answer
+            reply.refuse(error)
+        return True
 
     async def unary(self, name: str, call: Call, request: Any) -> Any:
         """The response, of the call's own kind; never raises but when cancelled."""
@@ -69,7 +83,7 @@ class Dispatch:
                 self._check(call, name, request)
             return await self._handler(name)(call, request)
         except Exception as error:  # of any kind: the client gets an answer
-            return self._failed(name, error)
+            return self.failed(name, error)
 
     async def stream(self, name: str, call: Call, request: Any) -> AsyncIterator[Any]:
         """The responses; a failure is the last of them. `request` is a stream itself where the call takes one."""
@@ -81,7 +95,7 @@ class Dispatch:
             async for response in responses:
                 yield response
         except Exception as error:  # as above: the client gets an answer
-            yield self._failed(name, error)
+            yield self.failed(name, error)
         finally:
             if responses is not None:
                 # At once, and not when it is collected: what it holds for a client that has gone is to come back.
@@ -96,6 +110,7 @@ class Dispatch:
             )
         return handler
 
-    def _failed(self, name: str, error: Exception) -> Any:
+    def failed(self, name: str, error: BaseException) -> Any:
+        """Return the response of a call that has failed."""
         log_failure(logger, name, error)
         return METHODS[name].response(status=status_of(error))

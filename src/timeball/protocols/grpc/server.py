@@ -1,8 +1,12 @@
-"""This edge as http2/server.py carries it: the service's methods by their paths, and the task that answers a call."""
+"""This edge as http2/server.py carries it: the service's methods by their paths, and the task that answers a call.
+
+A call whose handler is direct has no task: most calls are sends, and a task costs as much as all the rest of one.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -12,7 +16,8 @@ from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
 from timeball.protocols.http2 import exchange as http2
-from timeball.protocols.http2.exchange import Exchange, GrpcStatus, Method, Room
+from timeball.protocols.http2.exchange import Exchange, Method, Room
+from timeball.protocols.http2.frames import GrpcStatus
 from timeball.protocols.http2.streams import Streams
 
 logger = logging.getLogger(__name__)
@@ -22,6 +27,20 @@ RECEIVED_BYTES_MAX = (
     64 * 1024 * 1024
 )  # of requests on their way: each byte is eight of them on its way to the log
 CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
+
+
+class GrpcExchange(Exchange):
+    """A call of this edge, and the Reply of a direct handler."""
+
+    __slots__ = ("_dispatch",)
+
+    def __init__(self, *arguments: Any) -> None:
+        *http, self._dispatch = arguments
+        super().__init__(*http)
+
+    def refuse(self, error: BaseException) -> None:
+        """See Reply."""
+        self.answer(self.method.encode(self._dispatch.failed(self.method.name, error)))
 
 
 class GrpcService:
@@ -53,9 +72,15 @@ class GrpcService:
     ) -> Exchange:
         """See http2.server.Service."""
         own = Call(call.headers, call.peer, call.remaining_s)
-        return Exchange(streams, number, is_heard, own, self.room, self._serve, now_s)
+        return GrpcExchange(streams, number, is_heard, own, self.room, self._serve, now_s, self._dispatch)
 
-    async def _serve(self, exchange: Exchange, request: Any) -> None:
+    def _serve(self, exchange: Any, request: Any) -> Coroutine[Any, Any, None] | None:
+        """Begin a call; return its task if it needs one."""
+        if self._dispatch.begin(exchange.method.name, exchange.call, request, exchange):
+            return None
+        return self._run(exchange, request)
+
+    async def _run(self, exchange: Exchange, request: Any) -> None:
         """Answer a call."""
         method, dispatch = exchange.method, self._dispatch
         call: Any = exchange.call
@@ -69,7 +94,7 @@ class GrpcService:
                 finally:
                     await responses.aclose()  # type: ignore[attr-defined]  # an async generator
             else:
-                exchange.respond(await dispatch.unary(method.name, call, request))
+                exchange.answer(method.encode(await dispatch.unary(method.name, call, request)))
             exchange.finish()
         except Exception as error:  # of any kind: its client waits for an end
             logger.exception("call not answered call=%s reason=%s", method.name, error)

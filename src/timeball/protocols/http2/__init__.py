@@ -6,6 +6,7 @@ Hands on: each request, as bytes, to the edge that has the method.
 
     frames       the bytes: frames, and the header blocks of answers    (no I/O)
     streams      what leaves on one connection, and its windows
+    packing      gRPC's compression of one message                       (no I/O)
     connection   what a client may do; bytes to streams
     exchange     one call: messages, compression, deadlines, statuses
     server       listens, makes a call of each new stream

@@ -5,16 +5,14 @@
     responses   each is a DATA frame or some, which leave as far as the client lets them
     end         trailers with gRPC's status; `OK` unless the edge says otherwise, or nothing of it has seen the call
 
-A call of one request begins when that has come whole, one of many with its headers.
+A call of one request begins when that has come whole, one of many with its headers; as a task, if its edge wants one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from timeball.access import ANONYMOUS, Caller
@@ -26,27 +24,15 @@ from timeball.protocols.http2.frames import (
     RESPONSE,
     TRAILERS_OK,
     Fault,
+    GrpcStatus,
     Payload,
     frame,
     trailers,
 )
+from timeball.protocols.http2.packing import Unpackable, unpack
 from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
 
 WAITING_MAX = 4_096  # calls without room; each holds what its first window has brought
-# zlib's word for the form: a gzip stream, or its own.
-PACKINGS = {"gzip": 31, "deflate": 15}
-
-
-class GrpcStatus(IntEnum):
-    """gRPC's statuses, as far as they are sent."""
-
-    OK = 0
-    UNKNOWN = 2
-    INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
-    RESOURCE_EXHAUSTED = 8
-    UNIMPLEMENTED = 12
-    INTERNAL = 13
 
 
 class Method(NamedTuple):
@@ -81,7 +67,7 @@ class Room:
     calls: int = 0
 
 
-Serve = Callable[["Exchange", Any], Coroutine[Any, Any, None]]
+Serve = Callable[["Exchange", Any], Coroutine[Any, Any, None] | None]  # None: answered later, without a task
 
 
 class Exchange(Stream):
@@ -92,9 +78,11 @@ class Exchange(Stream):
         "_awaited_bytes",
         "_counted_bytes",
         "_has_answered",
+        "_has_begun",
         "_held_bytes",
         "_is_over",
         "_is_released",
+        "_over",
         "_packing",
         "_parts",
         "_request",
@@ -132,7 +120,8 @@ class Exchange(Stream):
         self._asked_bytes = self._counted_bytes = 0  # room that is waited for, or held
         self._request: Any = None  # of a stream of them: the one that its handler has not read
         self._wanted: asyncio.Future[None] | None = None
-        self._has_answered = self._is_over = self._is_released = False
+        self._has_begun = self._has_answered = self._is_over = self._is_released = False
+        self._over: asyncio.Future[None] | None = None  # for `under_way`
         self._since_s: float | None = now_s  # since when its client owes the rest of a request
         self.deadline_s = None if call.remaining_s is None else now_s + call.remaining_s
         room.calls += 1
@@ -159,7 +148,7 @@ class Exchange(Stream):
 
     def received(self, payload: Payload) -> None:
         """See Stream."""
-        if self._is_over or (self.task is not None and not self.method.takes_stream):
+        if self._is_over or (self._has_begun and not self.method.takes_stream):
             return  # there is one request, and it has come
         self._parts.append(payload)
         self._held_bytes += len(payload)
@@ -219,7 +208,8 @@ class Exchange(Stream):
         received = self._room.received
         if received.reserve(self.call.peer, size_bytes, self._granted):
             self._counted_bytes = size_bytes
-            self._since_s = asyncio.get_running_loop().time()
+            if self._held_bytes < self._awaited_bytes:
+                self._since_s = asyncio.get_running_loop().time()
             return True
         self._asked_bytes, self._since_s = size_bytes, None
         if received.waiting > WAITING_MAX:
@@ -230,14 +220,23 @@ class Exchange(Stream):
 
     def _granted(self) -> None:
         self._counted_bytes, self._asked_bytes = self._asked_bytes, 0
-        self._since_s = asyncio.get_running_loop().time()
-        self._read()
+        self._since_s = (loop := asyncio.get_running_loop()).time()
+        # Not from within the call that has made room: it may be one of thousands, and each makes room for the next.
+        loop.call_soon(self._read_granted)
+
+    def _read_granted(self) -> None:
+        is_read = self._request is not None or (self._has_begun and not self.method.takes_stream)
+        if not (self._is_over or is_read or self._asked_bytes):
+            self._read()
 
     def _cut(self) -> tuple[bool, list[Payload]]:
         """Cut off the message that has come whole; return whether it is compressed, and its parts."""
         parts, left_bytes = self._parts, self._awaited_bytes
         self._held_bytes -= left_bytes
         is_packed = bool(parts[0][0])
+        if len(parts[0]) == left_bytes:  # as most come
+            self._parts = parts[1:]
+            return is_packed, [parts[0][PREFIX.size :]]
         message: list[Payload] = []
         for at, part in enumerate(parts):
             if len(part) >= left_bytes:
@@ -253,7 +252,7 @@ class Exchange(Stream):
 
     def _decoded(self, is_packed: bool, parts: list[Payload]) -> Any:
         """The request; None when the call has been ended for it."""
-        data = b"".join(parts)
+        data = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
         if is_packed:
             unpacked = self._unpacked(data)
             if unpacked is None:
@@ -268,24 +267,12 @@ class Exchange(Stream):
             return None
 
     def _unpacked(self, data: bytes) -> bytes | None:
-        form, bytes_max = PACKINGS.get(self._packing), self._room.request_bytes_max
-        if form is None:
-            known = ", ".join(PACKINGS)
-            self.fail(GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {self._packing[:40]!r}: {known} or identity")
-            return None
-        unpacking = zlib.decompressobj(form)
+        """Unpack a message; None when the call has been ended for it."""
         try:
-            found = unpacking.decompress(data, bytes_max + 1)
-        except zlib.error as error:
-            self.fail(GrpcStatus.INTERNAL, f"the request is not compressed with {self._packing}: {error}")
+            return unpack(data, self._packing, self._room.request_bytes_max)
+        except Unpackable as error:
+            self.fail(error.status, error.text)
             return None
-        if len(found) > bytes_max:
-            self.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"a request unpacks to more than {bytes_max} bytes")
-        elif not unpacking.eof:
-            self.fail(GrpcStatus.INTERNAL, f"the request ends within its {self._packing} stream")
-        else:
-            return found
-        return None
 
     async def _requests(self) -> AsyncIterator[Any]:
         """The requests of a stream: while one is handled the next is not read, and its client is held back."""
@@ -309,7 +296,16 @@ class Exchange(Stream):
             self._wanted.set_result(None)
 
     def _start(self, request: Any) -> None:
-        self.task = asyncio.get_running_loop().create_task(self._serve(self, request))
+        self._has_begun = True
+        serving = self._serve(self, request)
+        if serving is not None:
+            self.task = asyncio.get_running_loop().create_task(serving)
+
+    def under_way(self) -> asyncio.Future[None] | None:
+        """See Stream."""
+        if self.task is None and self._has_begun and not self._is_over:
+            self._over = self._over or asyncio.get_running_loop().create_future()
+        return self.task or self._over
 
     # -- responses -------------------------------------------------------------------------------------------
 
@@ -326,6 +322,15 @@ class Exchange(Stream):
             self._has_answered = True
             self.streams.write(frame(HEADERS, END_HEADERS, self.number, RESPONSE))
         return self.send(data)
+
+    def answer(self, message: bytes) -> None:
+        """Send the one response of a call, encoded, and end the call behind it."""
+        if not (self._has_answered or self._is_over) and self.send_whole(message):
+            self._is_over = self._has_answered = True
+            self.release()
+        else:
+            self.send_messages(PREFIX.pack(0, len(message)) + message)
+            self.finish()
 
     def finish(self) -> None:
         """End the call behind its responses."""
@@ -376,6 +381,8 @@ class Exchange(Stream):
             self._is_released = True
             self._room.calls -= 1
             self._give_back()
+            if self._over is not None:
+                self._over.set_result(None)
 
     def _stop(self) -> None:
         self._parts.clear()

@@ -56,6 +56,18 @@ class Fault(IntEnum):
     ENHANCE_YOUR_CALM = 0xB
 
 
+class GrpcStatus(IntEnum):
+    """gRPC's statuses, as far as they are sent."""
+
+    OK = 0
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+
+
 class BrokenRule(Exception):
     """The peer has broken a rule of HTTP/2 or a bound of ours; its connection ends with this code."""
 
@@ -234,3 +246,20 @@ TRAILERS_OK = literal("grpc-status", "0")
 def trailers(status: int, message: str) -> bytes:
     """Return the trailers of a call that ends with this status of gRPC."""
     return literal("grpc-status", str(status)) + literal("grpc-message", quote(message, safe=_PRINTABLE))
+
+
+# An answer with one message: its HEADERS, the head of its DATA and gRPC's prefix, and behind the message its trailers.
+_BEFORE = Struct(f">HBBBI{len(RESPONSE)}sHBBBIBI")
+_BEHIND = Struct(f">HBBBI{len(TRAILERS_OK)}s")
+
+
+def answer(stream: int, message: bytes) -> bytes:
+    """Return all frames of an answer whose one message fits into a frame."""
+    size_bytes = len(message)
+    data_bytes = size_bytes + PREFIX.size
+    before = _BEFORE.pack(
+        0, len(RESPONSE), HEADERS, END_HEADERS, stream, RESPONSE,
+        data_bytes >> 8, data_bytes & 0xFF, DATA, 0, stream, 0, size_bytes,
+    )  # fmt: skip
+    behind = _BEHIND.pack(0, len(TRAILERS_OK), HEADERS, END_HEADERS | END_STREAM, stream, TRAILERS_OK)
+    return b"".join((before, message, behind))

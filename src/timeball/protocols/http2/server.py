@@ -14,8 +14,16 @@ from typing import Protocol
 
 from timeball.errors import SetupError
 from timeball.protocols.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
-from timeball.protocols.http2.exchange import Call, Exchange, GrpcStatus, Method, Room
-from timeball.protocols.http2.frames import END_HEADERS, END_STREAM, HEADERS, Fields, frame, literal
+from timeball.protocols.http2.exchange import Call, Exchange, Method, Room
+from timeball.protocols.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    Fields,
+    GrpcStatus,
+    frame,
+    literal,
+)
 from timeball.protocols.http2.streams import Stream, Streams
 from timeball.security import Tls
 
@@ -99,8 +107,9 @@ class Server:
         self._server.close()
         for connection in self._connections:
             connection.leave()
-        if tasks := [stream.task for stream in self.open_streams() if stream.task is not None]:
-            await asyncio.wait(tasks, timeout=LAST_ANSWERS_S)
+        calls = [stream.under_way() for stream in self.open_streams()]
+        if under_way := [call for call in calls if call is not None]:
+            await asyncio.wait(under_way, timeout=LAST_ANSWERS_S)
         for connection in list(self._connections):
             connection.close()
         if self._connections:

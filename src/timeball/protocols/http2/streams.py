@@ -21,10 +21,12 @@ from timeball.protocols.http2.frames import (
     FRAME_BYTES_MAX,
     HEAD,
     HEADERS,
+    PREFIX,
     WINDOW_BYTES_DEFAULT,
     BrokenRule,
     Fault,
     Payload,
+    answer,
     frame,
     rst_stream,
     window_update,
@@ -105,9 +107,19 @@ class Streams:
             self.write(head)
             self.write(data)
 
+    def write_whole(self, stream: Stream, message: bytes) -> None:
+        """Send an answer of one message, from its headers to its trailers, and forget the stream."""
+        self.send_window -= len(message) + PREFIX.size
+        self.data_frames += 1
+        self.write(answer(stream.number, message))
+        self._ended(stream)
+
     def write_end(self, stream: Stream, block: bytes) -> None:
         """Send trailers, and forget the stream. A client that is not done with its side is told to stop."""
         self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream.number, block))
+        self._ended(stream)
+
+    def _ended(self, stream: Stream) -> None:
         if not stream.is_heard:
             self.write(rst_stream(stream.number, Fault.NO_ERROR))
         self.forget(stream.number)
@@ -128,7 +140,8 @@ class Streams:
         """Hand the frames of this turn to the socket."""
         self._is_flushing = False
         if self._transport is not None and self._out:
-            self._transport.write(b"".join(self._out))
+            out = self._out
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
         self._out.clear()
         self._out_bytes = 0
         if self.waiting and not self._is_paused:
@@ -206,6 +219,18 @@ class Stream:
             self._unsent.append(memoryview(data))  # cut without copies as it leaves
             self.move()
         return not (self._unsent or streams.is_full)
+
+    def send_whole(self, message: bytes) -> bool:
+        """Send the headers, the one message and the trailers of an answer; return False when they have to wait."""
+        streams, size_bytes = self.streams, len(message) + PREFIX.size
+        if streams.is_full or size_bytes > min(self.send_window, streams.send_window, streams.frame_bytes):
+            return False
+        streams.write_whole(self, message)
+        return True
+
+    def under_way(self) -> asyncio.Future[None] | None:
+        """Return a future of the end of a call that has begun; None: it has not, or it is over."""
+        return self.task
 
     def end(self, block: bytes) -> None:
         """Send trailers behind all DATA, and forget the stream."""

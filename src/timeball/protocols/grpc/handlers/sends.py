@@ -20,13 +20,12 @@ A recall is answered with RocketMQ's codes:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from timeball.access import ANONYMOUS
 from timeball.broker.appender import Accepted
-from timeball.broker.ingress import Ingress, Piece, settle
+from timeball.broker.ingress import Piece
 from timeball.broker.policy import queues_to_write
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall
@@ -39,11 +38,10 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     RecallMessageRequest,
     RecallMessageResponse,
     SendMessageRequest,
-    SendMessageResponse,
-    SendResultEntry,
 )
-from timeball.protocols.grpc.calls import OK, Call, Handlers, topic_name
+from timeball.protocols.grpc.calls import OK, Call, Direct, Handlers, Reply, topic_name
 from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_of
+from timeball.protocols.grpc.codec.send_answers import SendEntry, encode_answer
 from timeball.protocols.grpc.handlers.transactions import transaction_id
 from timeball.protocols.grpc.session import GrpcContext
 
@@ -67,15 +65,12 @@ class Destination(NamedTuple):
     types: frozenset[MessageType]
 
 
-class Placed(NamedTuple):
-    """The places of one call's messages: first_seq, first_seq + 1, …; an offset for those that are in a queue."""
-
-    first_seq: int
-    offsets: list[int | None]
-
-
 class _Piece(Piece, gc=False):
-    placed: Any  # a future of Placed
+    """`is_transaction`: of half messages, each of which is told the name of its transaction."""
+
+    to: Any
+    is_transaction: bool
+    reply: Any
 
 
 class Sends:
@@ -86,9 +81,10 @@ class Sends:
         # By namespace and name, at this version of the topics: asked for with every message.
         self._destinations: dict[tuple[str, str], Destination] = {}
         self._version = -1
-        self.handlers: Handlers = {"SendMessage": self._send, "RecallMessage": self._recall}
+        self.handlers: Handlers = {"SendMessage": Direct(self._send), "RecallMessage": self._recall}
 
-    async def _send(self, call: Call, request: SendMessageRequest) -> SendMessageResponse:
+    def _send(self, call: Call, request: SendMessageRequest, reply: Reply) -> None:
+        """Begin a send: its reply is told where its messages stand, when they are durable."""
         messages = request.messages
         if not 0 < len(messages) <= MESSAGES_MAX:
             raise Refused(Code.BAD_REQUEST, f"{len(messages)} messages in one call: 1 to {MESSAGES_MAX}")
@@ -104,8 +100,9 @@ class Sends:
         if to.topic is None:  # made for this caller, and not for all whose messages share its batch
             self._context.broker.policy.admit([to.name], call.caller)
         is_transaction = TRANSACTION in kinds
-        placed = await self._put(self._broker.halves if is_transaction else self._broker.sends, rows)
-        return self._response(to, rows, placed, is_transaction=is_transaction)
+        size_bytes = sum([len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows])
+        ingress = self._broker.halves if is_transaction else self._broker.sends
+        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, to, is_transaction, reply))
 
     async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:
         """Take a delayed message back; what success means is decided in the broker.
@@ -127,24 +124,24 @@ class Sends:
 
     # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
 
-    def _put(self, ingress: Ingress, rows: list[SendRow]) -> asyncio.Future[Placed]:
-        """Return where the messages of a call stand, when they are durable."""
-        placed: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
-        size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
-        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, placed))
-        return placed
-
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Tell each call where its messages stand."""
         _, offsets = accepted.places()
         for piece in pieces:
             at = piece.first_row
-            settle(piece.placed, Placed(accepted.first_seq + at, offsets[at : at + piece.count]))
+            piece.reply.answer(
+                encode_answer(
+                    [
+                        self._entry(piece, row, accepted.first_seq + at + n, offsets[at + n])
+                        for n, row in enumerate(piece.rows)
+                    ]
+                )
+            )
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Tell each call why its messages were not taken."""
         for piece in pieces:
-            settle(piece.placed, error)
+            piece.reply.refuse(error)
 
     def _check(self, messages: Sequence[Message], kinds: set[MessageType], to: Destination) -> None:
         """Raise Refused unless these messages may share one call to this topic."""
@@ -180,22 +177,18 @@ class Sends:
         types = accepted_types(topic if settings.check_message_types else None)
         return Destination(name, topic, queues_to_write(topic), frozenset(types))
 
-    def _response(
-        self, to: Destination, rows: list[SendRow], placed: Placed, *, is_transaction: bool
-    ) -> SendMessageResponse:
-        entries = []
-        for at, (row, offset) in enumerate(zip(rows, placed.offsets, strict=True)):
-            message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
-            entry = SendResultEntry(status=OK, message_id=message_id, offset=offset or 0)
-            if is_transaction:
-                entry.transaction_id = transaction_id(placed.first_seq + at, to.name, message_id)
-            else:
-                entry.transaction_id = message_id  # as RocketMQ's proxy has it; it names no transaction
-            if due_ms is not None:
-                broker_name = self._context.settings.broker_name
-                entry.recall_handle = recall.encode_handle(to.name, broker_name, due_ms, message_id)
-            entries.append(entry)
-        return SendMessageResponse(status=OK, entries=entries)
+    def _entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> SendEntry:
+        message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
+        assert message_id is not None, "a message without an id is refused"
+        transaction = message_id  # as RocketMQ's proxy has it; it names no transaction
+        if piece.is_transaction:
+            transaction = transaction_id(seq, piece.to.name, message_id)
+        handle = ""
+        if due_ms is not None:
+            handle = recall.encode_handle(
+                piece.to.name, self._context.settings.broker_name, due_ms, message_id
+            )
+        return SendEntry(message_id, transaction, offset or 0, handle)
 
 
 def accepted_types(topic: Topic | None) -> list[MessageType]:
