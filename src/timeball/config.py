@@ -83,7 +83,8 @@ class Settings:
     )
 
     codec: CodecChoice = _of(
-        "auto", "'auto': the compiled codecs of frames and small commits, if built; 'python': the reference."
+        "auto",
+        "'auto': the compiled codecs of frames, sends and small commits, if built; 'python': the reference.",
     )
 
     # the log

@@ -86,9 +86,13 @@ class Reply(Protocol):
 
 
 class Direct(NamedTuple):
-    """A handler whose call needs no task: it returns at once, and tells the reply later. It may raise as others do."""
+    """A handler whose call needs no task: it returns at once, and tells the reply later. It may raise as others do.
+
+    `decode` makes its request of bytes where protobuf's own object is not what it wants; it raises DecodeError.
+    """
 
     begin: Callable[[Call, Any, Reply], None]
+    decode: Callable[[bytes], Any] | None = None
 
 
 Unary = Callable[[Call, Any], Awaitable[Any]]

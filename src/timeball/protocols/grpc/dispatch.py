@@ -61,7 +61,13 @@ class Dispatch:
             unknown = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
             assert not unknown, f"no such call, or two rooms answer it: {sorted(unknown)}"
             self._handlers.update(handlers)
-        self._direct = {name: each.begin for name, each in self._handlers.items() if isinstance(each, Direct)}
+        direct = {name: each for name, each in self._handlers.items() if isinstance(each, Direct)}
+        self._direct = {name: each.begin for name, each in direct.items()}
+        self._decoders = {name: each.decode for name, each in direct.items() if each.decode is not None}
+
+    def decoder(self, name: str) -> Callable[[bytes], Any]:
+        """Return what makes a request of this call of its bytes; it raises DecodeError."""
+        return self._decoders.get(name, METHODS[name].request.FromString)
 
     def begin(self, name: str, call: Call, request: Any, reply: Reply) -> bool:
         """Begin a call whose handler needs no task; return False for any other, which `unary` or `stream` answer."""

@@ -14,6 +14,7 @@ from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.policy import Policy
 from timeball.protocols.grpc._generated.definition_pb2 import Resource, Settings
 from timeball.protocols.grpc.calls import Call, group_name, topic_name
+from timeball.protocols.grpc.codec.send_requests import topics_of
 
 Topics = Callable[[Any], Iterable[Resource]]
 
@@ -34,15 +35,10 @@ def _of_queue(request: Any) -> list[Resource]:
     return [request.message_queue.topic]
 
 
-def _of_messages(request: Any) -> list[Resource]:
-    # A call has one topic; of two the first is refused or the second is, and the call with them.
-    return list({(m.topic.resource_namespace, m.topic.name): m.topic for m in request.messages}.values())
-
-
 NEEDS = {
     "QueryRoute": Need(Verb.LOOK, _own),
     "QueryOffset": Need(Verb.LOOK, _of_queue),
-    "SendMessage": Need(Verb.SEND, _of_messages),
+    "SendMessage": Need(Verb.SEND, topics_of),
     "EndTransaction": Need(Verb.SEND, _own),
     "RecallMessage": Need(Verb.CANCEL, _own),
     "QueryAssignment": Need(Verb.RECEIVE, _own, of_group=True),

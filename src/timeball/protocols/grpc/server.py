@@ -54,7 +54,7 @@ class GrpcService:
                 name,
                 method.takes_stream,
                 method.gives_stream,
-                method.request.FromString,
+                dispatch.decoder(name),
                 method.response.SerializeToString,
                 (DecodeError,),
             )

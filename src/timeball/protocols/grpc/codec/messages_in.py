@@ -266,14 +266,19 @@ def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> in
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant"
         )
-    instant_ms = at.seconds * 1_000 - (-at.nanos // 1_000_000)
+    instant_ms = int(at.seconds * 1_000 - (-at.nanos // 1_000_000))
+    check_instant(instant_ms, now_ms, delay_ms_max)
+    return instant_ms
+
+
+def check_instant(instant_ms: int, now_ms: int, delay_ms_max: int) -> None:
+    """Raise Refused for an instant that is too far ahead."""
     if rules.is_too_far(instant_ms, now_ms, delay_ms_max):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
             f"delivery_timestamp is {instant_ms - now_ms} ms ahead, at most {delay_ms_max} ms "
             f"({delay_ms_max // limits.DAY_MS} days): send it nearer to its time",
         )
-    return instant_ms
 
 
 def _born_ms(system: SystemProperties, now_ms: int) -> int:

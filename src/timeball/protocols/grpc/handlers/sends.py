@@ -40,8 +40,9 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     SendMessageRequest,
 )
 from timeball.protocols.grpc.calls import OK, Call, Direct, Handlers, Reply, topic_name
-from timeball.protocols.grpc.codec.messages_in import TRANSACTION, row_of, type_of
+from timeball.protocols.grpc.codec.messages_in import TRANSACTION, check_instant, row_of, type_of
 from timeball.protocols.grpc.codec.send_answers import SendEntry, encode_answer
+from timeball.protocols.grpc.codec.send_requests import PlainSend, decoder_of
 from timeball.protocols.grpc.handlers.transactions import transaction_id
 from timeball.protocols.grpc.session import GrpcContext
 
@@ -77,32 +78,48 @@ class Sends:
     """Serves SendMessage and RecallMessage. Belongs to the event loop."""
 
     def __init__(self, context: GrpcContext) -> None:
-        self._context, self._broker, self._topics = context, context.broker, context.broker.parts.topics
+        self._context, self._broker, self._parts = context, context.broker, context.broker.parts
+        self._topics, decode = self._parts.topics, decoder_of(self._parts.settings.codec)
         # By namespace and name, at this version of the topics: asked for with every message.
         self._destinations: dict[tuple[str, str], Destination] = {}
         self._version = -1
-        self.handlers: Handlers = {"SendMessage": Direct(self._send), "RecallMessage": self._recall}
+        self.handlers: Handlers = {"SendMessage": Direct(self._send, decode), "RecallMessage": self._recall}
 
-    def _send(self, call: Call, request: SendMessageRequest, reply: Reply) -> None:
+    def _send(self, call: Call, request: Any, reply: Reply) -> None:
         """Begin a send: its reply is told where its messages stand, when they are durable."""
-        messages = request.messages
+        if isinstance(request, SendMessageRequest):
+            to, rows, is_transaction = self._rows(call, request.messages)
+        else:
+            to, rows, is_transaction = *self._plain_row(call, request), False
+        if to.topic is None:  # made for this caller, and not for all whose messages share its batch
+            self._context.broker.policy.admit([to.name], call.caller)
+        size_bytes = sum([len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows])
+        ingress = self._broker.halves if is_transaction else self._broker.sends
+        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, to, is_transaction, reply))
+
+    def _rows(self, call: Call, messages: Sequence[Message]) -> tuple[Destination, list[SendRow], bool]:
+        """Return where the messages of a call go, their rows, and whether they are of a transaction; raise Refused."""
         if not 0 < len(messages) <= MESSAGES_MAX:
             raise Refused(Code.BAD_REQUEST, f"{len(messages)} messages in one call: 1 to {MESSAGES_MAX}")
-        to = self._destination(messages[0].topic)
+        topic = messages[0].topic
+        to = self._destination((topic.resource_namespace, topic.name))
         kinds = [type_of(message.system_properties) for message in messages]
         self._check(messages, set(kinds), to)
-        parts = self._context.broker.parts
-        now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
+        now_ms, delay_ms_max = self._parts.clock.now_ms(), self._parts.settings.delay_ms_max
         rows = [
             row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
             for message, kind in zip(messages, kinds, strict=True)
         ]
-        if to.topic is None:  # made for this caller, and not for all whose messages share its batch
-            self._context.broker.policy.admit([to.name], call.caller)
-        is_transaction = TRANSACTION in kinds
-        size_bytes = sum([len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows])
-        ingress = self._broker.halves if is_transaction else self._broker.sends
-        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, to, is_transaction, reply))
+        return to, rows, TRANSACTION in kinds
+
+    def _plain_row(self, call: Call, request: PlainSend) -> tuple[Destination, list[SendRow]]:
+        """Return the same of a message that is read already; raise Refused."""
+        to, now_ms = self._destination(request.topic), self._parts.clock.now_ms()
+        if request.kind not in to.types:
+            check_type(to.topic, to.name, request.kind)
+        if request.due_ms is not None:
+            check_instant(request.due_ms, now_ms, self._parts.settings.delay_ms_max)
+        return to, [request.row(to.name, now_ms, call.peer)]
 
     async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:
         """Take a delayed message back; what success means is decided in the broker.
@@ -155,14 +172,13 @@ class Sends:
             for kind in kinds:
                 check_type(to.topic, to.name, kind)
 
-    def _destination(self, resource: Resource) -> Destination:
-        """Return the destination of messages to this topic, kept by name. Raises what the policy raises."""
+    def _destination(self, key: tuple[str, str]) -> Destination:
+        """Return the destination of messages to this namespace and name. Raises what the policy raises."""
         if self._topics.version != self._version:
             self._destinations.clear()
-        key = (resource.resource_namespace, resource.name)
         found = self._destinations.get(key)
         if found is None:
-            found = self._look_up(topic_name(resource))
+            found = self._look_up(topic_name(Resource(resource_namespace=key[0], name=key[1])))
             if found.topic is not None:
                 self._version = self._topics.version
                 self._destinations[key] = found
