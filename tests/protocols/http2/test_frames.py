@@ -5,35 +5,16 @@ from __future__ import annotations
 from urllib.parse import unquote
 
 import pytest
-from hpack import Decoder, Encoder
+from hpack import Decoder
 from hyperframe.frame import Frame
 from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.protocols.http2 import frames
-from timeball.protocols.http2.frames import BrokenRule, Fault, HeaderDecoder
+from timeball.protocols.http2.frames import BrokenRule, Fault
 
 TEXT = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), max_size=300)
 NAME = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=30)
-BLOCKS = st.lists(st.lists(st.tuples(NAME, TEXT), max_size=20), max_size=6)
-
-
-@given(BLOCKS, st.booleans())
-def test_blocks_of_headers_are_read_as_they_were_written(
-    blocks: list[list[tuple[str, str]]], huffman: bool
-) -> None:
-    encoder, decoder = Encoder(), HeaderDecoder(1_000_000)
-    for fields in blocks:
-        found = decoder.decode(encoder.encode(fields, huffman=huffman))
-        assert [(each[0], each[1]) for each in found] == fields
-
-
-@given(st.binary(max_size=60))
-def test_what_is_no_block_breaks_a_rule(data: bytes) -> None:
-    try:
-        HeaderDecoder(1_000).decode(data)
-    except BrokenRule as error:
-        assert error.fault in (Fault.COMPRESSION_ERROR, Fault.ENHANCE_YOUR_CALM)
 
 
 @given(NAME, TEXT)

@@ -14,12 +14,14 @@ from timeball.errors import SetupError
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.http2 import frames
 from timeball.protocols.http2.exchange import Call, Exchange, Method, Room
-from timeball.protocols.http2.server import Server, headers_of
+from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
 
 
 class Echo:
     """An edge with one method, which answers with its request."""
+
+    call = Call
 
     def __init__(self) -> None:
         self.room = Room(ByteShares(1_000_000), 10_000, 10)
@@ -81,10 +83,6 @@ def test_a_port_that_is_taken_is_named_with_its_option() -> None:
         await first.close()
 
     run(check())
-
-
-def test_of_a_header_that_is_there_twice_the_first_counts() -> None:
-    assert headers_of([("a", "1"), ("b", "2", "secret"), ("a", "3")]) == {"a": "1", "b": "2"}
 
 
 class Later(Echo):

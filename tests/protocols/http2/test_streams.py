@@ -20,6 +20,7 @@ from tests.protocols.http2.raw_client import fields
 
 from timeball.protocols.http2.connection import Connection
 from timeball.protocols.http2.frames import RESPONSE, TRAILERS_OK, frame
+from timeball.protocols.http2.header_blocks import Headers, decoder_of
 from timeball.protocols.http2.streams import OUT_BYTES_MAX, Stream, Streams
 
 SIZES = st.integers(0, 70_000) | st.sampled_from([0, 1, 16_383, 16_384, 16_385, 65_535, 300_000])
@@ -87,7 +88,9 @@ class Pair:
 
     def __init__(self, window: int, piece: int) -> None:
         self.calls: dict[int, Echo] = {}
-        self.connection = Connection(self.begin, set(), asyncio.get_running_loop())
+        self.connection = Connection(
+            self.begin, set(), asyncio.get_running_loop(), decoder=decoder_of("auto")
+        )
         self.wire, self.piece = Wire(self.connection), piece
         self.connection.connection_made(self.wire)
         self.client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
@@ -98,8 +101,10 @@ class Pair:
         self.bytes: dict[int, int] = {}
         self.ended: set[int] = set()
 
-    def begin(self, streams: Streams, number: int, found: Any, now_s: float, is_heard: bool) -> Stream:
-        wanted = next(each[1] for each in found if each[0] == "x-wanted")
+    def begin(
+        self, streams: Streams, number: int, headers: Headers, size_bytes: int, now_s: float, is_heard: bool
+    ) -> Stream:
+        wanted = headers["x-wanted"]
         self.calls[number] = Echo(streams, number, [int(size) for size in wanted.split("-")])
         return self.calls[number]
 

@@ -52,6 +52,8 @@ Handler = Callable[[FlightCall, bytes], Awaitable[None]]
 class FlightEdge:
     """Builds the calls of this edge, starts and stops the server. Belongs to the broker's event loop."""
 
+    call = Call
+
     def __init__(self, broker: Broker, status: verbs.Status | None = None, security: Security = OPEN) -> None:
         """`status` answers the action of that name, where the process has more to say than the broker.
 
@@ -77,7 +79,7 @@ class FlightEdge:
             ByteShares(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX), MESSAGE_BYTES_MAX, CALLS_MAX + STREAMS_MAX
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
-        self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False))
+        self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False), broker.parts.settings.codec)
         self._watch: asyncio.Task[None] | None = None
         self.port = -1
 

@@ -59,7 +59,7 @@ class GrpcEdge:
 
         self.dispatch = Dispatch(rooms, None if security.access is None else check)
         self.service = GrpcService(self.dispatch)
-        self._server = Server(self.service)
+        self._server = Server(self.service, codec=self._settings.codec)
         self._watches: list[asyncio.Task[None]] = []
 
     @property

@@ -15,7 +15,6 @@ from timeball import limits
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
-from timeball.protocols.http2 import exchange as http2
 from timeball.protocols.http2.exchange import Exchange, Method, Room
 from timeball.protocols.http2.frames import GrpcStatus
 from timeball.protocols.http2.streams import Streams
@@ -46,6 +45,8 @@ class GrpcExchange(Exchange):
 class GrpcService:
     """The calls of this edge, and what they share."""
 
+    call = Call
+
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self.room = Room(ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX), REQUEST_BYTES_MAX, CALLS_MAX)
@@ -67,12 +68,11 @@ class GrpcService:
         streams: Streams,
         number: int,
         is_heard: bool,
-        call: http2.Call,
+        call: Call,
         now_s: float,
     ) -> Exchange:
         """See http2.server.Service."""
-        own = Call(call.headers, call.peer, call.remaining_s)
-        return GrpcExchange(streams, number, is_heard, own, self.room, self._serve, now_s, self._dispatch)
+        return GrpcExchange(streams, number, is_heard, call, self.room, self._serve, now_s, self._dispatch)
 
     def _serve(self, exchange: Any, request: Any) -> Coroutine[Any, Any, None] | None:
         """Begin a call; return its task if it needs one."""

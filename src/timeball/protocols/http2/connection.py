@@ -48,9 +48,7 @@ from timeball.protocols.http2.frames import (
     WINDOW_UPDATE,
     BrokenRule,
     Fault,
-    Fields,
     FrameReader,
-    HeaderDecoder,
     Payload,
     frame,
     goaway,
@@ -61,6 +59,7 @@ from timeball.protocols.http2.frames import (
     unpadded,
     window_update,
 )
+from timeball.protocols.http2.header_blocks import HeaderDecoder, Headers, Jh2Decoder
 from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Bounds:
         return settings(values) + window_update(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES_DEFAULT)
 
 
-Begin = Callable[[Streams, int, Fields, float, bool], Stream | None]
+Begin = Callable[[Streams, int, Headers, int, float, bool], Stream | None]
 
 
 class Connection(asyncio.Protocol):
@@ -112,10 +111,11 @@ class Connection(asyncio.Protocol):
         opened: set[Connection],
         loop: asyncio.AbstractEventLoop,
         bounds: Bounds = Bounds(),  # it is frozen
+        decoder: Callable[[int], HeaderDecoder] = Jh2Decoder,
     ) -> None:
         self._begin, self._opened, self._loop, self._bounds = begin, opened, loop, bounds
         self._transport: asyncio.Transport | None = None
-        self._decoder = HeaderDecoder(UNPACKED_BYTES_MAX)
+        self._decoder = decoder(UNPACKED_BYTES_MAX)
         self._reader = FrameReader(bounds.frame_bytes_max)
         self._block: tuple[int, int, bytes] | None = None  # stream, flags, beginning of headers that go on
         self.streams = Streams(loop)
@@ -228,7 +228,7 @@ class Connection(asyncio.Protocol):
 
     def _receive_headers(self, flags: int, number: int, block: bytes) -> None:
         # Also of a stream that is refused below: later blocks refer to the fields of earlier ones.
-        fields = self._decoder.decode(block)
+        headers, size_bytes = self._decoder.decode(block)
         stream = self.streams.open.get(number)
         if stream is not None:
             if stream.is_heard or not flags & END_STREAM:
@@ -246,8 +246,8 @@ class Connection(asyncio.Protocol):
                 self.streams.write(rst_stream(number, Fault.REFUSED_STREAM))
                 return
             self.busy_s = self.heard_s
-            begun = self._begin(self.streams, number, fields, self.heard_s, bool(flags & END_STREAM))
-            if begun is not None:
+            is_heard = bool(flags & END_STREAM)
+            if begun := self._begin(self.streams, number, headers, size_bytes, self.heard_s, is_heard):
                 self.streams.open[number] = begun
 
     def _continue(self, flags: int, payload: bytes) -> None:

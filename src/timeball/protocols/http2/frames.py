@@ -3,8 +3,8 @@
     frame      length (3 bytes), kind (1), flags (1), stream (4), payload
     message    compressed or not (1 byte), length (4), a protobuf message: gRPC's, within the DATA of a stream
 
-The header blocks of requests are read by jh2's HPACK decoder, compiled from Rust. Answers need no encoder: each field
-is a literal that no table keeps (RFC 7541, 6.2.2), so the blocks of nearly all answers are the same bytes.
+The header blocks of requests are read in header_blocks.py. Answers need no encoder: each field is a literal that no
+table keeps (RFC 7541, 6.2.2), so the blocks of nearly all answers are the same bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from enum import IntEnum
 from struct import Struct
 from urllib.parse import quote
-
-# Where the compiled decoder is imported from, or the Python one of a build without it.
-from jh2.connection import Decoder, HPACKError, OversizedHeaderListError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES_MAX = 16_384  # of a payload: what every peer takes, and all that is taken here
@@ -40,7 +37,6 @@ _STATUS_200 = b"\x88"  # of HPACK's static table
 
 Payload = bytes | memoryview
 Frame = tuple[int, int, int, Payload]  # kind, flags, stream, payload
-Fields = list[tuple[str, ...]]  # a name, a value, and perhaps whether it is secret
 
 
 class Fault(IntEnum):
@@ -74,29 +70,6 @@ class BrokenRule(Exception):
     def __init__(self, fault: Fault, reason: str) -> None:
         super().__init__(reason)
         self.fault = fault
-
-
-class HeaderDecoder:
-    """The header blocks of one connection, in their order: each may refer to what those before it said."""
-
-    def __init__(self, list_bytes_max: int) -> None:
-        """`list_bytes_max`: a block that unpacks to more ends the connection, as it leaves the table undefined."""
-        self._decoder = Decoder(list_bytes_max)
-
-    def decode(self, block: bytes) -> Fields:
-        """Return names and values; raise BrokenRule."""
-        try:
-            fields: Fields = self._decoder.decode(block, False)
-        except OversizedHeaderListError as error:
-            raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "headers unpack to too many bytes") from error
-        except (HPACKError, UnicodeDecodeError) as error:
-            raise BrokenRule(Fault.COMPRESSION_ERROR, f"no header block: {error}") from error
-        except BaseException as error:
-            # Rust's panic, at a block that ends within a field, is no Exception, and has no class to import.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise BrokenRule(Fault.COMPRESSION_ERROR, "a header block that ends within a field") from error
-        return fields
 
 
 class FrameReader:

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from timeball.config import CodecChoice
 from timeball.errors import SetupError
 from timeball.protocols.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
 from timeball.protocols.http2.exchange import Call, Exchange, Method, Room
@@ -19,11 +20,11 @@ from timeball.protocols.http2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    Fields,
     GrpcStatus,
     frame,
     literal,
 )
+from timeball.protocols.http2.header_blocks import Headers, decoder_of
 from timeball.protocols.http2.streams import Stream, Streams
 from timeball.security import Tls
 
@@ -33,7 +34,6 @@ BACKLOG = 1_024
 HANDSHAKE_S = 10.0
 LOOK_S = 0.25
 LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
-FIELD_BYTES = 32  # of each header beside its name and value, as HTTP/2 counts them
 
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])", re.ASCII)
 _UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -51,8 +51,12 @@ class Service(Protocol):
     def room(self) -> Room:
         """Return what all calls share."""
 
+    @property
+    def call(self) -> type[Call]:
+        """Return what makes the calls that `open` is given."""
+
     def open(
-        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Call, now_s: float
+        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Any, now_s: float
     ) -> Exchange:
         """Return the call of a new stream; None is a method that there is not."""
 
@@ -60,8 +64,13 @@ class Service(Protocol):
 class Server:
     """Carries the calls of one edge. Belongs to the broker's event loop."""
 
-    def __init__(self, service: Service, bounds: Bounds = Bounds()) -> None:  # noqa: B008  # it is frozen
-        self._service, self._bounds = service, bounds
+    def __init__(
+        self,
+        service: Service,
+        bounds: Bounds = Bounds(),  # noqa: B008  # it is frozen
+        codec: CodecChoice = "auto",
+    ) -> None:
+        self._service, self._bounds, self._decoder = service, bounds, decoder_of(codec)
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
 
@@ -70,7 +79,7 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: Connection(self._begin, self._connections, loop, self._bounds),
+                lambda: Connection(self._begin, self._connections, loop, self._bounds, self._decoder),
                 host,
                 port,
                 backlog=BACKLOG,
@@ -120,10 +129,9 @@ class Server:
         self._server = None
 
     def _begin(
-        self, streams: Streams, number: int, fields: Fields, now_s: float, is_heard: bool
+        self, streams: Streams, number: int, headers: Headers, size_bytes: int, now_s: float, is_heard: bool
     ) -> Stream | None:
         """Return the call of a new stream; None when it has been refused."""
-        headers = headers_of(fields)
         if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
             "application/grpc"
         ):
@@ -134,14 +142,13 @@ class Server:
         remaining_s = int(found[1]) * _UNIT_S[found[2]] if found else None
         service, path = self._service, headers.get(":path", "")
         method = service.methods.get(path)
-        exchange = service.open(
-            method, streams, number, is_heard, Call(headers, streams.peer, remaining_s), now_s
-        )
+        call = service.call(headers, streams.peer, remaining_s)
+        exchange = service.open(method, streams, number, is_heard, call, now_s)
         if method is None:
             exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")
         elif timeout is not None and found is None:
             exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
-        elif sum([len(each[0]) + len(each[1]) + FIELD_BYTES for each in fields]) > HEADERS_BYTES_MAX:
+        elif size_bytes > HEADERS_BYTES_MAX:
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")
         elif service.room.calls > service.room.calls_max:
             exchange.fail(
@@ -151,8 +158,3 @@ class Server:
         else:
             return exchange.begin(method)
         return None
-
-
-def headers_of(fields: Fields) -> dict[str, str]:
-    """Return headers by their names; one that is there twice has the first value."""
-    return {field[0]: field[1] for field in reversed(fields)}

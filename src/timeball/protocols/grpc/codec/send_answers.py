@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from timeball.protocols.grpc.calls import OK
+from timeball.protocols.grpc._generated.definition_pb2 import Code, Status
 
 _ENTRY, _MESSAGE_ID, _TRANSACTION_ID, _OFFSET, _RECALL_HANDLE = b"\x12", b"\x12", b"\x1a", b"\x20", b"\x2a"
 _LENGTHS = [bytes([size]) for size in range(128)]  # varints of one byte
@@ -58,5 +58,5 @@ def _varint(number: int) -> bytes:
     return bytes(found)
 
 
-_OK = OK.SerializeToString()
+_OK = Status(code=Code.OK, message=Code.Name(Code.OK)).SerializeToString()
 _STATUS = b"\x0a" + _varint(len(_OK)) + _OK
