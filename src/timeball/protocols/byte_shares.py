@@ -63,18 +63,23 @@ class ByteShares:
         if self._waiting:
             self._let_in()
 
+    def add_if_room(self, address: str, size_bytes: int) -> bool:
+        """Count these now, if they fit and none of this address wait before them; return whether they are counted."""
+        if address in self._waiting or not self.fits(address, size_bytes):
+            return False
+        self.add(address, size_bytes)
+        return True
+
     def reserve(self, address: str, size_bytes: int, granted: Granted) -> bool:
         """Count these now if they fit; false when they do not yet: `granted` is called when they are counted."""
-        if address not in self._waiting and self.fits(address, size_bytes):
-            self.add(address, size_bytes)
+        if self.add_if_room(address, size_bytes):
             return True
         self._waiting.setdefault(address, deque()).append((size_bytes, granted))
         return False
 
     async def room(self, address: str, size_bytes: int) -> None:
         """Return when these fit, and are counted."""
-        if address not in self._waiting and self.fits(address, size_bytes):
-            self.add(address, size_bytes)
+        if self.add_if_room(address, size_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
 

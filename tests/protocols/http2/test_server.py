@@ -13,7 +13,8 @@ from tests.protocols.http2.raw_client import fields, message
 from timeball.errors import SetupError
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.http2 import frames
-from timeball.protocols.http2.exchange import Call, Exchange, Method, Room
+from timeball.protocols.http2.calls import Call, Method, Room
+from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
 

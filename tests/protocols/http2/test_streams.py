@@ -21,7 +21,7 @@ from tests.protocols.http2.raw_client import fields
 from timeball.protocols.http2.connection import Connection
 from timeball.protocols.http2.frames import RESPONSE, TRAILERS_OK, frame
 from timeball.protocols.http2.header_blocks import Headers, decoder_of
-from timeball.protocols.http2.streams import OUT_BYTES_MAX, Stream, Streams
+from timeball.protocols.http2.streams import OUT_BYTES_MAX, Flushes, Stream, Streams
 
 SIZES = st.integers(0, 70_000) | st.sampled_from([0, 1, 16_383, 16_384, 16_385, 65_535, 300_000])
 
@@ -210,3 +210,24 @@ def test_the_harness_sees_more_data_than_a_window(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Stream, "send", careless)
     with pytest.raises(h2.exceptions.FlowControlError):
         asyncio.run(converse([(10, [100_000])], 65_535, 60_000))
+
+
+def test_connections_are_flushed_together_and_none_holds_up_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Streams):
+        def flush(self) -> None:
+            raise RuntimeError("no socket")
+
+    async def check() -> None:
+        flushes, wire = Flushes(asyncio.get_running_loop()), Wire(None)  # type: ignore[arg-type]
+        for streams in (Broken(flushes), Streams(flushes)):
+            streams.opened(wire, "peer")
+            streams.write(b"one ")
+            streams.write(b"write")
+        assert not wire.written
+        await asyncio.sleep(0)
+        assert wire.written == b"one write"
+
+    asyncio.run(check())
+    assert "no socket" in caplog.text

@@ -13,7 +13,8 @@ from timeball.errors import TimeballError
 from timeball.protocols.error_codes import log_failure
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.gate import Gate
-from timeball.protocols.http2.exchange import Call, Exchange, Method, Room, Serve
+from timeball.protocols.http2.calls import Call, Method, Room
+from timeball.protocols.http2.exchange import Exchange, Serve
 from timeball.protocols.http2.frames import PREFIX, RESPONSE, GrpcStatus, Payload, trailers
 from timeball.protocols.http2.streams import Streams
 

@@ -34,7 +34,8 @@ from timeball.protocols.flight.gate import Gate
 from timeball.protocols.flight.protobuf import Data
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends, refusal
 from timeball.protocols.flight.window import Window
-from timeball.protocols.http2.exchange import Call, Room, Serve
+from timeball.protocols.http2.calls import Call, Room
+from timeball.protocols.http2.exchange import Serve
 from timeball.protocols.http2.frames import Payload
 from timeball.protocols.http2.streams import Streams
 

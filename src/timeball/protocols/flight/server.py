@@ -31,8 +31,9 @@ from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
 from timeball.protocols.flight.reads import Reads
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends
 from timeball.protocols.flight.window import BYTES_ALL_STREAMS_MAX
+from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.connection import Bounds
-from timeball.protocols.http2.exchange import Call, Exchange, Method, Room
+from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
 from timeball.security import OPEN, Security

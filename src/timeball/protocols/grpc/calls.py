@@ -40,7 +40,7 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
     Resource,
     Status,
 )
-from timeball.protocols.http2 import exchange as http2
+from timeball.protocols.http2 import calls as http2
 
 CLIENT_ID = "x-mq-client-id"
 BETWEEN = "%"

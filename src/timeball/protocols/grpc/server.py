@@ -15,7 +15,8 @@ from timeball import limits
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
-from timeball.protocols.http2.exchange import Exchange, Method, Room
+from timeball.protocols.http2.calls import Method, Room
+from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.frames import GrpcStatus
 from timeball.protocols.http2.streams import Streams
 
@@ -31,15 +32,13 @@ CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
 class GrpcExchange(Exchange):
     """A call of this edge, and the Reply of a direct handler."""
 
-    __slots__ = ("_dispatch",)
+    __slots__ = ("dispatch",)
 
-    def __init__(self, *arguments: Any) -> None:
-        *http, self._dispatch = arguments
-        super().__init__(*http)
+    dispatch: Dispatch
 
     def refuse(self, error: BaseException) -> None:
         """See Reply."""
-        self.answer(self.method.encode(self._dispatch.failed(self.method.name, error)))
+        self.answer(self.method.encode(self.dispatch.failed(self.method.name, error)))
 
 
 class GrpcService:
@@ -72,7 +71,9 @@ class GrpcService:
         now_s: float,
     ) -> Exchange:
         """See http2.server.Service."""
-        return GrpcExchange(streams, number, is_heard, call, self.room, self._serve, now_s, self._dispatch)
+        exchange = GrpcExchange(streams, number, is_heard, call, self.room, self._serve, now_s)
+        exchange.dispatch = self._dispatch
+        return exchange
 
     def _serve(self, exchange: Any, request: Any) -> Coroutine[Any, Any, None] | None:
         """Begin a call; return its task if it needs one."""

@@ -60,7 +60,7 @@ from timeball.protocols.http2.frames import (
     window_update,
 )
 from timeball.protocols.http2.header_blocks import HeaderDecoder, Headers, Jh2Decoder
-from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
+from timeball.protocols.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +112,14 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         bounds: Bounds = Bounds(),  # it is frozen
         decoder: Callable[[int], HeaderDecoder] = Jh2Decoder,
+        flushes: Flushes | None = None,  # of its edge; None: of its own
     ) -> None:
         self._begin, self._opened, self._loop, self._bounds = begin, opened, loop, bounds
         self._transport: asyncio.Transport | None = None
         self._decoder = decoder(UNPACKED_BYTES_MAX)
         self._reader = FrameReader(bounds.frame_bytes_max)
         self._block: tuple[int, int, bytes] | None = None  # stream, flags, beginning of headers that go on
-        self.streams = Streams(loop)
+        self.streams = Streams(flushes or Flushes(loop))
         self._last_stream = 0
         self._receive_window = CONNECTION_WINDOW_BYTES
         self._strain = self._paid_frames = 0  # and the DATA frames that have paid for some of it
@@ -370,8 +371,7 @@ class Connection(asyncio.Protocol):
             if now_s - self.since_s > PREFACE_S:
                 self.close(reason="no preface of HTTP/2")
         elif self._leaving_s is not None:
-            left_s = LEAVE_S if not self.streams.open else AGE_GRACE_S
-            if now_s - self._leaving_s > left_s:
+            if now_s - self._leaving_s > (AGE_GRACE_S if self.streams.open else LEAVE_S):
                 self.close()
         elif now_s - self.busy_s > IDLE_S or (self._bounds.ages and now_s - self.since_s > AGE_S):
             self.leave()

@@ -11,12 +11,10 @@ A call of one request begins when that has come whole, one of many with its head
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
-from timeball.access import ANONYMOUS, Caller
-from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.frames import (
     END_HEADERS,
     HEADERS,
@@ -33,38 +31,6 @@ from timeball.protocols.http2.packing import Unpackable, unpack
 from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
 
 WAITING_MAX = 4_096  # calls without room; each holds what its first window has brought
-
-
-class Method(NamedTuple):
-    """A call that an edge has. `decode` raises one of `decode_errors` for bytes that are no request."""
-
-    name: str
-    takes_stream: bool
-    gives_stream: bool
-    decode: Callable[[bytes], Any]
-    encode: Callable[[Any], bytes]
-    decode_errors: tuple[type[Exception], ...] = ()
-    outlives_client: bool = False  # what it has begun is done, also for a client that has gone
-
-
-@dataclass(slots=True)
-class Call:
-    """Headers by lower-case name, who calls (an address without its port), and how long they wait for the answer."""
-
-    headers: Mapping[str, str]
-    peer: str = ""
-    remaining_s: float | None = None  # until the client's deadline; None: it has none
-    caller: Caller = ANONYMOUS
-
-
-@dataclass
-class Room:
-    """Bounds, and the counts of all calls of one edge."""
-
-    received: ByteShares
-    request_bytes_max: int
-    calls_max: int
-    calls: int = 0
 
 
 Serve = Callable[["Exchange", Any], Coroutine[Any, Any, None] | None]  # None: answered later, without a task
@@ -150,10 +116,27 @@ class Exchange(Stream):
         """See Stream."""
         if self._is_over or (self._has_begun and not self.method.takes_stream):
             return  # there is one request, and it has come
+        if not self._parts and self._took_whole(payload):
+            return
         self._parts.append(payload)
         self._held_bytes += len(payload)
         if self._request is None and not self._asked_bytes:
             self._read()
+
+    def _took_whole(self, payload: Payload) -> bool:
+        """Begin a call whose request is all of one frame, as most are; return False for any other, to be read on."""
+        size_bytes = len(payload) - PREFIX.size
+        if size_bytes < 0 or self.method.takes_stream or size_bytes > self._room.request_bytes_max:
+            return False
+        if PREFIX.unpack_from(payload) != (0, size_bytes):
+            return False
+        if not self._room.received.add_if_room(self.call.peer, size_bytes):
+            return False
+        self._counted_bytes, self._since_s = size_bytes, None
+        request = self._decoded(False, [payload[PREFIX.size :]])
+        if request is not None:
+            self._start(request)
+        return True
 
     def _read(self) -> None:
         """Read on in what has come."""

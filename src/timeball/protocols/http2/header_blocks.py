@@ -67,12 +67,9 @@ class Jh2Decoder:
             if type(error).__name__ != "PanicException":
                 raise
             raise BrokenRule(Fault.COMPRESSION_ERROR, "a header block that ends within a field") from error
-        size_bytes = sum(_size(each[0]) + _size(each[1]) + FIELD_BYTES for each in fields)
+        texts = "".join([field[0] + field[1] for field in fields]).encode()
+        size_bytes = len(texts) + FIELD_BYTES * len(fields)
         return {field[0]: field[1] for field in reversed(fields)}, size_bytes
-
-
-def _size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 def decoder_of(choice: CodecChoice) -> Callable[[int], HeaderDecoder]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from timeball.config import CodecChoice
 from timeball.errors import SetupError
+from timeball.protocols.http2.calls import Call, Method, Room, seconds_of
 from timeball.protocols.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
-from timeball.protocols.http2.exchange import Call, Exchange, Method, Room
+from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -25,7 +25,7 @@ from timeball.protocols.http2.frames import (
     literal,
 )
 from timeball.protocols.http2.header_blocks import Headers, decoder_of
-from timeball.protocols.http2.streams import Stream, Streams
+from timeball.protocols.http2.streams import Flushes, Stream, Streams
 from timeball.security import Tls
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ HANDSHAKE_S = 10.0
 LOOK_S = 0.25
 LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
 
-_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])", re.ASCII)
-_UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NOT_GRPC = literal(":status", "415")  # to what is HTTP/2, and no call of gRPC
 
 
@@ -77,9 +75,12 @@ class Server:
     async def start(self, host: str, port: int, tls: Tls | None, option: str) -> int:
         """Listen; return the port. Raise SetupError, which names the `option` that the port is of."""
         loop = asyncio.get_running_loop()
+        flushes = Flushes(loop)
         try:
             self._server = await loop.create_server(
-                lambda: Connection(self._begin, self._connections, loop, self._bounds, self._decoder),
+                lambda: Connection(
+                    self._begin, self._connections, loop, self._bounds, self._decoder, flushes
+                ),
                 host,
                 port,
                 backlog=BACKLOG,
@@ -138,15 +139,14 @@ class Server:
             streams.write(frame(HEADERS, END_HEADERS | END_STREAM, number, _NOT_GRPC))
             return None
         timeout = headers.get("grpc-timeout")
-        found = _TIMEOUT.fullmatch(timeout) if timeout is not None else None
-        remaining_s = int(found[1]) * _UNIT_S[found[2]] if found else None
+        remaining_s = None if timeout is None else seconds_of(timeout)
         service, path = self._service, headers.get(":path", "")
         method = service.methods.get(path)
         call = service.call(headers, streams.peer, remaining_s)
         exchange = service.open(method, streams, number, is_heard, call, now_s)
         if method is None:
             exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")
-        elif timeout is not None and found is None:
+        elif timeout is not None and remaining_s is None:
             exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
         elif size_bytes > HEADERS_BYTES_MAX:
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")

@@ -12,6 +12,7 @@ What the socket does not take is OUT_BYTES_MAX, and some small frames.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 
 from timeball.protocols.http2.frames import (
@@ -32,20 +33,49 @@ from timeball.protocols.http2.frames import (
     window_update,
 )
 
+logger = logging.getLogger(__name__)
+
 OUT_BYTES_MAX = 256 * 1024
 WINDOW_BYTES = 16 * 1024  # of a call: what its client may send before there is room for its request
 LARGE_FRAME_BYTES_MAX = (
     128 * 1024
 )  # that is sent to a client that takes as much: the streams have their turns
 _SMALL_BYTES = 4_096  # to copy so much costs less than another part of a write
+# Of a stream whose DATA has never waited, as most: a queue of its own costs more than to open the stream.
+_NOTHING: deque[Payload] = deque(maxlen=0)
 _FRAME_BYTES_LIMIT = 2**24 - 1  # HTTP/2's own
+
+
+class Flushes:
+    """Connections with frames to send: all of them hand theirs to their sockets at the end of this turn of the loop.
+
+    A commit answers clients of many connections, and a turn's end of its own for each would cost as much as an answer.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[Streams] = []
+
+    def add(self, streams: Streams) -> None:
+        """Flush these too."""
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(streams)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for streams in waiting:
+            try:
+                streams.flush()
+            except Exception as error:  # of any kind, and of this connection alone
+                logger.exception("answers not sent peer=%s reason=%s", streams.peer, error)
 
 
 class Streams:
     """The open streams of one connection, and the bytes that they send. Belongs to the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, flushes: Flushes) -> None:
+        self._flushes = flushes
         self._transport: asyncio.Transport | None = None
         self.peer = ""  # the client's address, without its port
         self.open: dict[int, Stream] = {}
@@ -92,7 +122,7 @@ class Streams:
         self._out_bytes += len(data)
         if not self._is_flushing:
             self._is_flushing = True
-            self._loop.call_soon(self.flush)
+            self._flushes.add(self)
 
     def write_data(self, stream: Stream, data: Payload) -> None:
         """Send a DATA frame for which there is room in both windows."""
@@ -183,7 +213,7 @@ class Stream:
         """`is_heard`: the client has ended its side."""
         self.streams, self.number, self.is_heard = streams, number, is_heard
         self.receive_window, self.send_window = WINDOW_BYTES, streams.first_window
-        self._unsent: deque[Payload] = deque()  # of DATA
+        self._unsent = _NOTHING  # of DATA
         self._end = b""  # the block of trailers that waits behind it
         self._sent: asyncio.Future[None] | None = None
         self.stuck_s: float | None = None  # since when nothing of it leaves, once it has been seen to
@@ -216,6 +246,8 @@ class Stream:
         ):
             streams.write_data(self, data)
         elif size_bytes:
+            if self._unsent is _NOTHING:
+                self._unsent = deque()
             self._unsent.append(memoryview(data))  # cut without copies as it leaves
             self.move()
         return not (self._unsent or streams.is_full)

@@ -7,20 +7,24 @@ from hypothesis import strategies as st
 
 from timeball.protocols.grpc._generated.service_pb2 import SendMessageResponse, SendResultEntry
 from timeball.protocols.grpc.calls import OK
-from timeball.protocols.grpc.codec.send_answers import SendEntry, encode_answer
+from timeball.protocols.grpc.codec.send_answers import encode_answer, encode_entry
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
-ENTRIES = st.builds(SendEntry, TEXT, TEXT, st.integers(0, 2**63 - 1), TEXT)
+ENTRY = st.tuples(TEXT, TEXT, st.integers(0, 2**63 - 1), TEXT)
 
 
-@given(st.lists(ENTRIES, max_size=4))
-@example([SendEntry("i" * 127, "i" * 128, 127, "h" * 20_000), SendEntry("", "", 0, "")])
-def test_an_answer_is_what_protobuf_writes(given_entries: list[SendEntry]) -> None:
-    entries = [
+@given(st.lists(ENTRY, max_size=4))
+@example([("i" * 127, "i" * 128, 127, "h" * 20_000), ("", "", 0, ""), ("same", "same", 128, "")])
+def test_an_answer_is_what_protobuf_writes(entries: list[tuple[str, str, int, str]]) -> None:
+    messages = [
         SendResultEntry(
-            status=OK, message_id=each.message_id, transaction_id=each.transaction_id, offset=each.offset,
-            recall_handle=each.recall_handle,
+            status=OK,
+            message_id=message_id,
+            transaction_id=transaction_id,
+            offset=offset,
+            recall_handle=handle,
         )
-        for each in given_entries
-    ]  # fmt: skip
-    assert encode_answer(given_entries) == SendMessageResponse(status=OK, entries=entries).SerializeToString()
+        for message_id, transaction_id, offset, handle in entries
+    ]
+    written = encode_answer(encode_entry(*each) for each in entries)
+    assert written == SendMessageResponse(status=OK, entries=messages).SerializeToString()

@@ -67,11 +67,12 @@ cdef class PlainSend:
     cdef readonly tuple topic
     cdef readonly int kind
     cdef readonly object due_ms
+    cdef readonly bint needs_now
     cdef object body, tag, keys, message_id, properties, born_ms, born_host
     cdef int sys_flag
 
     def row(self, str topic, now_ms, str peer):
-        """Return the values of SEND_NAMES, with what its producer did not say."""
+        """Return the values of SEND_NAMES; `now_ms` and `peer` stand for what its producer did not say."""
         return (
             topic, self.body, self.tag, self.keys, self.message_id, self.properties, -1,
             now_ms if self.born_ms is None else self.born_ms,
@@ -291,6 +292,7 @@ cdef object send_of(Fields* fields):
     send.kind = <int> fields.kind
     send.due_ms = None if fields.due_ms < 0 else fields.due_ms
     send.born_ms = None if fields.born_ms < 0 else fields.born_ms
+    send.needs_now = fields.due_ms >= 0 or fields.born_ms < 0
     send.body = PyBytes_FromStringAndSize(fields.body.at, fields.body.size)
     send.tag = text_of(fields.tag) if fields.tag.size else None
     if fields.keys_count:

@@ -10,46 +10,47 @@ this edge. What is written is what protobuf writes of them (tests/protocols/grpc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Status
 
 _ENTRY, _MESSAGE_ID, _TRANSACTION_ID, _OFFSET, _RECALL_HANDLE = b"\x12", b"\x12", b"\x1a", b"\x20", b"\x2a"
-_LENGTHS = [bytes([size]) for size in range(128)]  # varints of one byte
+_SMALL = [bytes([number]) for number in range(128)]  # numbers of one byte
 
 
-class SendEntry(NamedTuple):
-    """What a client is told of one message."""
-
-    message_id: str
-    transaction_id: str
-    offset: int
-    recall_handle: str
+def encode_answer(entries: Iterable[bytes]) -> bytes:
+    """Return a SendMessageResponse that is OK, with these entries."""
+    return _STATUS + b"".join(entries)
 
 
-def encode_answer(entries: Iterable[SendEntry]) -> bytes:
-    """Return a SendMessageResponse with these entries, each of which is OK."""
-    parts = [_STATUS]
-    for message_id, transaction_id, offset, recall_handle in entries:
-        entry = _STATUS + _text(_MESSAGE_ID, message_id) + _text(_TRANSACTION_ID, transaction_id)
-        if offset:
-            entry += _OFFSET + _varint(offset)
-        entry += _text(_RECALL_HANDLE, recall_handle)
-        parts += (_ENTRY, _varint(len(entry)), entry)
-    return b"".join(parts)
+def encode_entry(message_id: str, transaction_id: str, offset: int, recall_handle: str) -> bytes:
+    """Return a SendResultEntry that is OK, as a field of the answer."""
+    named = _text(message_id)
+    # Only a half message has another transaction than its own name.
+    transaction = named if transaction_id == message_id else _text(transaction_id)
+    entry = _STATUS
+    if named:
+        entry += _MESSAGE_ID + named
+    if transaction:
+        entry += _TRANSACTION_ID + transaction
+    if offset:
+        entry += _OFFSET + _number(offset)
+    if recall_handle:
+        entry += _RECALL_HANDLE + _text(recall_handle)
+    size_bytes = len(entry)
+    return _ENTRY + (_SMALL[size_bytes] if size_bytes < 128 else _number(size_bytes)) + entry
 
 
-def _text(key: bytes, text: str) -> bytes:
-    if not text:
-        return b""
+def _text(text: str) -> bytes:
+    """Return a text behind its length; nothing for an empty one."""
     data = text.encode()
-    return key + _varint(len(data)) + data
+    size_bytes = len(data)
+    if not size_bytes:
+        return data
+    return (_SMALL[size_bytes] if size_bytes < 128 else _number(size_bytes)) + data
 
 
-def _varint(number: int) -> bytes:
+def _number(number: int) -> bytes:
     """Return protobuf's number of seven bits a byte; not negative."""
-    if number < 128:
-        return _LENGTHS[number]
     found = bytearray()
     while number >= 128:
         found.append(number & 127 | 128)
@@ -59,4 +60,4 @@ def _varint(number: int) -> bytes:
 
 
 _OK = Status(code=Code.OK, message=Code.Name(Code.OK)).SerializeToString()
-_STATUS = b"\x0a" + _varint(len(_OK)) + _OK
+_STATUS = b"\x0a" + _number(len(_OK)) + _OK

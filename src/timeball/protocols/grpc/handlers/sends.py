@@ -41,7 +41,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
 )
 from timeball.protocols.grpc.calls import OK, Call, Direct, Handlers, Reply, topic_name
 from timeball.protocols.grpc.codec.messages_in import TRANSACTION, check_instant, row_of, type_of
-from timeball.protocols.grpc.codec.send_answers import SendEntry, encode_answer
+from timeball.protocols.grpc.codec.send_answers import encode_answer, encode_entry
 from timeball.protocols.grpc.codec.send_requests import PlainSend, decoder_of
 from timeball.protocols.grpc.handlers.transactions import transaction_id
 from timeball.protocols.grpc.session import GrpcContext
@@ -114,7 +114,8 @@ class Sends:
 
     def _plain_row(self, call: Call, request: PlainSend) -> tuple[Destination, list[SendRow]]:
         """Return the same of a message that is read already; raise Refused."""
-        to, now_ms = self._destination(request.topic), self._parts.clock.now_ms()
+        to = self._destination(request.topic)
+        now_ms = self._parts.clock.now_ms() if request.needs_now else 0  # clocks cost as much as the row
         if request.kind not in to.types:
             check_type(to.topic, to.name, request.kind)
         if request.due_ms is not None:
@@ -145,15 +146,9 @@ class Sends:
         """Tell each call where its messages stand."""
         _, offsets = accepted.places()
         for piece in pieces:
-            at = piece.first_row
-            piece.reply.answer(
-                encode_answer(
-                    [
-                        self._entry(piece, row, accepted.first_seq + at + n, offsets[at + n])
-                        for n, row in enumerate(piece.rows)
-                    ]
-                )
-            )
+            at, seq = piece.first_row, accepted.first_seq + piece.first_row
+            entries = [self._entry(piece, row, seq + n, offsets[at + n]) for n, row in enumerate(piece.rows)]
+            piece.reply.answer(encode_answer(entries))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Tell each call why its messages were not taken."""
@@ -193,7 +188,7 @@ class Sends:
         types = accepted_types(topic if settings.check_message_types else None)
         return Destination(name, topic, queues_to_write(topic), frozenset(types))
 
-    def _entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> SendEntry:
+    def _entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> bytes:
         message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
         assert message_id is not None, "a message without an id is refused"
         transaction = message_id  # as RocketMQ's proxy has it; it names no transaction
@@ -204,7 +199,7 @@ class Sends:
             handle = recall.encode_handle(
                 piece.to.name, self._context.settings.broker_name, due_ms, message_id
             )
-        return SendEntry(message_id, transaction, offset or 0, handle)
+        return encode_entry(message_id, transaction, offset or 0, handle)
 
 
 def accepted_types(topic: Topic | None) -> list[MessageType]:

@@ -1,0 +1,52 @@
+"""A call before it is a stream of frames: which method, with which headers, until when, and what all calls share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from timeball.access import ANONYMOUS, Caller
+from timeball.protocols.byte_shares import ByteShares
+
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])", re.ASCII)
+_UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+
+
+class Method(NamedTuple):
+    """A call that an edge has. `decode` raises one of `decode_errors` for bytes that are no request."""
+
+    name: str
+    takes_stream: bool
+    gives_stream: bool
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    decode_errors: tuple[type[Exception], ...] = ()
+    outlives_client: bool = False  # what it has begun is done, also for a client that has gone
+
+
+@dataclass(slots=True)
+class Call:
+    """Headers by lower-case name, who calls (an address without its port), and how long they wait for the answer."""
+
+    headers: Mapping[str, str]
+    peer: str = ""
+    remaining_s: float | None = None  # until the client's deadline; None: it has none
+    caller: Caller = ANONYMOUS
+
+
+@dataclass
+class Room:
+    """Bounds, and the counts of all calls of one edge."""
+
+    received: ByteShares
+    request_bytes_max: int
+    calls_max: int
+    calls: int = 0
+
+
+def seconds_of(timeout: str) -> float | None:
+    """Return what a grpc-timeout says, in seconds; None when it is none."""
+    found = _TIMEOUT.fullmatch(timeout)
+    return int(found[1]) * _UNIT_S[found[2]] if found else None
