@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.byte_shares import ByteShares
 
-_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])", re.ASCII)
+DIGITS_MAX = 8  # of a time-out
 _UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -48,5 +47,7 @@ class Room:
 
 def seconds_of(timeout: str) -> float | None:
     """Return what a grpc-timeout says, in seconds; None when it is none."""
-    found = _TIMEOUT.fullmatch(timeout)
-    return int(found[1]) * _UNIT_S[found[2]] if found else None
+    digits, unit_s = timeout[:-1], _UNIT_S.get(timeout[-1:])
+    if unit_s is None or len(digits) > DIGITS_MAX or not (digits.isascii() and digits.isdigit()):
+        return None
+    return int(digits) * unit_s

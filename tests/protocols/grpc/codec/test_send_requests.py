@@ -56,9 +56,9 @@ def compiled(data: bytes) -> Row | str | None:
             check_instant(plain.due_ms, NOW_MS, limits.DELAY_MS_MAX)
     except Refused as error:
         return str(error)
-    return [(each.resource_namespace, each.name) for each in topics_of(plain)], plain.row(
-        "topic", NOW_MS, PEER
-    )
+    row = plain.row("topic", NOW_MS if plain.needs_now else 0, PEER)
+    assert plain.size_bytes == len(row[1]) + len(row[5])
+    return [(each.resource_namespace, each.name) for each in topics_of(plain)], row
 
 
 def is_same(data: bytes) -> bool:

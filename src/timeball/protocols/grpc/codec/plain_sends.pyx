@@ -68,6 +68,7 @@ cdef class PlainSend:
     cdef readonly int kind
     cdef readonly object due_ms
     cdef readonly bint needs_now
+    cdef readonly Py_ssize_t size_bytes
     cdef object body, tag, keys, message_id, properties, born_ms, born_host
     cdef int sys_flag
 
@@ -302,6 +303,7 @@ cdef object send_of(Fields* fields):
     send.born_host = text_of(fields.host) if fields.host.size else None
     send.sys_flag = COMPRESSED if fields.encoding == GZIP else 0
     send.properties = properties_of(fields, keys)
+    send.size_bytes = fields.body.size + len(<str> send.properties)
     return None if len(<str> send.properties) > PROPERTIES_MAX else send
 
 

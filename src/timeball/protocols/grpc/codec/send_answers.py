@@ -36,8 +36,7 @@ def encode_entry(message_id: str, transaction_id: str, offset: int, recall_handl
         entry += _OFFSET + _number(offset)
     if recall_handle:
         entry += _RECALL_HANDLE + _text(recall_handle)
-    size_bytes = len(entry)
-    return _ENTRY + (_SMALL[size_bytes] if size_bytes < 128 else _number(size_bytes)) + entry
+    return _ENTRY + _number(len(entry)) + entry
 
 
 def _text(text: str) -> bytes:
@@ -51,12 +50,11 @@ def _text(text: str) -> bytes:
 
 def _number(number: int) -> bytes:
     """Return protobuf's number of seven bits a byte; not negative."""
-    found = bytearray()
-    while number >= 128:
-        found.append(number & 127 | 128)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
+    if number < 128:
+        return _SMALL[number]
+    if number < 1 << 14:
+        return bytes((number & 127 | 128, number >> 7))
+    return bytes((number & 127 | 128, number >> 7 & 127 | 128)) + _number(number >> 14)
 
 
 _OK = Status(code=Code.OK, message=Code.Name(Code.OK)).SerializeToString()

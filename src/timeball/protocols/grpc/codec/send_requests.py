@@ -27,6 +27,7 @@ class PlainSend(Protocol):
     kind: MessageType  # NORMAL, or DELAY with an instant
     due_ms: int | None
     needs_now: bool  # it has an instant, or does not say when it was born
+    size_bytes: int  # of body and properties
 
     def row(self, topic: str, now_ms: int, peer: str) -> SendRow:
         """Return the values of SEND_NAMES; `now_ms` and `peer` stand for what its producer did not say."""

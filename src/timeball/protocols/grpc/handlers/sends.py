@@ -89,11 +89,12 @@ class Sends:
         """Begin a send: its reply is told where its messages stand, when they are durable."""
         if isinstance(request, SendMessageRequest):
             to, rows, is_transaction = self._rows(call, request.messages)
+            size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
         else:
             to, rows, is_transaction = *self._plain_row(call, request), False
+            size_bytes = request.size_bytes
         if to.topic is None:  # made for this caller, and not for all whose messages share its batch
             self._context.broker.policy.admit([to.name], call.caller)
-        size_bytes = sum([len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows])
         ingress = self._broker.halves if is_transaction else self._broker.sends
         ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, to, is_transaction, reply))
 
