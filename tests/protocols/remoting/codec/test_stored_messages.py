@@ -67,6 +67,21 @@ def test_an_open_frame_writes_the_same(rows: list[dict[str, Any]], data: st.Data
     assert found[0] == len(picks) or most < ANY
 
 
+texts = st.lists(
+    st.sampled_from(["UNIQ_KEY", "TAGS", "KEYS", "TAG", "UNIQ", "\x01", "\x02", "a"]), max_size=9
+).map("".join)
+
+
+@needs_compiled
+@given(st.lists(st.tuples(texts, texts, texts, texts), min_size=1, max_size=4))
+def test_what_stands_in_a_column_only_becomes_the_same_property(rows: list[tuple[str, ...]]) -> None:
+    """Also of texts that read as properties themselves."""
+    names = ("properties", "unique_key", "tag", "keys")
+    segment, frame = segment_of([{**RIGHT, **dict(zip(names, row, strict=True))} for row in rows])
+    picks = list(range(len(rows)))
+    assert put(COMPILED, segment, frame, picks, ANY) == put(PYTHON, segment, frame, picks, ANY)
+
+
 @needs_compiled
 def test_bodies_of_each_length_have_the_same_checksum() -> None:
     source = random.Random(1)

@@ -112,7 +112,7 @@ cdef inline bint read_message(const char* at, int64_t size, int64_t columns, int
     """Find a record batch of so many columns and buffers in an IPC message; False for an unusual one."""
     cdef const char* metadata = at + 8
     cdef int64_t metadata_bytes, message, batch, place
-    if size < 16 or number_at(at) != 0xFFFFFFFF:
+    if size < 16 or number_at(at) != ~<uint32_t> 0:
         return False
     metadata_bytes = <int32_t> number_at(at + 4)
     if not 8 <= metadata_bytes <= size - 8:

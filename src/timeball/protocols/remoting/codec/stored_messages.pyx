@@ -29,11 +29,20 @@ cdef enum:
     TOPIC_MAX = 32767
     HOSTS_MAX = 4096  # that have been parsed: clients' addresses
     COLUMNS = 15
+    NAMED = 3  # properties that may stand in a column only
 
 cdef int32_t BORN_V6 = MessageFlag.BORN_HOST_V6, STORE_V6 = MessageFlag.STORE_HOST_V6
 cdef int32_t ENDED = MessageFlag.TRANSACTION_ROLLBACK, COMMITTED = MessageFlag.TRANSACTION_COMMIT
 cdef uint32_t MAGIC_V1 = records.MAGIC_V1, MAGIC_V2 = records.MAGIC_V2
 cdef Py_ssize_t TOPIC_V1_MAX = records.TOPIC_BYTES_V1_MAX
+
+
+# With the byte that ends the name.
+cdef list _properties = [b"UNIQ_KEY\x01", b"TAGS\x01", b"KEYS\x01"]
+cdef Text PROPERTIES[NAMED]
+cdef int _name
+for _name in range(NAMED):
+    PROPERTIES[_name] = Text(<bytes> _properties[_name], len(_properties[_name]))
 
 
 cdef struct Columns:  # in the order of NAMES
@@ -179,16 +188,17 @@ cdef class Hosts:
     cdef object otherwise
     cdef dict known
     cdef Text name  # of `born`
-    cdef Buffer properties
+    cdef Text properties  # where they stand in the row, or in `added`
+    cdef Buffer added
 
     def __cinit__(self, store_host, born_host):
         self.store, self.otherwise = _host(store_host), born_host
         self.known = HOSTS if born_host == records.NO_HOST else {None: _host(born_host)}
         self.name.size = -1
-        self.properties.data, self.properties.size, self.properties.room = NULL, 0, 0
+        self.added.data, self.added.size, self.added.room = NULL, 0, 0
 
     def __dealloc__(self):
-        free(self.properties.data)
+        free(self.added.data)
 
     cdef int find_born(self, Columns* of, Py_ssize_t row) except -1:
         """Set `born` to the host of a row."""
@@ -208,25 +218,46 @@ cdef class Hosts:
             self.born = self.known[name] = _host(records.parse_host(name.decode(), self.otherwise))
         return 0
 
+    cdef Text add(self, int name, Text value) except *:
+        """Add a property that stands in a column only; return it."""
+        cdef Buffer* added = &self.added
+        cdef Text own = self.properties
+        cdef Py_ssize_t begin
+        if own.at != added.data or added.data == NULL:  # the first that is added to this row
+            added.size = 0
+            if own.size:
+                put(added, own.at, own.size)
+        if added.size and added.data[added.size - 1] != 2:
+            put(added, b"\x02", 1)
+        begin = added.size
+        put(added, PROPERTIES[name].at, PROPERTIES[name].size)
+        put(added, value.at, value.size)
+        put(added, b"\x02", 1)
+        self.properties = Text(added.data, added.size)
+        return Text(added.data + begin, added.size - begin)
+
     cdef bint measure(self, Columns* of, Py_ssize_t row, Record* found) except -1:
         """Measure a stored message; False when it does not fit the layout."""
-        cdef Text topic = text(&of.topic, row), given = text(&of.properties, row)
-        cdef Buffer* properties = &self.properties
+        cdef Text topic = text(&of.topic, row)
+        cdef Text[NAMED] values = [text(&of.unique_key, row), text(&of.tag, row), text(&of.keys, row)]
+        cdef int at, wanted = 0
         self.find_born(of, row)
-        properties.size = 0
-        if given.size:
-            put(properties, given.at, given.size)
-        _add(properties, b"UNIQ_KEY\x01", text(&of.unique_key, row))
-        _add(properties, b"TAGS\x01", text(&of.tag, row))
-        _add(properties, b"KEYS\x01", text(&of.keys, row))
-        if properties.size > PROPERTIES_MAX or topic.size > TOPIC_MAX or not self.born or not self.store:
+        self.properties = text(&of.properties, row)
+        for at in range(NAMED):
+            wanted |= (values[at].size > 0) << at
+        wanted &= ~names_in(self.properties, wanted)
+        for at in range(NAMED):
+            if wanted >> at & 1:
+                # A value may hold what reads as a property: it counts as one then, as for the reference.
+                wanted &= ~names_in(self.add(at, values[at]), wanted)
+        if self.properties.size > PROPERTIES_MAX or topic.size > TOPIC_MAX or not self.born or not self.store:
             return False
         found.is_v1 = topic.size <= TOPIC_V1_MAX
         found.sys_flag = number32(&of.sys_flag, row) & ~(BORN_V6 | STORE_V6)
         found.sys_flag |= (BORN_V6 if len(self.born) > 8 else 0) | (STORE_V6 if len(self.store) > 8 else 0)
         found.total = (
             FIXED_BYTES + len(self.born) - 4 + len(self.store) - 4 + text(&of.body, row).size + topic.size
-            + properties.size + (not found.is_v1)
+            + self.properties.size + (not found.is_v1)
         )
         return True
 
@@ -257,7 +288,7 @@ cdef class Hosts:
         at[0] = <char> topic.size
         at = _put(at + 1, topic.at, topic.size)
         at[0], at[1] = <char> (self.properties.size >> 8), <char> self.properties.size
-        at = _put(at + 2, self.properties.data, self.properties.size)
+        at = _put(at + 2, self.properties.at, self.properties.size)
         assert at == begin + record.total
         return 0
 
@@ -301,7 +332,7 @@ for _step in range(1, STEP):
 cdef uint32_t checksum(Text of) noexcept:
     cdef const uint8_t* at = <const uint8_t*> of.at
     cdef const uint8_t* end = at + of.size
-    cdef uint32_t crc = 0xFFFFFFFF
+    cdef uint32_t crc = ~<uint32_t> 0
     while end - at >= STEP:
         crc ^= at[0] | <uint32_t> at[1] << 8 | <uint32_t> at[2] << 16 | <uint32_t> at[3] << 24
         # What does not wait for the last step's crc comes first.
@@ -315,29 +346,25 @@ cdef uint32_t checksum(Text of) noexcept:
     while at < end:
         crc = crc >> 8 ^ CRCS[0][(crc ^ at[0]) & 0xFF]
         at += 1
-    return crc ^ 0xFFFFFFFF
+    return ~crc
 
 
-cdef int _add(Buffer* properties, bytes name, Text value) except -1:
-    """Add a property that stands in a column only; `name` with its end."""
-    cdef const char* at = properties.data
+cdef int names_in(Text properties, int wanted) noexcept:
+    """Return which of these names, a bit for each of NAMED, properties have."""
+    cdef const char* at = properties.at
     cdef const char* end = at + properties.size
-    cdef Py_ssize_t size = len(name)
-    cdef const char* wanted = name
-    if value.size == 0:
-        return 0
-    while end - at >= size:
-        if memcmp(at, wanted, size) == 0:
-            return 0
-        at = <const char*> memchr(at, 2, end - at)
+    cdef int name, found = 0
+    while found != wanted:
+        for name in range(NAMED):
+            # Mostly the first letter tells: a call of memcmp costs as much as all of them.
+            if at < end and at[0] == PROPERTIES[name].at[0] and end - at >= PROPERTIES[name].size:
+                if memcmp(at, PROPERTIES[name].at, PROPERTIES[name].size) == 0:
+                    found |= wanted & 1 << name
+        at = <const char*> memchr(at, 2, end - at) if at < end else NULL
         if at == NULL:
             break
         at += 1
-    if properties.size and (end - 1)[0] != 2:
-        put(properties, b"\x02", 1)
-    put(properties, wanted, size)
-    put(properties, value.at, value.size)
-    return put(properties, b"\x02", 1)
+    return found
 
 
 cdef inline char* _put(char* to, const char* data, Py_ssize_t size) noexcept:
