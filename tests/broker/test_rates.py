@@ -115,3 +115,31 @@ def test_a_stranger_who_fills_them_costs_no_search_each_time(monkeypatch: pytest
     for number in range(100):
         rates.add(NUMS, str(number), 1)
     assert (len(searches), len(rates)) == (1, 2)
+
+
+def test_what_is_handed_out_counts_in_its_own_place_after_others_gave_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "COUNTERS_MAX", 6)
+    rates = started()
+
+    def got(group: str) -> tuple[int, int, int]:
+        key = module.of_group("t", group)
+        nums, sizes = rates.total(Stat.GROUP_GET_NUMS, key), rates.total(Stat.GROUP_GET_SIZE, key)
+        return nums, sizes, rates.total(Stat.BROKER_GET_NUMS)
+
+    for _ in range(3):
+        rates.got("t", "a", 2, 100)
+        rates.got("t", "a", 0, 0)
+    assert got("a") == (6, 300, 6)
+    assert rates.rate(Stat.GROUP_GET_SIZE, "t@a", rates.minute, 0) == Rate(300, 0.0, 100.0)
+    rates.got("t", "b", 1, 10)
+    rates.got("t", "c", 1, 10)
+    assert got("c") == (1, 0, 8), "one of its counters finds no room"
+    for minute in range(130):
+        rates.sample(minute * MINUTE_MS)
+        rates.got("t", "a", 1, 50)
+    for _ in range(2):
+        rates.got("t", "d", 3, 30)
+    rates.got("t", "a", 1, 50)
+    assert (got("b"), got("d"), got("a")) == ((0, 0, 145), (6, 60, 145), (137, 6_850, 145))

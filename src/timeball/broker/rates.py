@@ -71,6 +71,9 @@ class Rates:
         self._sums: list[int] = []
         self._times: list[int] = []
         self._free: list[int] = []  # places of dropped counters, given out again first
+        self._got: dict[
+            tuple[str, str], tuple[int, int, int]
+        ] = {}  # topic and group -> places of what `got` counts
         self._no_room = False  # until the next state of the hour: nothing falls idle before
         self.minute = Window(10 * limits.SECOND_MS, 6)
         self.hour = Window(10 * limits.MINUTE_MS, 6)
@@ -86,11 +89,28 @@ class Rates:
 
     def got(self, topic: str, group: str, rows: int, size_bytes: int) -> None:
         """Count messages that were handed to a group."""
-        if rows:
+        if not rows:
+            return
+        places = self._got.get((topic, group))
+        if places is None:
             key = of_group(topic, group)
-            self.add(Stat.GROUP_GET_NUMS, key, rows)
-            self.add(Stat.GROUP_GET_SIZE, key, size_bytes)
-            self.add(Stat.BROKER_GET_NUMS, "", rows)
+            names = (Stat.GROUP_GET_NUMS, key), (Stat.GROUP_GET_SIZE, key), (Stat.BROKER_GET_NUMS, "")
+            for (stat, of), count in zip(names, (rows, size_bytes, rows), strict=True):
+                self.add(stat, of, count)
+            # Kept when all have a place: room for the others may become free.
+            if all(name in self._rows for name in names):
+                nums, sizes, broker_nums = (self._rows[name] for name in names)
+                self._got[topic, group] = nums, sizes, broker_nums
+            return
+        # Written out: a loop over the three takes as long as all the rest.
+        nums, sizes, broker_nums = places
+        sums, times = self._sums, self._times
+        sums[nums] += rows
+        sums[sizes] += size_bytes
+        sums[broker_nums] += rows
+        times[nums] += 1
+        times[sizes] += 1
+        times[broker_nums] += 1
 
     def add_each(self, stat: str, keys: Iterable[str]) -> None:
         """Count one for each key as often as it is there."""
@@ -155,6 +175,7 @@ class Rates:
         return row
 
     def _drop_idle(self) -> None:
+        self._got.clear()
         idle = self.hour.idle(self._times)
         for name, row in list(self._rows.items()):
             if idle[row]:
