@@ -149,3 +149,16 @@ async def test_only_so_many_frames_stay_open(world: World, monkeypatch: pytest.M
     seqs = [(await world.broker.send(batch(1))).first_seq for _ in range(5)]
     assert (await source.get(seqs, HERE, ANY))[0] == 5
     assert len(source._frames) == 2
+
+
+@on_node(queues_per_topic=1)
+async def test_the_frame_used_last_goes_with_its_segment(world: World) -> None:
+    source, segments = StoredFrames(world.broker.parts, PYTHON), world.broker.parts.reader.segments
+    seq = (await world.broker.send(batch(1))).first_seq
+    expected = plain(world, [seq], HERE)
+    for _ in range(2):
+        assert source.get_now([seq], HERE, ANY) == (1, expected[0])
+    assert source._last is not None
+    for forget in segments.on_drop:
+        forget([segments.last])
+    assert source._last is None and not len(source._frames)

@@ -41,6 +41,11 @@ class StoredFrames:
         self._parts, self._codec = parts, codec
         self._frames: FrameCache[StoredFrame] = FrameCache(parts.reader.segments, CACHE_FRAMES_MAX)
         self._opening: dict[Place, asyncio.Future[Opened]] = {}
+        self._last: StoredFrame | None = None  # that was used; mostly the next pull is of the same commit
+        parts.reader.segments.on_drop.append(self._forget_last)
+
+    def _forget_last(self, _: list[Segment]) -> None:
+        self._last = None
 
     def get_now(self, seqs: list[int], host: Host, bytes_max: int) -> Messages | None:
         """Return as many of these messages as go into an answer, at least one; None when that takes the disk.
@@ -81,6 +86,9 @@ class StoredFrames:
 
     def _frame(self, seq: int, opened: Opened) -> StoredFrame | _Closed:
         """Return the frame that holds a row; raises OutOfRange when the log does not have it."""
+        last = self._last
+        if last is not None and last.first_seq <= seq < last.end_seq:
+            return last
         reader = self._parts.reader
         segment = reader.segments.holding(seq)
         position = segment.frame_position_of(seq)
@@ -94,6 +102,7 @@ class StoredFrames:
             self._frames.keep(place, frame)
         if seq >= frame.end_seq:
             raise OutOfRange(f"seq {seq} was set aside for a bulk attach and is not in the log")
+        self._last = frame
         return frame
 
     async def _open(self, closed: _Closed) -> Opened:
