@@ -50,6 +50,30 @@ def test_only_what_is_new_is_a_change() -> None:
     assert clients.groups_on("u") == ["g"]
 
 
+def test_the_version_counts_what_changes_how_a_group_consumes() -> None:
+    clients: Clients = Sessions(EXPIRY_MS)
+    versions = [clients.version]
+
+    def changes() -> bool:
+        versions.append(clients.version)
+        return versions[-1] > versions[-2]
+
+    beat(clients, 0, "a", consuming("g", "t"))
+    assert changes()
+    beat(clients, 0, "a", consuming("g", "t"))
+    assert not changes()
+    beat(clients, 0, "a", consuming("g", "t", version=2))
+    assert changes()
+    beat(clients, 0, "a", consuming("g", "t", version=2, expression="A"))
+    assert changes()
+    clients.leave(0, producer_group=None, consumer_group="g")
+    assert changes()
+    beat(clients, 0, "a", consuming("g", "t"))
+    assert changes()
+    clients.remove(0)
+    assert changes()
+
+
 def test_the_newer_subscription_counts() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     a, b = 0, 1

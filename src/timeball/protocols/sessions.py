@@ -88,6 +88,7 @@ class Sessions(Generic[K, S]):
         self._sessions: dict[K, S] = {}
         self._groups: dict[str, Group[S]] = {}
         self._producers: dict[str, dict[K, S]] = {}
+        self.version = 0  # counts changes of how groups consume, and of what they subscribe to
         self.on_gone: list[Callable[[S], None]] = []
 
     def __len__(self) -> int:
@@ -200,6 +201,8 @@ class Sessions(Generic[K, S]):
     def _join(self, session: S, how: Membership) -> bool:
         group = self._groups.setdefault(how.group, Group(how))
         changed = session.key not in group.by_key
+        if changed or group.how != how:  # clients beat all the time, and mostly say what they have said
+            self.version += 1
         group.how, group.by_key[session.key] = how, session
         session.consumes.add(how.group)
         wanted = {one.topic: one for one in how.subscriptions}
@@ -213,6 +216,7 @@ class Sessions(Generic[K, S]):
 
     def _stop_consuming(self, session: S, name: str) -> None:
         session.consumes.discard(name)
+        self.version += 1
         group = self._groups[name]
         del group.by_key[session.key]
         if not group.by_key:

@@ -125,7 +125,10 @@ def address(context: RemotingContext, connection: Connection) -> str:
 
 def store_host(context: RemotingContext, connection: Connection) -> Host:
     """Return the same as bytes, as it stands in stored messages and message ids."""
-    return _as_bytes(*_host_port(context, connection))
+    host = connection.store_host
+    if host is None:
+        host = connection.store_host = _as_bytes(*_host_port(context, connection))
+    return host
 
 
 def check_advertised(advertise: str) -> None:

@@ -37,6 +37,7 @@ from timeball.protocols.remoting.codec.frame import (
     cut,
     encode,
 )
+from timeball.protocols.remoting.codec.records import Host
 from timeball.protocols.sessions import Session
 
 logger = logging.getLogger(__name__)
@@ -196,9 +197,8 @@ class Connection(asyncio.Protocol):
         self.caller: Caller = ANONYMOUS  # who has signed the last request
         self.peer = self.local = ("", 0)
         self.name = ":0"  # the far side, for people and as a message's born host
-        self.id_prefix = (
-            ""  # of the ids of messages sent over it: where it reaches us; made for its first answer
-        )
+        self.store_host: Host | None = None  # where it reaches us, as bytes; made when first asked for
+        self.id_prefix = ""  # the same, of the ids of messages sent over it; made for its first answer
 
     # -- asyncio's side --------------------------------------------------------------------------------------
 

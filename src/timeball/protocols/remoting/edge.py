@@ -123,16 +123,16 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Any]) -> None:
-        now_ms, read_pull = self.context.broker.parts.clock.now_ms(), self.codec.read_pull
+        now_ms, pull = self.context.broker.parts.clock.now_ms(), self.codec.pull
         for frame in frames:
+            kind = type(frame)
             try:
-                if type(frame) is not Frame:
-                    self._sends.put_run(connection, frame, now_ms)
+                if kind is pull:
+                    if not self._answers(connection, frame):
+                        self._dispatch.receive(connection, frame.frame())
                     continue
-                pull = read_pull(frame)
-                if pull is not None:
-                    if not self._answers(connection, pull):
-                        self._dispatch.receive(connection, frame)
+                if kind is not Frame:
+                    self._sends.put_run(connection, frame, now_ms)
                     continue
                 header = read_send(frame)
                 if header is not None:

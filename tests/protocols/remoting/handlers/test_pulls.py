@@ -17,6 +17,7 @@ from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
+from timeball.access import Caller
 from timeball.protocols.remoting.calls import Call
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import (
@@ -26,8 +27,10 @@ from timeball.protocols.remoting.codec.frame import (
     Command,
     cut,
     decode,
+    encode,
 )
-from timeball.protocols.remoting.codec.implementation import PYTHON
+from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON
+from timeball.protocols.remoting.handlers import pulls as module
 from timeball.protocols.remoting.handlers.pulls import Pulls
 from timeball.protocols.remoting.stored_frames import StoredFrames
 
@@ -360,3 +363,63 @@ def test_a_group_that_may_not_broadcast(node: RunningNode, wire: Wire) -> None:
     assert (refused.code, "broadcast" in str(refused.remark)) == (ResponseCode.NO_PERMISSION, True)
     beat(wire, version=2)
     assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1
+
+
+def test_what_was_granted_is_decided_again_after_a_change(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    before = ways(node)
+    for _ in range(3):
+        assert len(bodies(pulled(wire))) == 1
+    topic = {"topic": "orders", "defaultTopic": "TBW102", "readQueueNums": 8, "writeQueueNums": 8}
+    topic |= {"topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": "false"}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=2)
+    assert pulled(wire).code == ResponseCode.NO_PERMISSION
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=6)
+    assert len(bodies(pulled(wire))) == 1
+    config = {"groupName": "group", "consumeEnable": False}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
+    assert pulled(wire).code == ResponseCode.NO_PERMISSION
+    assert len(bodies(pulled(wire, consumerGroup="other"))) == 1
+    assert went(node, before, 5, 2)
+
+
+def test_a_grant_is_of_one_queue_and_subscription(node: RunningNode, wire: Wire) -> None:
+    for queue, tag in enumerate("AB"):
+        sent(wire, tag.encode(), e=queue, properties={"TAGS": tag})
+    for _ in range(2):
+        assert bodies(pulled(wire)) == [b"A"]
+        assert bodies(pulled(wire, queueId=1)) == [b"B"]
+        assert pulled(wire, queueId=1, subscription="A").code == ResponseCode.PULL_RETRY_IMMEDIATELY
+        assert bodies(pulled(wire, queueId=1, subscription="B")) == [b"B"]
+        assert pulled(wire, queueId=99).code == ResponseCode.INVALID_PARAMETER
+
+
+def test_only_so_many_grants_are_kept(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRANTS_MAX", 2)
+    sent(wire)
+    for group in ("a", "b", "c", "a"):
+        assert len(bodies(pulled(wire, consumerGroup=group))) == 1
+    assert node.node.remoting is not None
+    assert len(node.node.remoting._pulls._grants) <= 2
+
+
+@pytest.mark.skipif(COMPILED is None, reason="only the compiled codec makes plain pulls")
+@on_node(queues_per_topic=1)
+async def test_who_has_signed_is_granted_nothing_in_advance(world: World) -> None:
+    """The edge hands no signed request to the plain way; what is kept for all must not be given out by it either."""
+    assert COMPILED is not None
+    await world.broker.send(batch(1))
+    pair, pulls = await Pair.made(), Pulls(context_of(world.broker), COMPILED)
+    ext = {
+        "consumerGroup": "group",
+        "topic": "orders",
+        "queueId": "0",
+        "queueOffset": "0",
+        "subscription": "*",
+    }
+    request = Command(PULL, ext={**ext, "sysFlag": str(int(PullFlag.SUBSCRIPTION))})
+    [found], _, _ = COMPILED.cut(encode(request), FRAME_BYTES_MAX)
+    assert pulls.answer(pair.connection, found)
+    pair.connection.caller = Caller()
+    assert not pulls.answer(pair.connection, found)
+    pair.close()

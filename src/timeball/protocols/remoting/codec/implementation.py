@@ -2,9 +2,9 @@
 
     python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time; it
                 is the reference
-    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; stored_messages.pyx: what pulls
-                are given; plain_pulls.pyx: pulls that are answered at once. What is more than usual they leave to the
-                reference.
+    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; plain_pulls.pyx: pulls that
+                are answered at once; stored_messages.pyx: what they are given. What is more than usual they leave to
+                the reference.
 
 Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
 """
@@ -82,13 +82,18 @@ class PlainPull(Protocol):
     sub_version: int
     expression_type: str | None
     max_msg_bytes: int | None
+    # All of it but offsets, bounds and the number of the request: of pulls with one subject the same is decided.
+    subject: bytes
+
+    def frame(self) -> Frame:
+        """Return the frame that the pull was read in."""
 
     def answer(self, next_offset: int, min_offset: int, max_offset: int, body: bytearray) -> bytes:
         """Return the frame that answers it with these stored messages."""
 
 
-def _no_pull(_: Frame) -> PlainPull | None:
-    return None
+class _NoPull:
+    """Of a codec that makes no plain pulls."""
 
 
 def _no_run(*_: object) -> Any:
@@ -97,9 +102,9 @@ def _no_run(*_: object) -> Any:
 
 @dataclass(frozen=True)
 class Codec:
-    """One of the two. `join` and `encode_replies` are for the runs that `cut` makes; Python's makes none.
+    """One of the two. `join` and `encode_replies` are for the runs that `cut` makes, `pull` is the type of its pulls.
 
-    `read_pull` returns None for a frame that is to be decoded by the reference: Python's always.
+    Python's makes neither.
     """
 
     name: str
@@ -108,7 +113,7 @@ class Codec:
     open_frame: Callable[[pa.Buffer, LogFrame], StoredFrame]
     join: Callable[[list[Any]], pa.RecordBatch] = _no_run
     encode_replies: Callable[..., bytes] = _no_run
-    read_pull: Callable[[Frame], PlainPull | None] = _no_pull
+    pull: type[Any] = _NoPull
 
 
 PYTHON = Codec("python", frame.cut, records.encode_each, records.StoredFrame)
@@ -122,7 +127,7 @@ COMPILED = (
         stored_messages.StoredFrame,
         send_columns.join,
         send_columns.encode_replies,
-        plain_pulls.read_pull,
+        plain_pulls.PlainPull,
     )
 )
 

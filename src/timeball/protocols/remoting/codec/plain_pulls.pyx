@@ -2,8 +2,8 @@
 """Plain pulls, read and answered in C: the compiled twin of `decode`, `PullFields` and `encode` for the usual one.
 
 A pull is plain when its header is JSON as consumers write it, all its fields are texts, and it waits for an answer. All
-else is None here and goes the way of the reference; so does a plain one that cannot be answered at once, with what it
-was refused for. Nothing is refused here.
+else is None here and goes the way of the reference, as a frame; so does a plain one that cannot be answered at once,
+with what it was refused for. Nothing is refused here.
 """
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
@@ -15,14 +15,12 @@ from timeball.protocols.remoting.codec.c_text cimport (
 )
 
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, RequestCode
-from timeball.protocols.remoting.codec.frame import JSON, Command, encode
+from timeball.protocols.remoting.codec.frame import JSON, Command, Frame, encode
 from timeball.protocols.remoting.codec.records import pull_fields
 
 cdef enum:
     HEADER_MAX = 4096
     FIELDS_MAX = 64
-    NUMBERS = 7
-    TEXTS = 4
     REQUIRED = 0b110000011  # the first two numbers, the first two texts
     PARTS = 5
 
@@ -60,10 +58,72 @@ HEADER.data, HEADER.size, HEADER.room = NULL, 0, 0
 cdef class PlainPull:
     """What `PullFields` has of a pull, and the number of its request."""
 
-    cdef readonly str consumer_group, topic
-    cdef readonly object subscription, expression_type, max_msg_bytes
-    cdef readonly int64_t queue_id, queue_offset, max_msg_nums, sys_flag, commit_offset, sub_version
-    cdef int64_t opaque
+    @property
+    def queue_id(self):
+        return self.numbers[0]
+
+    @property
+    def queue_offset(self):
+        return self.numbers[1]
+
+    @property
+    def max_msg_nums(self):
+        return self.numbers[2]
+
+    @property
+    def sys_flag(self):
+        return self.numbers[3]
+
+    @property
+    def commit_offset(self):
+        return self.numbers[4]
+
+    @property
+    def sub_version(self):
+        return self.numbers[5]
+
+    @property
+    def max_msg_bytes(self):
+        return self.numbers[6] if self.seen >> 6 & 1 else None
+
+    @property
+    def consumer_group(self):
+        return self.texts[0].at[:self.texts[0].size].decode()
+
+    @property
+    def topic(self):
+        return self.texts[1].at[:self.texts[1].size].decode()
+
+    @property
+    def subscription(self):
+        return self.texts[2].at[:self.texts[2].size].decode() if self.seen >> (NUMBERS + 2) & 1 else None
+
+    @property
+    def expression_type(self):
+        return self.texts[3].at[:self.texts[3].size].decode() if self.seen >> (NUMBERS + 3) & 1 else None
+
+    @property
+    def subject(self):
+        """Return all but offsets, bounds and the number of the request, as bytes."""
+        cdef int64_t[TEXTS + 4] parts = [self.seen, self.numbers[0], self.numbers[3], self.numbers[5], 0, 0, 0, 0]
+        cdef Py_ssize_t size = sizeof(parts)
+        cdef int at
+        for at in range(TEXTS):
+            parts[4 + at] = self.texts[at].size
+            size += self.texts[at].size
+        found = PyBytes_FromStringAndSize(NULL, size)
+        cdef char* to = PyBytes_AsString(found)
+        memcpy(to, <const char*> parts, sizeof(parts))
+        to += sizeof(parts)
+        for at in range(TEXTS):
+            if self.texts[at].size:
+                memcpy(to, self.texts[at].at, self.texts[at].size)
+                to += self.texts[at].size
+        return found
+
+    def frame(self):
+        """Return the frame that the pull was read in."""
+        return Frame(FORM, self.data[self.header_at:self.body_at], self.data[self.body_at:self.end])
 
     def answer(self, int64_t next_offset, int64_t min_offset, int64_t max_offset, bytearray body not None):
         """Return the frame that answers the pull with these stored messages."""
@@ -85,11 +145,23 @@ cdef class PlainPull:
         return frame
 
 
-def read_pull(frame):
-    """Return the plain pull in a frame; None when it holds anything else."""
-    cdef bytes header = frame.header
-    cdef const char* p = header
-    cdef const char* end = p + len(header)
+cdef PlainPull read_pull(bytes data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form):
+    """Return the plain pull whose header begins at `at` and whose body, of a frame up to `end`, at `body_at`.
+
+    None when the frame holds anything else.
+    """
+    cdef const char* p = <const char*> data + at
+    cdef const char* header_end = <const char*> data + body_at
+    cdef PlainPull pull
+    if form != FORM:
+        return None
+    pull = read_header(p, header_end)
+    if pull is not None:
+        pull.data, pull.header_at, pull.body_at, pull.end = data, at, body_at, end
+    return pull
+
+
+cdef PlainPull read_header(const char* p, const char* end):
     cdef Text name, value
     cdef int64_t number, opaque = 0
     cdef PlainPull pull = None
@@ -98,7 +170,7 @@ def read_pull(frame):
     p += 8
     if not (read_bare(&p, end, &value) and read_number(value, 0, LITE_PULL, &number)):
         return None
-    if number != PULL and number != LITE_PULL or p >= end or frame.serialisation != FORM:
+    if number != PULL and number != LITE_PULL or p >= end:
         return None
     while p[0] == c",":
         p += 1
@@ -129,14 +201,14 @@ def read_pull(frame):
     # The C++ client ends its header with a line feed.
     if pull is None or p[0] != c"}" or not (p + 1 == end or (p + 2 == end and p[1] == c"\n")):
         return None
-    pull.opaque = opaque
+    pull.opaque = <int32_t> opaque
     return pull
 
 
 cdef PlainPull read_fields(const char** p, const char* end):
     """Read the extFields of a pull."""
     cdef Text name, value
-    cdef Text[TEXTS] texts
+    cdef Text[TEXTS] texts = [Text(NULL, 0), Text(NULL, 0), Text(NULL, 0), Text(NULL, 0)]
     cdef int64_t[NUMBERS] numbers = [0, 0, 32, 0, 0, 0, 0]  # the defaults of PullFields
     cdef int64_t suspend_ms
     cdef uint32_t seen = 0
@@ -169,11 +241,10 @@ cdef PlainPull read_fields(const char** p, const char* end):
     if p[0] >= end or p[0][0] != c"}" or seen & REQUIRED != REQUIRED:
         return None
     p[0] += 1
-    cdef PlainPull pull = PlainPull()
-    pull.queue_id, pull.queue_offset, pull.max_msg_nums = numbers[0], numbers[1], numbers[2]
-    pull.sys_flag, pull.commit_offset, pull.sub_version = numbers[3], numbers[4], numbers[5]
-    pull.max_msg_bytes = numbers[6] if seen >> 6 & 1 else None
-    pull.consumer_group, pull.topic = texts[0].at[:texts[0].size].decode(), texts[1].at[:texts[1].size].decode()
-    pull.subscription = texts[2].at[:texts[2].size].decode() if seen >> (NUMBERS + 2) & 1 else None
-    pull.expression_type = texts[3].at[:texts[3].size].decode() if seen >> (NUMBERS + 3) & 1 else None
+    cdef PlainPull pull = PlainPull.__new__(PlainPull)
+    for at in range(NUMBERS):
+        pull.numbers[at] = numbers[at]
+    for at in range(TEXTS):
+        pull.texts[at] = texts[at]
+    pull.seen = seen
     return pull

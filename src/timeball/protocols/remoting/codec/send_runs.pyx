@@ -1,12 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Runs of plain sends, cut out, read and answered in C: the compiled twin of what sends.py and SendRows do one by one.
 
-    bytes of a connection -> cut -> Frame | SendRun -> join -> columns of a batch
-                                                    -> answers, as bytes
+    bytes of a connection -> cut -> Frame | PlainPull | SendRun -> join -> columns of a batch
+                                                                -> answers, as bytes
 
 A send is plain when producers write it so and only its topic, its queue and its delay are left to decide about; a batch
-when each of its records is, and it names its queue: then its messages are rows of the run, with one answer. All else
-is a Frame, in its place between the runs, and goes the way of the reference. So nothing is refused here: each doubt
+when each of its records is, and it names its queue: then its messages are rows of the run, with one answer. A plain
+pull (plain_pulls.pyx) stands in its place between the runs, and so does all else, as a Frame that goes the way of the
+reference. So nothing is refused here: each doubt
 (another spelling of JSON, an unusual number, a field that is there twice, a text near its limit) makes a frame not plain.
 
 The columns and answers are those that the reference makes (tests/protocols/remoting/codec/test_implementation.py).
@@ -17,6 +18,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memcmp
 
 from timeball.protocols.remoting.codec.c_text cimport Text, is_ascii, put, read32, same
+from timeball.protocols.remoting.codec.plain_pulls cimport read_pull
 from timeball.protocols.remoting.codec.send_headers cimport (
     NEVER, plan_plain, read_binary, read_json, read_properties, read_record,
 )
@@ -209,7 +211,7 @@ cdef class SendRun:
 
 
 def cut(bytes data, Py_ssize_t frame_bytes_max):
-    """Cut frames and runs out of these bytes.
+    """Cut frames, plain pulls and runs out of these bytes.
 
     Returns them, where the half frame at the end begins, and its size as far as it is known; raises BadFrame.
     """
@@ -234,7 +236,8 @@ def cut(bytes data, Py_ssize_t frame_bytes_max):
                 run.close(data, at)
                 found.append(run)
                 run = SendRun()
-            found.append(Frame(word >> 24, data[at + 8:body_at], data[body_at:end]))
+            pull = read_pull(data, at + 8, body_at, end, word >> 24)
+            found.append(pull or Frame(word >> 24, data[at + 8:body_at], data[body_at:end]))
         elif run.count >= ROWS_MAX or run.topics == TOPICS_MAX:
             run.close(data, end)
             found.append(run)

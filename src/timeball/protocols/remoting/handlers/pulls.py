@@ -7,25 +7,30 @@
     beyond the end    PULL_OFFSET_MOVED            goes on at the end
 
 A pull from memory is answered within the same turn of the loop; only one that must be read from the disk, filtered by
-rows or waited for becomes a task. A pull that waits is woken by the commit that makes something visible: a
-release like a send, so nothing stands between a due instant and its consumer.
+rows or waited for becomes a task. Of a plain pull the codec says what it is about, and what was decided about that
+holds until a topic, a group or a membership changes: a consumer asks a thousand times a second for one thing.
+
+A pull that waits is woken by the commit that makes something visible: a release like a send, so nothing stands between
+a due instant and its consumer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from typing import NamedTuple
 
 import msgspec
 
 from timeball import limits
-from timeball.access import Caller
+from timeball.access import ANONYMOUS, Caller
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Queue, Topic
 from timeball.errors import OutOfRange, TimeballError
+from timeball.log.queue_index import QueueIndex
 from timeball.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
@@ -46,6 +51,7 @@ from timeball.protocols.sessions import BROADCASTING
 
 ROWS_MAX = 1_024
 BYTES_MAX = 4 * 1024 * 1024  # of one answer; a single message may be larger
+GRANTS_MAX = 4_096  # of pulls that consumers repeat: one a queue and group
 # Plain numbers: an IntFlag makes an object of every result.
 _SUBSCRIPTION, _SUSPEND, _COMMIT_OFFSET = map(
     int, (PullFlag.SUBSCRIPTION, PullFlag.SUSPEND, PullFlag.COMMIT_OFFSET)
@@ -72,14 +78,27 @@ class PullFields(msgspec.Struct, rename="camel"):
 Fields = PullFields | PlainPull
 
 
+class _Grant(NamedTuple):
+    """What was decided about plain pulls of one subject: they may read this queue, and all that is in it."""
+
+    topic: str
+    group: str
+    entries: QueueIndex
+    commits: bool
+
+
 class Pulls:
     """Serves PULL_MESSAGE. Belongs to the event loop."""
 
     def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._context = context
-        self._broker = context.broker
+        self._broker, self._sessions = context.broker, context.sessions
+        parts = context.broker.parts
+        self._topics, self._groups, self._rates = parts.topics, parts.groups, parts.rates
         self._stored = StoredFrames(context.broker.parts, codec)
         self._filters = FiltersKept()
+        self._grants: dict[bytes, _Grant] = {}
+        self._granted_at = -1  # the version of all that the grants depend on
         self.answered = {"plain": 0, "other": 0}  # since the start, by the way they went
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: self._pull,
@@ -99,7 +118,7 @@ class Pulls:
             return self._wait(call, fields, topic, queue, wanted)
         if wanted.matches_all:
             host = store_host(self._context, call.connection)
-            messages = self._stored.get_now(_next_rows(fields, queue), host, _bytes(fields))
+            messages = self._stored.get_now(_next_rows(fields, queue.index), host, _bytes(fields))
             if messages is not None:
                 return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
         return self._look(call, fields, queue, wanted)
@@ -109,34 +128,50 @@ class Pulls:
 
         It does when it waits, is filtered by rows, needs the disk or is refused: nothing has been done about it then.
         """
-        topic = self._broker.parts.topics.find_topic(pull.topic)
-        if topic is None or not 0 <= pull.queue_id < topic.read_queues:
-            return False
-        index, offset = topic.queues[pull.queue_id].index, pull.queue_offset
-        if not index.min_offset <= offset < index.max_offset:
-            return False
-        if connection.calls >= CALLS_MAX or connection.flow.is_full:
-            return False
-        body = bytearray()
         try:
-            if not self._filter(pull, topic).matches_all:
+            grant = self._grant(connection, pull)
+            if grant is None:
                 return False
-            rows = _next_rows(pull, topic.queues[pull.queue_id])
-            count = self._stored.put_now(body, rows, store_host(self._context, connection), _bytes(pull))
+            topic, group, index, commits = grant
+            offset = pull.queue_offset
+            if not index.min_offset <= offset < index.max_offset:
+                return False
+            if connection.calls >= CALLS_MAX or connection.flow.is_full:
+                return False
+            body = bytearray()
+            rows, host = _next_rows(pull, index), store_host(self._context, connection)
+            count = self._stored.put_now(body, rows, host, _bytes(pull))
             if not count:
                 return False
-            # Last, so that a pull which goes the other way is not asked for twice.
-            self._queue(pull, connection.caller)
         except TimeballError:  # the reference is refused as well, and tells the client
             return False
-        self._commit(pull)
-        self._broker.parts.rates.got(pull.topic, pull.consumer_group, count, len(body))
+        if commits:
+            self._commit(pull)
+        self._rates.got(topic, group, count, len(body))
         connection.write(pull.answer(offset + count, index.min_offset, index.max_offset, body))
         self.answered["plain"] += 1
         return True
 
+    def _grant(self, connection: Connection, pull: PlainPull) -> _Grant | None:
+        """Return what a plain pull may read; None when it is filtered by rows. Raises as `_queue` and `_filter` do."""
+        if connection.caller is not ANONYMOUS:
+            return None  # what is granted is granted to all
+        version = self._topics.version + self._groups.version + self._sessions.version
+        if version != self._granted_at or len(self._grants) >= GRANTS_MAX:
+            self._grants.clear()
+            self._granted_at = version
+        subject = pull.subject
+        grant = self._grants.get(subject)
+        if grant is None:
+            topic, queue = self._queue(pull, connection.caller)
+            if not self._filter(pull, topic).matches_all:
+                return None
+            grant = _Grant(topic.name, pull.consumer_group, queue.index, pull.sys_flag & _COMMIT_OFFSET != 0)
+            self._grants[subject] = grant
+        return grant
+
     def _queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
-        members = self._context.sessions.group(fields.consumer_group)
+        members = self._sessions.group(fields.consumer_group)
         broadcasting = members is not None and members.how.message_model == BROADCASTING
         self._broker.policy.joined(fields.consumer_group, caller, broadcasting=broadcasting)
         topic = self._broker.policy.readable(fields.topic, caller)
@@ -151,7 +186,7 @@ class Pulls:
         if fields.sys_flag & _SUBSCRIPTION:
             text, kind = fields.subscription or "*", fields.expression_type or TAG
         else:
-            known = self._context.sessions.subscription(fields.consumer_group, topic.name)
+            known = self._sessions.subscription(fields.consumer_group, topic.name)
             if known is None:
                 raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, "the consumer's subscription not exist")
             if known.version < fields.sub_version and known.expression != "*":
@@ -161,7 +196,7 @@ class Pulls:
 
     def _commit(self, fields: Fields) -> None:
         if fields.sys_flag & _COMMIT_OFFSET and fields.commit_offset > 0:
-            queue = self._broker.parts.topics.get(fields.topic).queues[fields.queue_id]
+            queue = self._topics.get(fields.topic).queues[fields.queue_id]
             try:
                 self._broker.parts.offsets.commit(
                     fields.consumer_group,
@@ -176,7 +211,7 @@ class Pulls:
     async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
         host, parts = store_host(self._context, call.connection), self._broker.parts
         if wanted.matches_all:
-            messages = await self._stored.get(_next_rows(fields, queue), host, _bytes(fields))
+            messages = await self._stored.get(_next_rows(fields, queue.index), host, _bytes(fields))
             return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
         chosen = pull.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
         chosen = await in_thread(parts.reader_thread, pull.decide, chosen, parts.reader, wanted)
@@ -215,21 +250,24 @@ class Pulls:
         count, body = messages
         if not count:
             return _empty(call, queue, next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
-        self._broker.parts.rates.got(fields.topic, fields.consumer_group, count, len(body))
+        self._rates.got(fields.topic, fields.consumer_group, count, len(body))
         return call.answer(ext=_ext(queue, next_offset), body=body)
 
 
 def _rows(fields: Fields) -> int:
-    return min(max(1, fields.max_msg_nums), ROWS_MAX)
+    asked = fields.max_msg_nums
+    # Not min and max: each call of them costs as much as all of this.
+    return ROWS_MAX if asked > ROWS_MAX else asked if asked > 0 else 1
 
 
 def _bytes(fields: Fields) -> int:
-    return min(fields.max_msg_bytes or BYTES_MAX, BYTES_MAX)
+    asked = fields.max_msg_bytes
+    return asked if asked and asked < BYTES_MAX else BYTES_MAX
 
 
-def _next_rows(fields: Fields, queue: Queue) -> list[int]:
+def _next_rows(fields: Fields, index: QueueIndex) -> list[int]:
     """Return the numbers of the next rows of the queue; how many of them fit shows when they are written."""
-    entries = queue.index.read(fields.queue_offset, _rows(fields), is_kept=False)
+    entries = index.read(fields.queue_offset, _rows(fields), is_kept=False)
     return entries["seq"].tolist()  # type: ignore[no-any-return]
 
 
