@@ -24,6 +24,7 @@ from timeball.message import (
     int64,
     meta_rows,
     pairs_of,
+    repeated,
     with_seq,
     without_secrets,
 )
@@ -167,6 +168,40 @@ def test_codes_name_distinct_values(values: list[str], small_rows: int) -> None:
         message.SMALL_ROWS = before
     assert [names[code] for code in codes] == values
     assert len(set(names)) == len(names) == len(set(values))
+
+
+@given(
+    values=st.lists(st.sampled_from(["", "a", "b", "ab", "aba", "bab"]), min_size=1, max_size=3),
+    times=st.integers(1, 3 * message.ALIKE_ROWS),
+    cut=st.integers(0, 5),
+    missing=st.booleans(),
+)
+def test_codes_of_many_rows_name_what_few_rows_name(
+    values: list[str], times: int, cut: int, missing: bool
+) -> None:
+    rows: list[str | None] = [*values * times, *([None] if missing else [])]
+    column = pa.array(rows, pa.string()).slice(min(cut, len(rows)))
+    if column.null_count:
+        column = filled(column, "b")
+    codes, names = codes_of(column)
+    assert [names[code] for code in codes] == column.to_pylist()
+    assert len(set(names)) == len(names) == len(set(column.to_pylist()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 256, 257, 5_000])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("orders", pa.string()), ("", pa.string()), ("ö", pa.string()), (b"body", pa.binary()), (b"", pa.binary()),
+        (0, pa.int8()), (-1, pa.int32()), (1_761_000_000_000, pa.int64()), ("wide", pa.large_string()),
+    ],
+)  # fmt: skip
+def test_a_value_is_repeated_as_arrow_does(value: str | bytes | int, kind: pa.DataType, count: int) -> None:
+    found = repeated(value, kind, count)
+    found.validate(full=True)
+    assert found.equals(pa.repeat(pa.scalar(value, kind), count))
+    with pytest.raises(pa.ArrowInvalid):
+        repeated(1 << 40, pa.int32(), count)
 
 
 @given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=20))

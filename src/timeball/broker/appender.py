@@ -83,7 +83,10 @@ class Accepted:
             values = self.written.values
             return [row[_QUEUE_ID] for row in values], [row[_QUEUE_OFFSET] for row in values]
         columns = self.written.columns
-        return columns[_QUEUE_ID].to_numpy().tolist(), columns[_QUEUE_OFFSET].to_pylist()
+        offsets = columns[_QUEUE_OFFSET]
+        # By numpy where it can say it, at a third of the cost.
+        given = offsets.to_pylist() if offsets.null_count else offsets.to_numpy().tolist()
+        return columns[_QUEUE_ID].to_numpy().tolist(), given
 
 
 class TailCount:

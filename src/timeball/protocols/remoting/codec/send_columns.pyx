@@ -12,10 +12,13 @@ from timeball.protocols.remoting.codec.send_runs cimport SendRun
 
 import pyarrow as pa
 
+from timeball import message
 from timeball.message import SEND_COLUMNS, SEND_NAMES, repeated
 from timeball.protocols.remoting.codec.frame import BINARY, JSON
 from timeball.protocols.remoting.codec.sends import encode_reply
 
+
+cdef Py_ssize_t SMALL_ROWS = message.SMALL_ROWS
 
 cdef enum Column:  # in the order of SEND_NAMES
     TOPIC, BODY, TAG, KEYS, UNIQUE_KEY, PROPERTIES, QUEUE_ID, BORN_MS, BORN_HOST, FLAG, SYS_FLAG, TIMES, DUE_MS, LEVEL
@@ -60,10 +63,9 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
             row += 1
     if nulls == count:
         return None
-    # The key of a lone send is not worth a place among those that are made once.
-    if not differs and count > 1:
-        value = first.at[:first.size]
-        return repeated(value if which == BODY else value.decode(), kind, count)
+    # Of what is made once for each small number of rows; the key of a lone send is not worth a place among that.
+    if not differs and 1 < count <= SMALL_ROWS and which != BODY:
+        return repeated(first.at[:first.size].decode(), kind, count)
     ends, data = PyBytes_FromStringAndSize(NULL, 4 * (count + 1)), PyBytes_FromStringAndSize(NULL, size)
     valid = None if nulls == 0 else PyBytes_FromStringAndSize(NULL, (count + 7) // 8)
     cdef int32_t* end = <int32_t*> PyBytes_AsString(ends)
