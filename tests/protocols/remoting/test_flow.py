@@ -139,7 +139,7 @@ def test_an_address_that_does_not_read_is_told_so_and_others_go_on(node: Running
 
         async def fill() -> None:
             room.unread.add("127.0.0.1", 5 * MIB)  # of other connections there
-            own.flow._unread_bytes = 1
+            own.flow.unread_bytes = 1
 
         node.run(fill())
         assert lazy.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SYSTEM_BUSY

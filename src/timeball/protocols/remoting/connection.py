@@ -57,9 +57,7 @@ GATHERED_BYTES_MAX = 64 * 1024  # of answers that are written together
 LARGE_BYTES = 64 * 1024  # a body from this size on counts while its request is under way
 WAITING_MAX = 1_024  # connections without room; each holds what one read of its socket has brought, 256 KiB
 UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024  # of one connection: two answers of a pull
-UNREAD_LEFT_BYTES = (
-    64 * 1024
-)  # a connection with less than this of its own is not cut off for others of its address
+UNREAD_LEFT_BYTES = 64 * 1024  # a connection with less of its own is not cut off for others of its address
 
 Receiver = Callable[["Connection", list[Any]], None]
 
@@ -81,7 +79,7 @@ class Flow:
         self._address = ""
         self._frame_bytes = 0  # counted for the frame that has begun
         self._asked_bytes = 0  # more of it, that is waited for
-        self._unread_bytes = 0
+        self.unread_bytes = 0  # that the client has not taken yet
         self.waits = False  # for room, through no fault of the client's
         self._is_slow = False  # the client has many answers to take
 
@@ -95,8 +93,8 @@ class Flow:
         if self.waits:
             self._room.received.withdraw(self._address, self._granted)
         self._room.received.remove(self._address, self._frame_bytes)
-        self._room.unread.remove(self._address, self._unread_bytes)
-        self._transport, self.waits, self._frame_bytes, self._unread_bytes = None, False, 0, 0
+        self._room.unread.remove(self._address, self.unread_bytes)
+        self._transport, self.waits, self._frame_bytes, self.unread_bytes = None, False, 0, 0
 
     # -- what has come ---------------------------------------------------------------------------------------
 
@@ -138,17 +136,17 @@ class Flow:
     @property
     def is_full(self) -> bool:
         """Return whether the client, or others at its address, have too many answers to take."""
-        return self._unread_bytes > 0 and not self._room.unread.fits(self._address, 0)
+        return self.unread_bytes > 0 and not self._room.unread.fits(self._address, 0)
 
     def has_written(self) -> bool:
         """Count bytes that the client has not taken yet; false when there is no room for them."""
         if self._transport is None:
             return True
         now_bytes, unread = self._transport.get_write_buffer_size(), self._room.unread
-        if now_bytes != self._unread_bytes:
-            unread.remove(self._address, self._unread_bytes)
+        if now_bytes != self.unread_bytes:
+            unread.remove(self._address, self.unread_bytes)
             unread.add(self._address, now_bytes)
-            self._unread_bytes = now_bytes
+            self.unread_bytes = now_bytes
         return now_bytes <= UNREAD_LEFT_BYTES or unread.fits(self._address, 0)
 
     def slow(self, is_slow: bool) -> None:
@@ -300,6 +298,8 @@ class Connection(asyncio.Protocol):
             return  # one dead client must not cost the others of a commit their acknowledgements
         transport.write(data)
         waiting_bytes = transport.get_write_buffer_size()
+        if not (waiting_bytes or self.flow.unread_bytes):
+            return  # mostly a client takes at once what it has asked for
         if not self.flow.has_written() or waiting_bytes > OUTBOUND_BYTES_MAX:
             logger.warning(
                 "connection closed, its answers are not read peer=%s waiting_bytes=%d",

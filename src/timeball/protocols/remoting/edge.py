@@ -123,7 +123,7 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Any]) -> None:
-        now_ms, pull = self.context.broker.parts.clock.now_ms(), self.codec.pull
+        pull = self.codec.pull
         for frame in frames:
             kind = type(frame)
             try:
@@ -132,11 +132,11 @@ class RemotingEdge:
                         self._dispatch.receive(connection, frame.frame())
                     continue
                 if kind is not Frame:
-                    self._sends.put_run(connection, frame, now_ms)
+                    self._sends.put_run(connection, frame)
                     continue
                 header = read_send(frame)
                 if header is not None:
-                    self._sends.put(connection, header, frame, now_ms)
+                    self._sends.put(connection, header, frame)
                 else:
                     self._dispatch.receive(connection, frame)
             except BadHeader as error:
@@ -151,7 +151,6 @@ class RemotingEdge:
             return False
 
     def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
-        now_ms = self.context.broker.parts.clock.now_ms()
         for frame in frames:
             try:
                 command = decode(frame)
@@ -170,7 +169,7 @@ class RemotingEdge:
                 self._dispatch.refuse(connection, command, error)
                 continue
             if header is not None:
-                self._sends.put(connection, header, frame, now_ms)
+                self._sends.put(connection, header, frame)
             else:
                 self._dispatch.handle(connection, command)
 

@@ -40,6 +40,7 @@ class SendRun(Protocol):
 
     destinations: list[tuple[str, int]]  # of each topic its name, and the greatest queue that is asked for
     size_bytes: int  # of bodies and properties
+    needs_time: bool  # whether `plan` looks at the time: for a delay, or where a producer has left it out
 
     def plan(self, born_host: bytes, now_ms: int, delay_ms_max: int, timing_zone: str) -> None:
         """Complete the rows by what the edge knows, and by their delays; raises InvalidDelay."""

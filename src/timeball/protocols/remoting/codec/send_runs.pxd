@@ -22,6 +22,7 @@ cdef class SendRun:
     cdef int32_t end
     cdef readonly list destinations
     cdef readonly Py_ssize_t size_bytes  # of bodies and properties
+    cdef readonly bint needs_time
 
     cdef Row* next_row(self) except NULL
     cdef bint add(self, const char* data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form) except -1

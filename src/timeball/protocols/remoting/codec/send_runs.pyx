@@ -88,6 +88,7 @@ cdef class SendRun:
         if not read_properties(row, &self.text):
             return False
         self.add_topic(row, topic)
+        self.needs_time |= row.born_ms == 0 or row.delays != 0
         self.text.size += row.text_bytes
         self.size_bytes += row.body_bytes + row.text_bytes
         self.count += 1
@@ -108,6 +109,7 @@ cdef class SendRun:
                 self.count, self.text.size, self.size_bytes = first, text_bytes, size_bytes
                 return False
             row.parts = 0
+            self.needs_time |= row.born_ms == 0 or row.delays != 0
             self.text.size += row.text_bytes
             self.size_bytes += row.body_bytes + row.text_bytes
             self.count += 1

@@ -56,7 +56,7 @@ class RunTicket(Piece, gc=False):
 
     origin: Connection
     codec: Codec
-    now_ms: int  # when it was read: from then on delays count
+    now_ms: int  # when it was read: from then on delays count; 0 of a run that needs no time
     tickets: Callable[[RunTicket], list[Ticket]]  # of its sends, one by one
 
     def requests(self) -> list[tuple[int, int]]:

@@ -78,17 +78,17 @@ class Sends:
     def __init__(self, context: RemotingContext, retries: Retries, codec: Codec = PYTHON) -> None:
         self._context, self._retries, self._codec = context, retries, codec
         self._broker, self._policy = context.broker, context.broker.policy
-        settings = context.broker.parts.settings
+        settings, self._clock = context.broker.parts.settings, context.broker.parts.clock
         self._broker_name = context.broker_name
-        keys = UniqueKeys(b"", os.getpid(), context.broker.parts.clock.now_ms())
+        keys = UniqueKeys(b"", os.getpid(), self._clock.now_ms())
         self._rows = SendRows(keys, settings.delay_ms_max, settings.timing_zone, context.cluster_name)
         self._turn = itertools.count()
         self.handlers: Handlers = {RequestCode.RECALL_MESSAGE: self._recall}
 
-    def put(self, connection: Connection, header: SendHeader, frame: Frame, now_ms: int) -> None:
+    def put(self, connection: Connection, header: SendHeader, frame: Frame) -> None:
         """Take a send, by its header; `frame` is where that was read."""
         try:
-            ingress, ticket = self._ticket(connection, header, frame, now_ms)
+            ingress, ticket = self._ticket(connection, header, frame)
             size_bytes = len(frame.body)
             if size_bytes >= LARGE_BYTES:
                 ticket.counted_bytes = connection.flow.begins(size_bytes)
@@ -101,9 +101,7 @@ class Sends:
             if not header.flag & ONE_WAY:
                 connection.send(refusal(error, header.opaque, frame.serialisation))
 
-    def _ticket(
-        self, connection: Connection, header: SendHeader, frame: Frame, now_ms: int
-    ) -> tuple[Ingress, Ticket]:
+    def _ticket(self, connection: Connection, header: SendHeader, frame: Frame) -> tuple[Ingress, Ticket]:
         """Return where a send goes, and its ticket."""
         fields, ingress = header.fields, self._broker.sends
         if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
@@ -115,14 +113,13 @@ class Sends:
             raise _no_such_queue(fields.topic, queue_id, queues)
         if queue_id < 0 and (header.code == BATCH or fields.batch):
             queue_id = next(self._turn) % queues  # the answer names one place for all of a batch
-        ticket = self._rows.ticket(
-            self, connection, header, frame.body, frame.serialisation, connection.name, queue_id, now_ms
-        )
+        body, form, now_ms = frame.body, frame.serialisation, self._clock.now_ms()
+        ticket = self._rows.ticket(self, connection, header, body, form, connection.name, queue_id, now_ms)
         if ingress is self._broker.halves:
             ticket.due_ms = None  # its delay begins with the commit: there is nothing to take back yet
         return ingress, ticket
 
-    def put_run(self, connection: Connection, run: SendRun, now_ms: int) -> None:
+    def put_run(self, connection: Connection, run: SendRun) -> None:
         """Take a run of plain sends; one by one when a decision about them is not the usual one."""
         try:
             for name, queue_id in run.destinations:
@@ -131,6 +128,8 @@ class Sends:
                     break
             else:
                 settings, count = self._context.settings, len(run)
+                # Three clocks are read for an instant, at a cost like the rest of a lone send's way to here.
+                now_ms = self._clock.now_ms() if run.needs_time else 0
                 run.plan(connection.name.encode(), now_ms, settings.delay_ms_max, settings.timing_zone)
                 size_bytes = run.size_bytes + OVERHEAD_BYTES * count
                 self._broker.sends.put(
@@ -144,11 +143,11 @@ class Sends:
         for frame in run.frames():
             header = read_send(frame)
             assert header is not None, "plain sends are sends"
-            self.put(connection, header, frame, now_ms)
+            self.put(connection, header, frame)
 
     def _tickets(self, ticket: RunTicket) -> list[Ticket]:
         """Return the tickets of a run's sends, each for itself; all that could be refused of them has been decided."""
-        found, origin, now_ms = [], ticket.origin, ticket.now_ms
+        found, origin, now_ms = [], ticket.origin, ticket.now_ms or self._clock.now_ms()
         for frame in ticket.rows.frames():
             header = read_send(frame)
             assert header is not None, "plain sends are sends"
