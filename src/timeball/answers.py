@@ -46,7 +46,10 @@ class ReleaseAnswer(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-VERDICTS = ("cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found")
+UNAVAILABLE = "unavailable"
+VERDICTS = (
+    "cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found", UNAVAILABLE,
+)  # fmt: skip
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -58,6 +61,7 @@ class Verdict(msgspec.Struct, frozen=True):
     released            too late: it is in its queue
     expired             it waits no more; what became of it is older than what the broker keeps
     not_found           no promise is known by this name
+    unavailable         a group of the cluster did not answer, and may have promises of this name: ask again
     """
 
     subject: str

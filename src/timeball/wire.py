@@ -14,6 +14,9 @@ from msgspec import Meta
 
 from timeball import limits
 from timeball.answers import (
+    UNAVAILABLE as UNAVAILABLE,
+)
+from timeball.answers import (
     VERDICTS as VERDICTS,
 )
 from timeball.answers import (

@@ -24,6 +24,7 @@ SENTENCES = {
     "released": "{subject}: too late, released at {at}",
     "expired": "{subject}: waits no more; what became of it is older than what the broker keeps",
     "not_found": "{subject}: no such scheduled message",
+    "unavailable": "{subject}: a group of the cluster did not answer; try again",
 }
 
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Message ids.")]
@@ -38,7 +39,8 @@ def cancel(
     """Cancel scheduled messages by id or by key.
 
     Each gets one verdict: cancelled, cancelled before, released (with the instant), no such message, or one that
-    waits no more and is older than what the broker keeps. Exit code 1 says that at least one was none of the first two.
+    waits no more and is older than what the broker keeps; in a cluster also that a group did not answer. Exit code 1
+    says that at least one was none of the first two.
 
     \b
     Examples:

@@ -1,0 +1,56 @@
+"""Make one answer of what each group of a cluster says about the messages that a caller has named.
+
+    found in one       its verdict; all of them, where several groups have messages of the name
+    found in none      not_found, if all have answered
+    one is silent      unavailable, first, whatever the others say: it may have messages of this name, too
+
+What the others have settled stands behind `unavailable`, since it is done; asked again, they say so once more. A
+look-up only reads, so one that finds something is answered with that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from timeball.errors import Unavailable
+from timeball.wire import UNAVAILABLE, MessagePlace, Verdict
+
+DONE = ("cancelled", "rescheduled")
+NOT_FOUND = "not_found"
+
+
+def merge_verdicts(subjects: Iterable[str], told: Sequence[Sequence[Verdict] | None]) -> list[Verdict]:
+    """Return the verdicts of all groups, in the order of `subjects`; None: a group that is silent."""
+    found: dict[str, list[Verdict]] = defaultdict(list)
+    unknown: dict[str, list[Verdict]] = {}
+    for verdicts in told:
+        for verdict in verdicts or ():
+            if verdict.verdict == NOT_FOUND:
+                unknown[verdict.subject] = [verdict]
+            else:
+                found[verdict.subject].append(verdict)
+    is_silent = any(verdicts is None for verdicts in told)
+    merged = []
+    for subject in dict.fromkeys(subjects):
+        # Stable: each group has its own newest first, and numbers of two groups say nothing about their order.
+        known = sorted(found[subject], key=lambda verdict: verdict.verdict not in DONE)
+        silence = [Verdict(subject, UNAVAILABLE)] if is_silent else []
+        merged += silence + known or unknown[subject]
+    return merged
+
+
+def merge_places(told: Sequence[Sequence[MessagePlace] | None]) -> list[MessagePlace]:
+    """Return the places that all groups know; raise Unavailable if there are none and a group is silent."""
+    found = [places for places in told if places]
+    if not found and any(places is None for places in told):
+        raise Unavailable(
+            "a group of the cluster did not answer, and the others have no such message; ask again"
+        )
+    if len(found) == 1:
+        return list(found[0])
+    # What waits first, then what became visible last.
+    return sorted(
+        (place for places in found for place in places),
+        key=lambda place: (place.state != "waiting", -(place.at_ms or place.due_ms or 0)),
+    )
