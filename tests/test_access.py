@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.access import DATE_DRIFT_MS_MAX, Access, Principal, Verb, parse
+from timeball.access import ANONYMOUS, DATE_DRIFT_MS_MAX, Access, Principal, Verb, parse
 from timeball.errors import Forbidden, RequestError, SetupError, Unauthorized
 
 SECRET = "shop secret 1"
@@ -46,6 +46,14 @@ def access(text: str = FILE) -> Access:
 def caller(name: str) -> Principal:
     secrets = {"shop": SECRET, "wide": "wide secret 2", "root": "root secret 3"}
     return access().authenticate({"authorization": f"Bearer {name}:{secrets[name]}"}, 0)
+
+
+def test_a_caller_signs_for_another_node_that_has_the_same_accounts() -> None:
+    headers = caller("shop").signature(DATE_MS)
+    assert access().authenticate(headers, DATE_MS).name == "shop"
+    with pytest.raises(Unauthorized):
+        access().authenticate(headers | {"x-mq-date-time": "20300131T090001Z"}, DATE_MS)
+    assert ANONYMOUS.signature(DATE_MS) == {}
 
 
 def signed(credential: str = "shop", signature: str = DATE_SIGNED, date: str = DATE) -> dict[str, str]:

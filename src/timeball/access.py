@@ -131,6 +131,10 @@ class Caller:
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
         """Raise Forbidden unless the caller may do this; Unauthorized when its account has gone."""
 
+    def signature(self, now_ms: int) -> dict[str, str]:
+        """Return the headers by which another node of the cluster authenticates the caller."""
+        return {}
+
     def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
         """Return whether `check` lets this pass."""
         try:
@@ -164,6 +168,13 @@ class Principal(Caller):
     def name(self) -> str:
         """The access key."""
         return self._account.access_key
+
+    def signature(self, now_ms: int) -> dict[str, str]:
+        """Return the headers of a request that the account signs now: its secret stays here."""
+        date = datetime.fromtimestamp(now_ms // 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
+        signed = hmac.digest(self._account.secret_key.encode(), date.encode(), "sha1").hex()
+        text = f"MQv2-HMAC-SHA1 Credential={self.name}, SignedHeaders=x-mq-date-time, Signature={signed}"
+        return {"authorization": text, "x-mq-date-time": date}
 
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
         """Raise Forbidden unless the account may do this; Unauthorized when it has gone, or has another secret now."""
