@@ -88,6 +88,9 @@ class Node:
         chosen = files or self._real_files
         assert chosen is not None
         self.files: Files = chosen
+        self.build_broker: Callable[..., Broker] = (
+            Broker  # of a cluster's group: one that asks the others, too
+        )
         self.broker: Broker
         self.upkeep: Upkeep
         self.security = OPEN
@@ -215,7 +218,7 @@ class Node:
             reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
             file_replication=self._leading.files if self._leading else None,
         )  # fmt: skip
-        self.broker = Broker(
+        self.broker = self.build_broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
         await self.broker.consuming.restore()

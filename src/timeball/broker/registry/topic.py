@@ -22,8 +22,9 @@ from timeball.log.queue_index import QueueIndex, QueueIndexes
 READ, WRITE, INHERIT = 4, 2, 1  # RocketMQ's PermName
 
 # RocketMQ's TopicAttributes, with the values that mean something here.
+MESSAGE_TYPE = "message.type"
 ATTRIBUTES: dict[str, frozenset[str]] = {
-    "message.type": frozenset({"UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"}),
+    MESSAGE_TYPE: frozenset({"UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"}),
     "queue.type": frozenset({"SimpleCQ"}),
     "cleanup.policy": frozenset({"DELETE"}),
 }

@@ -1,0 +1,47 @@
+"""Questions between groups as JSON: what a node of another version might misread is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from timeball.broker.revoking.group_questions import (
+    AnyQuestion,
+    CancelHere,
+    FindHere,
+    GroupAnswer,
+    GroupRoute,
+    RecallHere,
+    RescheduleHere,
+    RouteHere,
+)
+from timeball.wire import MessagePlace, Verdict
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        CancelHere(keys=["order-17"]),
+        RescheduleHere(ids=["x"], topic="orders", due_ms=5),
+        FindHere(id="x"),
+        RecallHere(topic="orders", handle="handle"),
+        RouteHere(topic="orders", consumer_group="g"),
+    ],
+)
+def test_a_question_is_the_same_on_the_far_side(question: AnyQuestion) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(question), type=AnyQuestion) == question
+
+
+def test_a_question_that_says_more_than_is_known_is_refused() -> None:
+    for text in (b'{"ask":"cancel","ids":["x"],"but_not":["y"]}', b'{"ask":"release"}', b'{"ids":["x"]}'):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(text, type=AnyQuestion)
+
+
+def test_an_answer_is_the_same_here() -> None:
+    answer = GroupAnswer(
+        verdicts=[Verdict("x", "cancelled", 1, 2)],
+        places=[MessagePlace("waiting", 1)],
+        route=GroupRoute("g1", 1, 2, "DELAY", in_order=True),
+    )
+    assert msgspec.json.decode(msgspec.json.encode(answer), type=GroupAnswer) == answer
