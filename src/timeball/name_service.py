@@ -25,6 +25,11 @@ class NameService:
         )
         self._looking: asyncio.Task[None] | None = None
 
+    @property
+    def directory(self) -> Directory:
+        """Return who leads which group, read for as long as this runs."""
+        return self._directory
+
     async def start(self) -> int:
         """Listen, unless there is no port for it; return the port. Raises SetupError."""
         settings, port = self._settings, -1

@@ -13,10 +13,12 @@ import logging
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from timeball import __version__
 from timeball.broker.components import in_thread
+from timeball.broker.grouped import GroupedBroker
 from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connect import coordinator_of
@@ -26,6 +28,7 @@ from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.data_files import DataFiles
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.gateway import Gateway, Http
+from timeball.cluster.group_calls import GroupCalls
 from timeball.cluster.local_http import LocalAnswers
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.replica import Role, Rules
@@ -89,6 +92,7 @@ class ReplicatedNode:
         self._security: Security
         self._names: NameService
         self._coordinator: Coordinator
+        self._others: GroupCalls
 
     async def start(self) -> None:
         """Open the replica's log, join the cluster, and listen; raises SetupError and what the disk says."""
@@ -118,6 +122,8 @@ class ReplicatedNode:
                 coordinator, self._clock, self._registration(), settings.group, settings.lease_ttl_ms, self
             )
             self._names = NameService(settings, coordinator)
+            tls_to_others = load_client_tls(settings.replication_ca, "", "") if settings.tls_cert else None
+            self._others = GroupCalls(settings.group, self._names.directory, self._clock, tls_to_others)
             self._gateway = Gateway(settings.host, self._ports(), self.member.address, self._http())
             undo.push_async_callback(self._gateway.close)
             await self._gateway.start()
@@ -168,6 +174,7 @@ class ReplicatedNode:
             await self._leave(self.broker_node, "")
         await self._gateway.close()
         await self._names.close()
+        await self._others.close()
         await self.member.close()
         await asyncio.to_thread(self.data_files.stop)
         await asyncio.to_thread(self.thread.shutdown)
@@ -242,6 +249,7 @@ class ReplicatedNode:
                 self._broker_settings(), self._clock, self.files, leading,
                 ReplicaReadOuts(self.figures, self._survey),
             )  # fmt: skip
+            node.build_broker = partial(GroupedBroker, others=self._others)
             await node.start(hot=(opened, hot))
             self.broker_node = node
             node.when_failed(self.end)

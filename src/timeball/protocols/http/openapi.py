@@ -8,6 +8,7 @@ import msgspec
 
 from timeball import __version__
 from timeball.answers import GroupState
+from timeball.broker.revoking import group_questions
 from timeball.protocols.http import (
     answers_codec,
     codec,
@@ -40,6 +41,11 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "Resolving": {"all": True},
     "Deciding": {},
     "Resuming": {"shift": True},
+    "CancelHere": {"ask": "cancel", "keys": ["order-17"]},
+    "RescheduleHere": {"ask": "reschedule", "keys": ["order-17"], "delay_ms": 1_800_000},
+    "FindHere": {"ask": "find", "id": "order-17"},
+    "RecallHere": {"ask": "recall", "topic": "orders", "handle": "HANDLE"},
+    "RouteHere": {"ask": "route", "topic": "orders"},
     "Subscribing": {"topic": "orders", "group": "billing", "url": "https://billing.example/hooks/orders"},
 }
 _PARAMETER_EXAMPLES = {
@@ -240,6 +246,13 @@ OPERATIONS = (
     Operation(
         "get", "/v1/jobs", "jobs", "The jobs of the pipeline beside this broker, and the last audit.",
         answer=(answers_codec.Jobs,),
+    ),
+    Operation(
+        "post", "/v1/cluster/{group}", "ask_group",
+        "Ask one group of a cluster, and no other; the nodes ask each other so, as their callers.",
+        (), (group_questions.CancelHere, group_questions.RescheduleHere, group_questions.FindHere,
+             group_questions.RecallHere, group_questions.RouteHere),
+        (group_questions.GroupAnswer,),
     ),
     Operation(
         "get", "/v1/subscriptions", "subscriptions", "The push subscriptions.", (), (),

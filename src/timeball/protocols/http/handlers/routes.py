@@ -8,6 +8,7 @@ from timeball.broker.service import Broker
 from timeball.monitoring.metrics import Metrics
 from timeball.protocols.http.handlers.campaigns import Campaigns
 from timeball.protocols.http.handlers.events import Events
+from timeball.protocols.http.handlers.group_questions import GroupQuestions
 from timeball.protocols.http.handlers.groups import Groups
 from timeball.protocols.http.handlers.operators import Operators, Status
 from timeball.protocols.http.handlers.receives import Receives
@@ -38,6 +39,7 @@ def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
         Events(broker),
         Campaigns(broker),
         Groups(broker),
+        GroupQuestions(broker),
         Subscriptions(broker, metrics.push),
     )
     for part in parts:

@@ -8,15 +8,18 @@ from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage
 from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.requests import Answer, Call, Paths, problem, read
-from timeball.wire import Verdict
+from timeball.wire import UNAVAILABLE, Verdict
 
-# Of a cancel or a move: what it was too late for, as a status. A verdict that is not here was granted.
-_TOO_LATE = {"not_found": 404, "released": 409, "already_cancelled": 409, "expired": 410}
+# Of a cancel or a move: why it was not granted, as a status. A verdict that is not here was granted.
+_NOT_GRANTED = {
+    "not_found": 404, "released": 409, "already_cancelled": 409, "expired": 410, UNAVAILABLE: 503,
+}  # fmt: skip
 _WORDS = {
     "not_found": "no scheduled message has this id",
     "released": "too late: it is in its queue",
     "already_cancelled": "it was cancelled before",
     "expired": "it waits no more; what became of it is older than what the broker keeps",
+    UNAVAILABLE: "a group of the cluster did not answer; ask again",
 }
 
 
@@ -56,9 +59,9 @@ class Scheduled:
 def _verdict(verdicts: list[Verdict]) -> Answer:
     """Return the answer to a cancel or a move: that of the first of the messages with this id."""
     first = verdicts[0]
-    if first.verdict not in _TOO_LATE:
+    if first.verdict not in _NOT_GRANTED:
         return Answer(200, answers_codec.granted(first))
     facts: dict[str, Any] = {"verdict": first.verdict}
     if first.at_ms is not None:
         facts["at"] = codec.instant_text(first.at_ms)
-    return problem(_TOO_LATE[first.verdict], first.verdict, _WORDS[first.verdict], **facts)
+    return problem(_NOT_GRANTED[first.verdict], first.verdict, _WORDS[first.verdict], **facts)

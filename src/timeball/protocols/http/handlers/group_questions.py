@@ -1,0 +1,27 @@
+"""What another group of the cluster asks of this one: answered from this group's log, and never passed on."""
+
+from __future__ import annotations
+
+from timeball.broker.grouped import GroupedBroker
+from timeball.broker.revoking.group_questions import AnyQuestion
+from timeball.broker.service import Broker
+from timeball.errors import NotFound, NotLeader
+from timeball.protocols.http.requests import Answer, Call, Paths, read
+
+
+class GroupQuestions:
+    """Serves the questions of other nodes, which ask as their callers. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.paths: Paths = {"/v1/cluster/{group}": {"POST": self._answer}}
+
+    async def _answer(self, call: Call) -> Answer:
+        broker, group = self._broker, call.path["group"]
+        if not isinstance(broker, GroupedBroker):
+            raise NotFound("this broker belongs to no cluster: it was started without --cluster")
+        if group != broker.group:
+            # The asking node's directory is old: the verb would answer for messages that are not here.
+            raise NotLeader(f"this node leads group {broker.group}, and not {group}")
+        question: AnyQuestion = await read(call, AnyQuestion)  # type: ignore[arg-type]
+        return Answer(200, await broker.answer(question, call.caller))
