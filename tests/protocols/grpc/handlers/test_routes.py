@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.broker.on_node import on_node
+from tests.broker.two_groups import InGroup, Neighbours, groups_of, in_two_groups
+from tests.crash.lives import run
 from tests.crash.world import World
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, d, s
 
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
+from timeball.errors import Unavailable
+from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import AddressScheme
-from timeball.protocols.grpc.handlers.routes import endpoints, told_endpoints
+from timeball.protocols.grpc.calls import Call
+from timeball.protocols.grpc.handlers.routes import Routes, endpoints, told_endpoints
 from timeball.protocols.grpc.session import GrpcContext
 from timeball.protocols.sessions import EdgeContext, Sessions
 
@@ -136,3 +142,61 @@ async def test_an_ipv6_address_may_have_brackets(world: World) -> None:
 @on_node(advertise="2001:db8::1")
 async def test_an_ipv6_address_without_brackets_has_no_port(world: World) -> None:
     assert told_endpoints(context_of(world), DIALLED) == endpoints("2001:db8::1", 8081)
+
+
+# ---- several groups ---------------------------------------------------------------------------------------
+
+
+async def places(world: World, request: Any) -> list[tuple[str, int, Any]]:
+    """Return the queues that a client is told: broker, queue, address."""
+    handlers = Routes(context_of(world)).handlers
+    if isinstance(request, s.QueryRouteRequest):
+        queues = (await handlers["QueryRoute"](Call({}), request)).message_queues
+    else:
+        found = await handlers["QueryAssignment"](Call({}), request)
+        queues = [each.message_queue for each in found.assignments]
+    return [(queue.broker.name, queue.id, queue.broker.endpoints.addresses[0].host) for queue in queues]
+
+
+OWN = DIALLED.addresses[0].host
+
+
+@in_two_groups
+async def test_a_route_has_the_queues_of_every_group_that_has_the_topic(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    await one.create_topic("orders", 1)
+    await two.create_topic("orders", 2)
+    there = [("g2", 0, "g2.example"), ("g2", 1, "g2.example")]
+    assert await places(one, route("orders")) == [("g1", 0, OWN), *there]
+    assert await places(one, assignment("orders")) == [("g1", -1, OWN), ("g2", -1, "g2.example")]
+    line = SubscriptionGroup("line", consume_message_orderly=True)
+    for world in (one, two):
+        world.broker.parts.groups.update(line)
+    assert await places(one, assignment("orders", "line")) == [("g1", 0, OWN), *there]
+    neighbours.silent.add("g2")
+    assert await places(one, route("orders")) == [("g1", 0, OWN)], "until it answers again"
+
+
+@in_two_groups
+async def test_a_topic_of_another_group_alone_has_its_route_there(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    config = TopicConfig(1, 1, attributes={"message.type": "DELAY"})
+    two.broker.parts.topics.configure("orders", config)
+    request = route("orders")
+    (queue,) = (await Routes(context_of(one)).handlers["QueryRoute"](Call({}), request)).message_queues
+    assert queue.broker.name == "g2" and list(queue.accept_message_types) == [d.MessageType.DELAY]
+    assert [name for name, _, _ in await places(one, route("new"))] == ["g1", "g1"], "made in one group"
+
+
+def test_a_topic_that_a_silent_group_may_have_is_not_said_to_be_missing() -> None:
+    async def life() -> None:
+        async with groups_of("g1", "g2", auto_create_topics=False) as (neighbours, worlds):
+            with pytest.raises(Refused):
+                await places(worlds["g1"], route("orders"))
+            neighbours.silent.add("g2")
+            with pytest.raises(Unavailable):
+                await places(worlds["g1"], route("orders"))
+
+    run(life())

@@ -1,18 +1,25 @@
 """Where a topic's queues are, and which of them a consumer reads.
 
-There is one broker, so every queue is here. A topic that does not exist yet has a route all the same while topics
-are made on first use: a client asks for the route before its first message, and most of them do not start without.
+Of a broker alone every queue is here. In a cluster the route has the queues of all groups that have the topic, each at
+its leader; a group without a leader, or whose leader does not answer, is left out until the client asks again. A topic
+that no group has yet has a route all the same while topics are made on first use: a client asks for the route before
+its first message, and most of them do not start without. It is made here, in one group.
 Consumers that do not care for order read from any queue of a topic (queue -1); a group in order gets them one by one.
 """
 
 from __future__ import annotations
 
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from timeball import limits
+from timeball.access import Caller
+from timeball.broker.grouped import GroupedBroker
 from timeball.broker.policy import queues_to_read, queues_to_write
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic
+from timeball.broker.revoking.group_questions import GroupRoute
+from timeball.errors import Unavailable
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Address,
@@ -33,7 +40,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     QueryRouteResponse,
 )
 from timeball.protocols.grpc.calls import OK, Call, Handlers, group_name, topic_name
-from timeball.protocols.grpc.handlers.sends import accepted_types
+from timeball.protocols.grpc.handlers.sends import accepted_types, named_types
 from timeball.protocols.grpc.session import GrpcContext
 from timeball.protocols.sessions import advertised
 
@@ -46,6 +53,16 @@ PERMISSIONS = {
 }
 
 
+class _Place(NamedTuple):
+    """The queues of a topic at one broker."""
+
+    broker: Broker
+    read: int
+    write: int
+    types: list[MessageType]
+    in_order: bool
+
+
 class Routes:
     """Serves QueryRoute and QueryAssignment."""
 
@@ -54,62 +71,76 @@ class Routes:
         self.handlers: Handlers = {"QueryRoute": self._route, "QueryAssignment": self._assignment}
 
     async def _route(self, call: Call, request: QueryRouteRequest) -> QueryRouteResponse:
-        topic = self._find(topic_name(request.topic))
-        settings = self._context.settings
-        read = write = settings.queues_per_topic
-        types = accepted_types(None)
-        if topic is not None:
-            read, write = queues_to_read(topic), queues_to_write(topic)
-            types = accepted_types(topic)
+        places = await self._places(call.caller, request.topic, request.endpoints)
         queues = [
-            self._queue(
-                request.topic,
-                i,
-                request.endpoints,
-                (READ if i < read else 0) | (WRITE if i < write else 0),
-                types,
+            _queue(
+                request.topic, i, place, (READ if i < place.read else 0) | (WRITE if i < place.write else 0)
             )
-            for i in range(max(read, write))
+            for place in places
+            for i in range(max(place.read, place.write))
         ]
         return QueryRouteResponse(status=OK, message_queues=queues)
 
     async def _assignment(self, call: Call, request: QueryAssignmentRequest) -> QueryAssignmentResponse:
-        topic = self._find(topic_name(request.topic))
-        group = self._context.broker.parts.groups.ensure(group_name(request.group))
-        count = self._context.settings.queues_per_topic if topic is None else queues_to_read(topic)
-        ids = list(range(count)) if group.consume_message_orderly else [ANY_QUEUE] if count else []
-        queues = [self._queue(request.topic, i, request.endpoints, READ, accepted_types(topic)) for i in ids]
+        places = await self._places(call.caller, request.topic, request.endpoints, group_name(request.group))
+        queues = [
+            _queue(request.topic, i, place, READ)
+            for place in places
+            for i in (range(place.read) if place.in_order else [ANY_QUEUE] if place.read else [])
+        ]
         return QueryAssignmentResponse(
             status=OK, assignments=[Assignment(message_queue=queue) for queue in queues]
         )
 
-    def _find(self, name: str) -> Topic | None:
-        topic = self._context.broker.parts.topics.find_topic(name)
-        if topic is None and not self._context.broker.policy.may_be_made(name):
+    async def _places(
+        self, caller: Caller, resource: Resource, dialled: Endpoints, group: str | None = None
+    ) -> list[_Place]:
+        """Return the queues of the topic by broker, this one first; raise Refused, Unavailable."""
+        broker, name = self._context.broker, topic_name(resource)
+        others, is_silent = [], False
+        if isinstance(broker, GroupedBroker):
+            routes = await broker.routes(name, caller, group)
+            others = [place for each, route in routes.items() if (place := _there(broker, each, route))]
+            is_silent = None in routes.values()
+        topic = broker.parts.topics.find_topic(name)
+        if topic is None and others:
+            return others
+        if topic is None and not broker.policy.may_be_made(name):
+            if is_silent:
+                raise Unavailable("a group of the cluster did not answer, and the others have no such topic")
             raise Refused(
                 Code.TOPIC_NOT_FOUND,
                 f"No topic route info in name server for the topic: {name[: limits.TOPIC_BYTES_MAX]}; make it first",
             )
-        return topic
+        return [self._here(topic, dialled, group), *others]
 
-    def _queue(
-        self,
-        topic: Resource,
-        queue_id: int,
-        dialled: Endpoints,
-        perm: int,
-        types: list[MessageType],
-    ) -> MessageQueue:
-        broker = Broker(
-            name=self._context.settings.broker_name, id=0, endpoints=told_endpoints(self._context, dialled)
-        )
-        return MessageQueue(
-            topic=topic,
-            id=queue_id,
-            permission=PERMISSIONS[perm],
-            broker=broker,
-            accept_message_types=types,
-        )
+    def _here(self, topic: Topic | None, dialled: Endpoints, group: str | None) -> _Place:
+        context = self._context
+        read = write = context.settings.queues_per_topic
+        if topic is not None:
+            read, write = queues_to_read(topic), queues_to_write(topic)
+        in_order = group is not None and context.broker.parts.groups.ensure(group).consume_message_orderly
+        at = Broker(name=context.settings.broker_name, id=0, endpoints=told_endpoints(context, dialled))
+        return _Place(at, read, write, accepted_types(topic), in_order)
+
+
+def _there(broker: GroupedBroker, group: str, route: GroupRoute | None) -> _Place | None:
+    """Return the queues in another group; None while its leader is not known."""
+    address = broker.others.grpc_address(group)
+    if route is None or address is None:
+        return None
+    at = Broker(name=route.broker_name, id=0, endpoints=endpoints(*address))
+    return _Place(at, route.read_queues, route.write_queues, named_types(route.message_type), route.in_order)
+
+
+def _queue(topic: Resource, queue_id: int, place: _Place, perm: int) -> MessageQueue:
+    return MessageQueue(
+        topic=topic,
+        id=queue_id,
+        permission=PERMISSIONS[perm],
+        broker=place.broker,
+        accept_message_types=place.types,
+    )
 
 
 def told_endpoints(context: GrpcContext, dialled: Endpoints) -> Endpoints:

@@ -27,6 +27,7 @@ from timeball.access import ANONYMOUS
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.policy import queues_to_write
+from timeball.broker.registry.topic import MESSAGE_TYPE
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall
 from timeball.broker.revoking.recall import RecallRefused
@@ -46,7 +47,6 @@ from timeball.protocols.grpc.codec.send_requests import PlainSend, decoder_of
 from timeball.protocols.grpc.handlers.transactions import transaction_id
 from timeball.protocols.grpc.session import GrpcContext
 
-ATTRIBUTE = "message.type"
 ALL = [MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY, MessageType.TRANSACTION]
 _OF_NAME = {MessageType.Name(each): [each] for each in ALL}
 
@@ -205,8 +205,12 @@ class Sends:
 
 def accepted_types(topic: Topic | None) -> list[MessageType]:
     """The types that a topic takes; all of them for one that has not been made."""
-    name = "" if topic is None else topic.config.attributes.get(ATTRIBUTE, "")
-    return _OF_NAME.get(name, ALL)
+    return named_types("" if topic is None else topic.config.attributes.get(MESSAGE_TYPE, ""))
+
+
+def named_types(attribute: str) -> list[MessageType]:
+    """Return the types that a topic with this attribute takes."""
+    return _OF_NAME.get(attribute, ALL)
 
 
 def check_type(topic: Topic | None, name: str, message_type: MessageType) -> None:
@@ -217,7 +221,7 @@ def check_type(topic: Topic | None, name: str, message_type: MessageType) -> Non
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
             f"topic {name!r} takes {names} messages, and this is {_name(message_type)}; use another topic, change its "
-            f"{ATTRIBUTE}, or start the broker with --no-check-message-types",
+            f"{MESSAGE_TYPE}, or start the broker with --no-check-message-types",
         )
 
 
