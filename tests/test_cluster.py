@@ -81,6 +81,16 @@ def test_a_promise_is_on_the_disk_before_it_is_told() -> None:
     assert wanted == [do.KeepPromise(4), do.Send("a", Promise(4, "b/1", ()))]
 
 
+def test_a_leader_that_went_on_without_its_lease_holds_the_group_again() -> None:
+    record = Record(1, "a/1", SET)
+    state = leader()
+    assert steps(state, on.Seen(2, record, "a")) == (state, [])
+    assert steps(state, on.Seen(2, record, None)) == (state, [do.Hold()])
+    assert steps(state, on.Seen(1, record, None)) == (state, []), "read before it held the group"
+    _, wanted = steps(state, on.HandOver("b"), on.Seen(2, record, None))
+    assert do.Hold() not in wanted, "it gives the group up"
+
+
 def test_an_acknowledgement_follows_the_sync() -> None:
     state = follower()
     _, wanted = steps(state, on.Received("a", Data(1, 1, 192, 3, 2, row(1, 2))), on.Flush())

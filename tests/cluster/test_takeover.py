@@ -192,3 +192,14 @@ def test_a_leader_goes_on_without_etcd_while_both_followers_answer(tmp_path: Pat
             found = wire.ask_ok(RequestCode.GET_MAX_OFFSET, topic=TOPIC, queueId=0).ext["offset"]
         # Those that were answered, the last one, and perhaps the one that was not.
         assert number + 1 <= int(found) <= number + 2
+
+
+def test_the_only_replica_of_a_group_is_found_again_after_its_lease_was_lost(tmp_path: Path) -> None:
+    need_etcd()
+    with running_cluster(tmp_path, "a", **{"lease-ttl-ms": "1s"}) as cluster:
+        leader = cluster.leader()
+        leader.kill(signal.SIGSTOP)
+        cluster.wait("its lease is over", lambda: not cluster.view().leader)
+        leader.kill(signal.SIGCONT)
+        cluster.wait("it holds the group", lambda: cluster.view().leader == "a")
+        assert cluster.epoch() == served(leader), "it has led all the while"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from timeball.cluster.effects import Effect, Holder, Propose
+from timeball.cluster.effects import Effect, Hold, Holder, Propose
 from timeball.cluster.events import Proposed, ReplicasWanted, Seen
 from timeball.cluster.following import Step
 from timeball.cluster.leading import reached, stop
@@ -88,9 +88,11 @@ def conclude(state: Replica, event: Proposed) -> Step:
 
 def see(state: Replica, event: Seen) -> Step:
     """Take a record that was read while leading."""
-    if event.revision <= state.revision:
-        return state, []
     assert state.lead
+    if event.revision <= state.revision:
+        # Its lease had ended, and it went on, as all replicas answer: others must find the group's leader all the same.
+        is_lost = event.holder is None and event.revision == state.revision and not state.lead.handing_to
+        return state, [Hold()] if is_lost else []
     if event.record.leader != state.rules.replica or event.record.epoch != state.lead.epoch:
         return stop(state, "another leads")
     return _adopt(state, event.revision, event)
