@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ class NodeProcess:
     options: dict[str, str] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    group: str = GROUP
     module: str = "timeball"  # another one is `timeball` with a fault made on purpose
     environment: dict[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
@@ -65,7 +66,7 @@ class NodeProcess:
             "--node",
             self.name,
             "--group",
-            GROUP,
+            self.group,
             "--etcd",
             ",".join(self.etcd),
         ]
@@ -98,11 +99,12 @@ class NodeProcess:
 
 @dataclass
 class Cluster:
-    """All nodes, and the coordinator as the tests ask it."""
+    """All nodes of a group, and the coordinator as the tests ask it."""
 
     folder: Path
     etcd: EtcdCluster
     nodes: dict[str, NodeProcess] = field(default_factory=dict)
+    group: str = GROUP
 
     def ask(self, call: str, *args: object) -> object:
         """Ask the coordinator once."""
@@ -118,21 +120,22 @@ class Cluster:
         return asyncio.run(asked())
 
     def view(self) -> GroupView:
-        view = self.ask("read", GROUP)
+        view = self.ask("read", self.group)
         assert isinstance(view, GroupView)
         return view
 
     def begin(self) -> None:
         """Make the group's record of the replicas that have registered."""
-        nodes = self.wait(
-            "all nodes have registered",
-            lambda: (
-                found if len(found := self.ask("nodes")) == len(self.nodes) else None  # type: ignore[arg-type]
-            ),
-        )
-        assert isinstance(nodes, dict)
-        replicas = tuple(sorted(node.replica for node in nodes.values()))
-        self.ask("change", GROUP, 0, Record(0, "", replicas))
+
+        def registered() -> list[str]:
+            nodes = self.ask("nodes")
+            assert isinstance(nodes, dict)
+            found = [node.replica for name, node in nodes.items() if name in self.nodes]
+            return found if len(found) == len(self.nodes) else []
+
+        replicas = self.wait("all nodes have registered", registered)
+        assert isinstance(replicas, list)
+        self.ask("change", self.group, 0, Record(0, "", tuple(sorted(replicas))))
 
     def leader(self, epoch_above: int = 0) -> NodeProcess:
         """Wait until a node says that it leads in a later epoch."""
@@ -195,4 +198,25 @@ def running_cluster(
                     node.kill()
 
 
-__all__ = ["Cluster", "NodeProcess", "node_of", "running_cluster"]
+@contextmanager
+def running_groups(folder: Path, names: Mapping[str, str], **options: str) -> Iterator[dict[str, Cluster]]:
+    """Three members of etcd and groups of their own, `names`: the nodes of each, a letter each."""
+    with EtcdCluster(folder / "etcd") as etcd:
+        groups = {group: Cluster(folder, etcd, group=group) for group in names}
+        try:
+            for group, cluster in groups.items():
+                for name in names[group]:
+                    node = NodeProcess(name, folder, etcd.endpoints, dict(options), group=group)
+                    cluster.nodes[name] = node
+                    node.start()
+            for cluster in groups.values():
+                cluster.begin()
+            yield groups
+        finally:
+            for cluster in groups.values():
+                for node in cluster.nodes.values():
+                    if node.process is not None:
+                        node.kill()
+
+
+__all__ = ["Cluster", "NodeProcess", "node_of", "running_cluster", "running_groups"]

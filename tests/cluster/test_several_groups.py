@@ -1,0 +1,163 @@
+"""Two groups of a cluster as real processes: any node finds, cancels and moves what the other group has."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import Cluster, running_groups
+from tests.protocols.grpc.wire import Wire as GrpcWire
+from tests.protocols.grpc.wire import d, s
+from tests.protocols.remoting.wire import Wire
+
+from timeball import NotFound, Timeball, Unavailable
+from timeball.broker.revoking.recall import encode_handle
+from timeball.protocols.grpc.handlers.routes import endpoints
+from timeball.protocols.remoting.codec.codes import RequestCode
+
+Groups = dict[str, Cluster]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    need_etcd()
+    # A lease that outlives the test's stops: the group that hangs has a leader, and no other takes its place.
+    options = {"lease-ttl-ms": "60s"}
+    with running_groups(tmp_path_factory.mktemp("groups"), {"g1": "a", "g2": "b"}, **options) as running:
+        for cluster in running.values():
+            cluster.leader()
+        for cluster in running.values():
+            with client(cluster) as ball:
+                cluster.wait("it knows both groups", lambda ball=ball: knows_all(ball))
+        yield running
+
+
+def client(cluster: Cluster) -> Timeball:
+    (node,) = cluster.nodes.values()
+    return Timeball(node.endpoint, timeout_ms=BOUND_S * 1_000)
+
+
+def knows_all(ball: Timeball) -> bool:
+    """Whether the node has read who leads the groups, and reaches the other one."""
+    try:
+        return ball.cancel("nothing").verdict == "not_found"
+    except Unavailable:  # it has not read yet which groups there are
+        return False
+
+
+@contextmanager
+def stopped(cluster: Cluster) -> Iterator[None]:
+    """Have a group's only process hang."""
+    (node,) = cluster.nodes.values()
+    node.kill(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        node.kill(signal.SIGCONT)
+
+
+def over_http(
+    cluster: Cluster, method: str, message_id: str, body: object = None
+) -> tuple[int, dict[str, object]]:
+    (node,) = cluster.nodes.values()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{node.ports['http-port']}/v1/messages/{message_id}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+        method=method,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_key_is_cancelled_in_every_group_through_any_node(groups: Groups) -> None:
+    with client(groups["g1"]) as one, client(groups["g2"]) as two:
+        for ball in (one, two):
+            ball.send("orders", "x", keys="order-1", after="1h")
+        two.send("orders", "x", keys="order-2", after="1h")
+        assert [verdict.verdict for verdict in one.cancel(key="order-1")] == ["cancelled", "cancelled"]
+        assert [verdict.verdict for verdict in two.cancel(key="order-1")] == 2 * ["already_cancelled"]
+        assert [verdict.verdict for verdict in one.cancel(key="order-2")] == ["cancelled"]
+        assert [verdict.verdict for verdict in one.cancel(key="order-3")] == ["not_found"]
+
+
+def test_a_message_is_found_moved_and_cancelled_by_its_id_through_the_other_group(groups: Groups) -> None:
+    with client(groups["g1"]) as one, client(groups["g2"]) as two:
+        sent = one.send("orders", "x", after="1h")
+        place = two.get(sent.id)
+        assert (place.state, place.due_ms) == ("waiting", sent.due_ms)
+        assert two.reschedule(sent.id, after="2h").verdict == "rescheduled"
+        assert one.get(sent.id).due_ms != sent.due_ms
+        status, answer = over_http(groups["g2"], "DELETE", sent.id)
+        assert (status, answer["verdict"]) == (200, "cancelled")
+        assert [verdict.verdict for verdict in two.cancel(ids=[sent.id, "nothing"])] == [
+            "already_cancelled",
+            "not_found",
+        ]
+
+
+def test_a_handle_is_taken_back_through_the_other_group(groups: Groups) -> None:
+    (node,) = groups["g1"].nodes.values()
+    with client(groups["g2"]) as two, Wire(node.ports["remoting-port"]) as wire:
+        sent = two.send("orders", "x", after="1h")
+        handle = encode_handle("orders", "g2", sent.due_ms or 0, sent.id)
+        for _ in range(2):  # one that is repeated succeeds, too
+            answer = wire.ask_ok(RequestCode.RECALL_MESSAGE, topic="orders", recallHandle=handle)
+            assert answer.ext["msgId"] == sent.id
+        assert two.cancel(sent.id).verdict == "already_cancelled"
+
+
+def test_a_route_over_grpc_names_the_queues_of_both_groups(groups: Groups) -> None:
+    ports = {name: next(iter(cluster.nodes.values())).ports["grpc-port"] for name, cluster in groups.items()}
+    for cluster in groups.values():
+        with client(cluster) as ball:
+            ball.create_topic("routed", 1)
+    for asked, port in ports.items():
+        dialled = endpoints("127.0.0.1", port)
+        request = s.QueryRouteRequest(topic=d.Resource(name="routed"), endpoints=dialled)
+        with GrpcWire(port) as wire:
+            queues = wire.ask_ok("QueryRoute", request).message_queues
+        found = {queue.broker.name: queue.broker.endpoints.addresses[0].port for queue in queues}
+        assert found == ports, f"as {asked} tells it"
+
+
+def test_a_group_that_hangs_makes_the_verdict_unavailable_and_never_not_found(groups: Groups) -> None:
+    with client(groups["g1"]) as one, client(groups["g2"]) as two:
+        there, here = two.send("orders", "x", keys="order-4", after="1h"), one.send("orders", "x", after="1h")
+        with stopped(groups["g2"]), ThreadPoolExecutor() as at_once:  # each waits for the silence
+            asked = [
+                at_once.submit(call)
+                for call in (
+                    lambda: one.cancel(key="order-4"),
+                    lambda: [one.reschedule(there.id, after="2h")],
+                    lambda: one.cancel(ids=[here.id]),
+                )
+            ]
+            over = at_once.submit(over_http, groups["g1"], "DELETE", there.id)
+            looked = at_once.submit(over_http, groups["g1"], "GET", there.id)
+            words = [[verdict.verdict for verdict in each.result()] for each in asked]
+            assert words == [["unavailable"], ["unavailable"], ["unavailable", "cancelled"]]
+            for answer in (over, looked):
+                assert (answer.result()[0], answer.result()[1]["code"]) == (503, "unavailable")
+            assert one.get(here.id).state == "cancelled", "what one group has is found all the same"
+        groups["g2"].wait("it answers again", lambda: knows_all(one))
+        assert one.cancel(here.id).verdict == "already_cancelled"
+        with pytest.raises(NotFound):
+            one.get("nothing")
+        # What was asked while it hung may have been carried out as it woke: it is cancelled, by then or now.
+        assert {verdict.verdict for verdict in one.cancel(key="order-4")} <= {
+            "cancelled",
+            "already_cancelled",
+        }
+        assert two.get(there.id).state == "cancelled"
