@@ -42,6 +42,27 @@ def test_it_answers_for_the_groups_of_the_coordinator(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_it_knows_where_the_pipeline_reads_each_group() -> None:
+    async def run() -> None:
+        async with world_of(None) as world:
+            coordinator = world.coordinator("a")
+            addresses = {"flight": "127.0.0.1:7400"}
+            await coordinator.register(Node("a", addresses), await coordinator.grant(60_000))
+            await led(coordinator, "a")
+            service = NameService(settings(cluster="", name_server_port=-1), world.coordinator("n"))
+            assert service.status() == {"group": "g1", "groups": None}, "not read yet"
+            await service.start()
+            try:
+                async with asyncio.timeout(30):
+                    while service.status()["groups"] is None:
+                        await asyncio.sleep(0.01)
+                assert service.status()["groups"] == [{"group": "g1", "addresses": ["127.0.0.1:7400"]}]
+            finally:
+                await service.close()
+
+    asyncio.run(run())
+
+
 def ask_route(port: int) -> Command:
     with Wire(port) as wire:
         return wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="orders")

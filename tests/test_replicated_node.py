@@ -10,7 +10,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.besieged import replicas_of, served
 from tests.cluster.etcd_cluster import need_etcd
-from tests.cluster.processes import Cluster, NodeProcess, running_cluster
+from tests.cluster.processes import GROUP, Cluster, NodeProcess, running_cluster
 
 from timeball import Timeball
 
@@ -34,6 +34,17 @@ def test_every_node_answers_for_the_leader(cluster: Cluster) -> None:
         with Timeball(node.endpoint) as ball:
             ball.send("orders", node.name.encode(), message_id=node.name)
             assert "orders" in ball.topics()
+
+
+def test_the_status_names_the_group_and_its_nodes_the_leader_first(cluster: Cluster) -> None:
+    leader = cluster.leader()
+    places = {f"127.0.0.1:{node.ports['port']}" for node in cluster.nodes.values()}
+    with Timeball(followers(cluster, leader)[0].endpoint) as ball:
+        status = ball.status()
+    [group] = status["groups"]
+    assert status["group"] == group["group"] == GROUP
+    assert group["addresses"][0] == leader.endpoint.removeprefix("grpc://")
+    assert set(group["addresses"]) == places
 
 
 def test_a_leader_that_is_asked_to_end_hands_over(cluster: Cluster) -> None:

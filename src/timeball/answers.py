@@ -254,8 +254,19 @@ class TableStatus(msgspec.Struct, frozen=True):
     version: int
 
 
+class ClusterGroup(msgspec.Struct, frozen=True):
+    """One group of a cluster: the Flight addresses (host:port) of the nodes that keep it, the leader's first."""
+
+    group: str
+    addresses: list[str]
+
+
 class Status(msgspec.Struct, frozen=True):
-    """The fields of the broker's status that programs need; docs/flight.md names them all."""
+    """The fields of the broker's status that programs need; docs/flight.md names them all.
+
+    `group`: which one of its cluster the broker leads, and `groups`: all there are. A broker that belongs to no cluster
+    has neither; None: it leads, and has not read yet which others there are.
+    """
 
     now_ms: int
     log: LogStatus
@@ -263,3 +274,5 @@ class Status(msgspec.Struct, frozen=True):
     watermark: int
     settled_before_ms: int
     strategy: str = "hour_log"  # who keeps promises
+    group: str = ""
+    groups: list[ClusterGroup] | None = []

@@ -45,6 +45,14 @@ class NameService:
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._server.close()
 
+    def status(self) -> dict[str, object]:
+        """Return what the status of a cluster's node says of groups, as answers.Status has it."""
+        directory = self._directory
+        kept = {group: directory.replicas(group, "flight") for group in sorted(directory.views)}
+        found = [{"group": group, "addresses": addresses} for group, addresses in kept.items() if addresses]
+        # Before the coordinator was read there are none, and a reader must not take its group for the only one.
+        return {"group": self._settings.group, "groups": found or None}
+
     def _groups(self) -> list[GroupPlace]:
         directory = self._directory
         return [GroupPlace(group, directory.address(group, "remoting")) for group in directory.views]

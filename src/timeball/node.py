@@ -100,6 +100,7 @@ class Node:
         self.http: HttpEdge | None = None
         self.push: PushEdge | None = None
         self._traces: Tracing | None = None
+        self.cluster_status: Callable[[], dict[str, object]] = dict  # more of it, given by a cluster's node
         reader, background = (
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
         )
@@ -378,6 +379,7 @@ class Node:
             "access": self.security.status(),
             "codec": self.remoting.codec.name if self.remoting is not None else "",
             "pulls": self.remoting.pulls if self.remoting is not None else {},
+            **self.cluster_status(),
             **(
                 {"replica": msgspec.structs.asdict(self._replica.figures())}
                 if self._replica is not None

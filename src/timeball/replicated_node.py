@@ -250,6 +250,7 @@ class ReplicatedNode:
                 ReplicaReadOuts(self.figures, self._survey),
             )  # fmt: skip
             node.build_broker = partial(GroupedBroker, others=self._others)
+            node.cluster_status = self._names.status
             await node.start(hot=(opened, hot))
             self.broker_node = node
             node.when_failed(self.end)

@@ -26,6 +26,9 @@ from timeball.answers import (
     Campaign as Campaign,
 )
 from timeball.answers import (
+    ClusterGroup as ClusterGroup,
+)
+from timeball.answers import (
     Content as Content,
 )
 from timeball.answers import (

@@ -28,6 +28,10 @@ def test_the_leader_is_the_one_that_also_holds_the_group() -> None:
             assert leader is not None and leader.name == "a"
             assert directory.address("g1", "remoting") == ("127.0.0.1", 10_911)
             assert directory.address("g1", "flight") is None
+            await register(world, "b", 10_912)
+            await directory.read()
+            assert directory.replicas("g1", "remoting")[0] == "127.0.0.1:10911"
+            assert directory.replicas("g1", "flight") == directory.replicas("g9", "remoting") == []
             await coordinator.resign("g1", lease)
             await directory.read()
             assert directory.leader("g1") is None and "g1" in directory.views, "the group stays known"

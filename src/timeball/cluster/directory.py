@@ -49,6 +49,15 @@ class Directory:
         name = node_of(view.record.leader)
         return self.nodes.get(name) if view.holder.node == name else None
 
+    def replicas(self, group: str, edge: str) -> list[str]:
+        """Return where the nodes that keep a group listen for an edge, the leader first; none without a record."""
+        view, leader = self.views.get(group), self.leader(group)
+        if view is None or view.record is None:
+            return []
+        names = ([leader.name] if leader else []) + [node_of(each) for each in view.record.replicas]
+        found = [self.nodes[name].addresses.get(edge) for name in dict.fromkeys(names) if name in self.nodes]
+        return [address for address in found if address]
+
     def address(self, group: str, edge: str) -> Address | None:
         """Return where the leader of a group listens for an edge."""
         leader = self.leader(group)
