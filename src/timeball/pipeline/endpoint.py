@@ -3,6 +3,9 @@
 Each may be repeated without harm and is repeated for `patience_s`: attach carries its own job and epoch, and a number
 that is reserved twice is only a hole. Errors come back as the types the broker raised; a broker that cannot be reached
 is `Unavailable`, so that a runner can tell "wait" from "give up".
+
+An endpoint may be confined to one group of a cluster (groups.py). Its first call asks the node that is named which
+group it keeps, and goes on to the group's own nodes when that is another one: no call reaches a group not meant.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from timeball.clock import Clock
 from timeball.errors import OutOfRange, TimeballError
 from timeball.limits import PULL_ROWS_MAX
 from timeball.message import TABLE_SCHEMA
+from timeball.pipeline.groups import Group, endpoint_of, groups_of, known_groups, split_endpoint
 from timeball.table import attachment as att
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -38,7 +42,25 @@ class Endpoint:
 
     def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
         self.uri = uri
-        self._calls = Calls(uri, CALL_TIMEOUT_MS, patience_s=patience_s, clock=clock)
+        addresses, self._group = split_endpoint(uri)
+        self._patience_s, self._clock = patience_s, clock
+        self._dialled = self._dial(addresses)
+        self._is_there = not self._group
+
+    def _dial(self, addresses: str) -> Calls:
+        return Calls(addresses, CALL_TIMEOUT_MS, patience_s=self._patience_s, clock=self._clock)
+
+    @property
+    def _calls(self) -> Calls:
+        """The connection, to a node of the group that is meant."""
+        if not self._is_there:
+            status = self._ask_status(self._dialled)
+            if status.group != self._group:
+                self._dialled.close()
+                found = endpoint_of(self.uri, self._group, known_groups(status))
+                self._dialled = self._dial(split_endpoint(found)[0])
+            self._is_there = True
+        return self._dialled
 
     def __enter__(self) -> Self:
         return self
@@ -48,11 +70,15 @@ class Endpoint:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._calls.close()
+        self._dialled.close()
 
     def status(self) -> wire.Status:
         """Return where log, watermark and table stand now."""
-        return self._calls.action("status", wire.Nothing(), wire.Status)
+        return self._ask_status(self._calls)
+
+    @staticmethod
+    def _ask_status(calls: Calls) -> wire.Status:
+        return calls.action("status", wire.Nothing(), wire.Status)
 
     def reserve(self, rows: int) -> int:
         """Set aside `rows` sequence numbers; return the first."""
@@ -162,6 +188,26 @@ class Endpoint:
         for batch in self._calls.batches(ticket):
             if batch.num_rows:
                 yield batch
+
+
+def group_statuses(endpoint: str, *, patience_s: float = PATIENCE_S) -> list[tuple[Group, wire.Status]]:
+    """Return the groups to be read at an endpoint, and the status of each; one call where there is one group."""
+    with Endpoint(endpoint, patience_s=patience_s) as broker:
+        status = broker.status()
+    groups = groups_of(status, endpoint)
+    if len(groups) == 1:
+        return [(groups[0], status)]
+    found = []
+    for group in groups:
+        with Endpoint(group.endpoint, patience_s=patience_s) as broker:
+            found.append((group, broker.status()))
+    return found
+
+
+def read_groups(endpoint: str) -> list[Group]:
+    """Return the groups to be read at an endpoint."""
+    with Endpoint(endpoint) as broker:
+        return groups_of(broker.status(), endpoint)
 
 
 class Lease:

@@ -14,6 +14,7 @@ from pyspark.sql.datasource import EqualTo, Filter, GreaterThan
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import log_rows, send, send_due_now
+from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.clock import ManualClock
@@ -303,3 +304,95 @@ def test_a_query_sees_every_row_once_over_a_restart(
     drain()
     found = [row.seq for row in spark.read.parquet(str(tmp_path / "out")).collect()]
     assert len(found) == len(set(found)) == 150
+
+
+def groups_of_rows(parts: list[LogPart], reader: LogReader | LogStream) -> dict[str | None, int]:
+    """How many rows each group gives; the column is the tasks' own."""
+    found: dict[str | None, int] = {}
+    for part in parts:
+        for batch in reader.read(part):
+            for name in batch.column("group").to_pylist():
+                found[name] = found.get(name, 0) + 1
+    return found
+
+
+def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 30)
+        send(groups.other.endpoint, 20)
+
+        def reader(**options: str) -> LogReader:
+            given = {"endpoint": groups.endpoint, "kinds": "promise", "columns": "group,seq"}
+            return LogReader(read_options({**given, **options}))
+
+        def read(**options: str) -> dict[str | None, int]:
+            chosen = reader(**options)
+            return groups_of_rows(list(chosen.partitions()), chosen)
+
+        assert read() == {"g1": 30}
+        groups.add()
+        assert read() == read(columns="*,group") == {"g1": 30, "g2": 20}
+        assert read(group="g2") == read(endpoint=f"{groups.endpoint}#g2") == {"g2": 20}
+        assert read(group="g2", from_seq="1") == {"g2": 20}
+        assert len(reader(min_partitions="10").partitions()) >= 10
+        with pytest.raises(SetupError, match="option from_seq: each of the 2 groups has numbers of its own"):
+            read(from_seq="1")
+        groups.leave()
+        assert read() == {None: 30}, "a broker that is in no cluster"
+
+
+def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 30)
+        options = {"endpoint": groups.endpoint, "kinds": "promise", "columns": "seq,group"}
+        source = LogStream(read_options(options))
+        start = source.initialOffset()
+        assert set(start) == {"g1"}
+        first = source.latestOffset(start, ReadAllAvailable())
+        send(groups.other.endpoint, 20)
+        groups.add()
+        second = source.latestOffset(first, ReadAllAvailable())
+        assert second["g1"] == first["g1"] and second["g2"] > 20
+        assert groups_of_rows(list(source.partitions(first, second)), source) == {"g2": 20}
+        assert groups_of_rows(list(source.partitions(start, second)), source) == {"g1": 30, "g2": 20}
+        assert source.latestOffset(second, ReadAllAvailable()) is second
+
+        half = source.latestOffset(start, ReadMaxRows(25))
+        assert sum(half.values()) == sum(start.values()) + 1 + 25, "of both, in proportion"
+        old = {"seq": start["g1"]}
+        assert source.latestOffset(old, ReadAllAvailable()) == second, "an offset of a time without groups"
+        assert groups_of_rows(list(source.partitions({"seq": first["g1"]}, second)), source) == {"g2": 20}
+        with pytest.raises(SetupError, match="'g3', which is not there"):
+            source.latestOffset({"g1": 1, "g3": 1}, ReadAllAvailable())
+        with pytest.raises(SetupError, match="row 900 but the log of group g2 ends at"):
+            source.latestOffset({"g1": 1, "g2": 900}, ReadAllAvailable())
+        source.stop()
+
+
+def test_what_was_there_at_the_start_of_a_run_that_ends(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 5)
+        source = LogStream(read_options({"endpoint": groups.endpoint}))
+        start = source.initialOffset()
+        source.prepareForTriggerAvailableNow()
+        groups.add()
+        send(groups.one.endpoint, 5)
+        end = source.latestOffset(start, ReadAllAvailable())
+        assert end["g1"] < groups.one.broker.parts.writer.next_seq and end["g2"] == 1, "the group came later"
+        source.stop()
+
+
+def test_compaction_is_of_one_group(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        groups.add()
+        send(groups.other.endpoint, 20)
+        given = {"endpoint": groups.endpoint, "read": "ranges", "from_seq": "watermark"}
+        one = LogStream(read_options({**given, "group": "g2"}))
+        start = one.initialOffset()
+        end = one.latestOffset(start, ReadAllAvailable())
+        assert [part.group.name for part in one.partitions(start, end)] == ["g2"]
+        one.stop()
+        both = LogStream(read_options(given))
+        with pytest.raises(SetupError, match="from_seq=watermark: each of the 2 groups has its own"):
+            both.partitions({"g1": 1, "g2": 1}, {"g1": 1, "g2": 5})
+        both.stop()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.datasource import EqualTo, Filter, LessThan
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send_due_now
+from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.clock import ManualClock
 from timeball.errors import NotFound, OutOfRange, SetupError
+from timeball.pipeline.groups import Group
 from timeball.pipeline.source.options import read_options
 from timeball.pipeline.source.queue_reader import (
     QueuePart,
@@ -25,10 +26,10 @@ from timeball.pipeline.source.queue_reader import (
     from_json,
     offsets_at,
     queue_parts,
-    share,
     to_json,
 )
 
+ALONE = Group("", "grpc://a:1")
 KEPT = {0: (5, 20), 1: (0, 8)}
 
 
@@ -59,7 +60,8 @@ def test_positions_that_are_not_kept_are_refused_by_name() -> None:
 def test_each_queue_is_cut_into_pieces_of_its_own() -> None:
     options = read_options({"read": "queue", "topic": "t", "rows_per_partition": "10"})
     parts = [
-        (p.queue_id, p.from_offset, p.to_offset) for p in queue_parts({0: 5}, {0: 20, 1: 8, 2: 0}, options)
+        (p.queue_id, p.from_offset, p.to_offset)
+        for p in queue_parts({("", 0): 5}, {("", 0): 20, ("", 1): 8, ("", 2): 0}, options, [ALONE])
     ]
     assert parts == [(0, 5, 12), (0, 12, 20), (1, 0, 8)]
 
@@ -101,20 +103,19 @@ def test_a_queue_that_is_not_there(node: RunningNode) -> None:
         list(reader.read(QueuePart(0, 0, 1_000)))
 
 
-@given(st.dictionaries(st.integers(0, 9), st.integers(0, 10**6)), st.integers(0, 10**6))
-def test_shares_use_the_limit_and_nobody_gives_more_than_it_has(lag: dict[int, int], rows: int) -> None:
-    taken = share(lag, rows)
-    assert sum(taken.values()) == min(rows, sum(lag.values()))
-    assert all(0 <= taken[queue] <= lag[queue] for queue in lag)
-
-
-def test_shares_are_fair() -> None:
-    assert share({0: 900, 1: 100, 2: 0}, 100) == {0: 90, 1: 10, 2: 0}
-
-
 def test_equal_offsets_are_equal_texts() -> None:
-    assert list(to_json({10: 1, 2: 5})) == ["2", "10"]
-    assert from_json(to_json({10: 1, 2: 5})) == {2: 5, 10: 1}
+    assert list(to_json({("", 10): 1, ("", 2): 5})) == ["2", "10"]
+    assert from_json(to_json({("", 10): 1, ("", 2): 5}), [ALONE]) == {("", 2): 5, ("", 10): 1}
+
+
+def test_an_offset_of_groups_and_one_of_a_time_without_them() -> None:
+    groups = [Group("g1", "grpc://a:1"), Group("g2", "grpc://b:1")]
+    offsets = {("g1", 0): 5, ("g2", 0): 7, ("g2", 3): 1}
+    assert to_json(offsets) == {"g1": {"0": 5}, "g2": {"0": 7, "3": 1}}
+    assert from_json(to_json(offsets), groups) == offsets
+    assert from_json({"0": 5}, groups) == {("g1", 0): 5}, "of the group whose node is named"
+    with pytest.raises(SetupError, match="'g2', which is not there"):
+        from_json({"g2": {"0": 7}}, groups[:1])
 
 
 def stream(node: RunningNode, clock: ManualClock | None = None, **options: object) -> QueueStream:
@@ -223,3 +224,31 @@ def test_a_query_sees_every_row_once_over_a_restart(
     places = [(row.queue_id, row.queue_offset) for row in rows]
     assert len(places) == len(set(places)) >= 70
     assert {bytes(row.body).decode() for row in rows} >= {f"now {i}" for i in range(70)}
+
+
+def test_a_topic_over_groups_and_one_that_is_added(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send_due_now(groups.one.endpoint, 10)
+        send_due_now(groups.other.endpoint, 4)
+        send_due_now(groups.other.endpoint, 3, topic="elsewhere")
+        clock = ManualClock()
+        source = stream(groups.one, clock)
+        old = dict.fromkeys(source.initialOffset()["g1"], 0)
+        first = source.latestOffset({"g1": old}, ReadAllAvailable())
+        assert set(first) == {"g1"} and sum(first["g1"].values()) == 10
+        groups.add()
+        assert source.latestOffset(first, ReadAllAvailable()) is first, "it is looked for once a second"
+        clock.advance(1_000)
+        second = source.latestOffset(first, ReadAllAvailable())
+        assert second["g1"] == first["g1"] and sum(second["g2"].values()) == 4
+        parts = source.partitions(first, second)
+        rows = pa.concat_tables(pa.Table.from_batches(source.read(part)) for part in parts)
+        assert rows.num_rows == 4 and {part.group.name for part in parts} == {"g2"}
+        assert source.latestOffset(old, ReadAllAvailable()) == second, "an offset of a time without groups"
+        both = rows_of(groups.one, [], columns="queue_id,queue_offset,group")
+        assert len(both) == 14
+        assert len(rows_of(groups.one, [], topic="elsewhere")) == 3, "one group alone has it"
+        assert len(rows_of(groups.one, [], group="g2")) == 4
+        with pytest.raises(SetupError, match="option from_offset: each of the 2 groups has its own queues"):
+            rows_of(groups.one, [], from_offset="0=1")
+        source.stop()

@@ -28,13 +28,13 @@ from timeball.errors import NotFound, SetupError
 from timeball.pipeline.dispatch.due_files import POINTER_SCHEMA, DueFiles, Span, end_of, pointers, tasks
 from timeball.pipeline.dispatch.release_writer import ReleaseWriter
 from timeball.pipeline.source import option_values as values
-from timeball.pipeline.source.log_reader import BrokerStream, Offset
 from timeball.pipeline.source.options import DEFAULT_ENDPOINT, SPARK_OPTIONS
 from timeball.pipeline.source.spark_api import (
     DataSourceStreamArrowWriter,
     ReadLimit,
     spark_schema,
 )
+from timeball.pipeline.source.streams import BrokerStream, Offset
 from timeball.wire import Status
 
 NAME = "timeball_due"

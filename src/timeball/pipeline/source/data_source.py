@@ -15,18 +15,25 @@ fetched, and Spark applies every filter again: pushdown may be coarse, never wro
     ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
     ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
 
+Of a cluster all groups are read, each from its own leader; the column `group` says which, where it is named in
+`columns`. Schemas do not depend on how many groups there are, so a stream goes on when one is added.
+
 This module chooses the reader or writer; each has a module of its own.
 """
 
 from __future__ import annotations
 
+import msgspec
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
 from timeball.errors import SetupError
+from timeball.pipeline.endpoint import read_groups
+from timeball.pipeline.groups import split_endpoint
 from timeball.pipeline.source.log_reader import LogReader, LogStream
 from timeball.pipeline.source.options import (
     ReadOptions,
+    WriteOptions,
     arrow_schema,
     check_batch,
     read_options,
@@ -71,6 +78,8 @@ class TimeballDataSource(DataSource):
         expect_schema(schema, options)
         return QueueStream(options) if options.read == "queue" else LogStream(options)
 
+    # Tasks must reserve numbers where the driver attaches: of a cluster a write goes to one group.
+
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """See DataSource; the DataFrame's rows become promises."""
         from timeball.pipeline.source.promise_writer import PromiseWriter
@@ -79,14 +88,20 @@ class TimeballDataSource(DataSource):
             raise SetupError(
                 "mode overwrite: scheduled messages cannot be overwritten; use mode append, and cancel by key"
             )
-        return PromiseWriter(schema, write_options(self.options))
+        return PromiseWriter(schema, in_one_group(write_options(self.options)))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
         """See DataSource; a stream of ranges is compacted, any other becomes promises."""
         from timeball.pipeline.source.promise_writer import stream_writer
 
         check_streams()
-        return stream_writer(schema, write_options(self.options))
+        return stream_writer(schema, in_one_group(write_options(self.options)))
+
+
+def in_one_group(options: WriteOptions) -> WriteOptions:
+    """Confine a write to the group that the endpoint names, or to that of the node there."""
+    groups = [] if split_endpoint(options.endpoint)[1] else read_groups(options.endpoint)
+    return msgspec.structs.replace(options, endpoint=groups[0].endpoint) if len(groups) > 1 else options
 
 
 def expect_schema(schema: StructType, options: ReadOptions) -> None:

@@ -10,10 +10,12 @@ never change, so a reader that remembers the last number can read on and yield e
 as long as any call does (endpoint.PATIENCE_S). A broker that is there and breaks off TRIES times without a row between
 is an error.
 
-An offset of the stream is a sequence number, and an idle log starts no micro-batch. `latestOffset` returns the start
-itself while there is too little for a micro-batch, which tells Spark to rest. Enough is `min_rows_per_batch` new rows,
-or `few_rows` after `max_trigger_delay_ms`: a query that itself appends to the log (compaction does: one TABLE row)
-would otherwise wake itself up for ever.
+An offset of the stream is a sequence number in each group of a cluster, {"g1": 17, "g2": 4}, and {"seq": 17} of a
+broker that is in none; that one is understood of a cluster too, as the offset in the group of the node that is named.
+A group that is not in an offset is read from its first row. An idle log starts no micro-batch. `latestOffset` returns
+the start itself while there is too little for a micro-batch, which tells Spark to rest. Enough is `min_rows_per_batch`
+new rows, or `few_rows` after `max_trigger_delay_ms`: a query that itself appends to the log (compaction does: one
+TABLE row) would otherwise wake itself up for ever.
 
 With read=ranges and from_seq=watermark a micro-batch covers [watermark, end), independent of the start in Spark's
 checkpoint. The sink's own mark says from where, the offset only how far; so a checkpoint that was lost, is older, or
@@ -23,7 +25,8 @@ belongs to a time when another compactor was at work cannot open a hole or attac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,39 +35,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from timeball.errors import OutOfRange
+from timeball.clock import Clock
+from timeball.errors import OutOfRange, SetupError, Unavailable
 from timeball.message import READ_SCHEMA
-from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.source.options import ReadOptions
+from timeball.pipeline.endpoint import Endpoint, group_statuses
+from timeball.pipeline.groups import GROUP, Group
+from timeball.pipeline.source.options import GROUP_FIELD, ReadOptions
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
-from timeball.pipeline.source.spark_api import Filter
+from timeball.pipeline.source.spark_api import Filter, ReadLimit
+from timeball.pipeline.source.streams import Offset, PacedStream, check_known, share
 from timeball.wire import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-import logging
-from collections.abc import Callable
-from typing import Any
-
-from pyspark.sql.datasource import DataSourceStreamReader
-
-from timeball.clock import Clock, SystemClock
-from timeball.errors import SetupError, Unavailable
-from timeball.pipeline.source.options import check_stream
-from timeball.pipeline.source.spark_api import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 
 
 @dataclass
 class LogPart(InputPartition):
-    """Rows from_seq <= seq < to_seq."""
+    """Rows from_seq <= seq < to_seq of a group; without one, of the endpoint that the options name."""
 
     from_seq: int
     to_seq: int
+    group: Group | None = None
 
 
 def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
@@ -80,9 +72,12 @@ def piece_rows(rows: int, options: ReadOptions) -> int:
     return max(1, min(options.rows_per_partition, -(-rows // options.min_partitions)))
 
 
-def log_parts(begin: int, end: int, options: ReadOptions) -> list[LogPart]:
-    """Return the pieces of begin <= seq < end that tasks read."""
-    return [LogPart(*piece) for piece in split_range(begin, end, piece_rows(end - begin, options))]
+def log_parts(
+    begin: int, end: int, options: ReadOptions, group: Group | None = None, total: int | None = None
+) -> list[LogPart]:
+    """Return the pieces of begin <= seq < end that tasks read; `total`: rows of the whole read, if these are a part."""
+    rows = piece_rows(end - begin if total is None else total, options)
+    return [LogPart(*piece, group) for piece in split_range(begin, end, rows)]
 
 
 def start_seq(position: int | str | None, status: Status, otherwise: str) -> int:
@@ -110,9 +105,9 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
     """Read the rows of one piece that are wanted, in the columns asked for."""
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
-        yield row if options.columns is None else row.select(list(options.columns))
+        yield select(row, options, part.group)
         return
-    with Endpoint(options.endpoint) as endpoint:
+    with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         columns = needed(options, rows)
 
         def read(begin: int) -> Iterator[pa.RecordBatch]:
@@ -123,7 +118,7 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
         for batch in retrying_read(endpoint, read, part.from_seq, behind_last_seq):
             kept = rows.keep(batch)
             if kept.num_rows:
-                yield shape(kept, options)
+                yield shape(kept, options, part.group)
 
 
 def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
@@ -136,13 +131,36 @@ def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
     return [name for name in READ_SCHEMA.names if name in names]
 
 
-def shape(batch: pa.RecordBatch, options: ReadOptions) -> pa.RecordBatch:
+def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = None) -> pa.RecordBatch:
     """Apply `body_kinds` and `columns`: what the JVM need not see stays out of it."""
     if options.body_kinds is not None and (options.columns is None or "body" in options.columns):
         with_body = pc.is_in(batch.column("kind"), pa.array(options.body_kinds, pa.int8()))
         body = pc.if_else(with_body, batch.column("body"), pa.scalar(None, pa.binary()))
         batch = batch.set_column(batch.schema.get_field_index("body"), "body", body)
-    return batch if options.columns is None else batch.select(list(options.columns))
+    return select(batch, options, group)
+
+
+def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> pa.RecordBatch:
+    """Return the columns asked for, with the name of the group if it is among them."""
+    if options.columns is None:
+        return batch
+    if GROUP in options.columns:
+        name = pa.scalar(group.name or None if group is not None else None, GROUP_FIELD.type)
+        batch = batch.append_column(GROUP_FIELD, pa.repeat(name, batch.num_rows))
+    return batch.select(list(options.columns))
+
+
+def check_one_log(options: ReadOptions, groups: int) -> None:
+    """Refuse numbers of rows where several groups are read: each has numbers of its own."""
+    given = [
+        name
+        for name, value in (("from_seq", options.from_seq), ("to_seq", options.to_seq))
+        if isinstance(value, int)
+    ]
+    if groups > 1 and given:
+        raise SetupError(
+            f"option {given[0]}: each of the {groups} groups has numbers of its own; name one: group"
+        )
 
 
 class LogReader(DataSourceReader):
@@ -164,15 +182,18 @@ class LogReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """See DataSourceReader."""
         options = self.options
-        with Endpoint(options.endpoint) as endpoint:
-            status = endpoint.status()
-        begin = start_seq(options.from_seq, status, "first")
-        end = status.log.durable_seq if options.to_seq is None else options.to_seq
-        check_kept(begin, end, status)
-        begin, end = self.seqs.clip(begin, end)
+        found = group_statuses(options.endpoint)
+        check_one_log(options, len(found))
+        spans: list[tuple[Group, int, int]] = []
+        for group, status in found:
+            begin = start_seq(options.from_seq, status, "first")
+            end = status.log.durable_seq if options.to_seq is None else options.to_seq
+            check_kept(begin, end, status)
+            spans.append((group, *self.seqs.clip(begin, end)))
         if options.kinds == ():
             return []
-        return log_parts(begin, end, options)
+        total = sum(max(0, end - begin) for _, begin, end in spans)
+        return [part for group, low, high in spans for part in log_parts(low, high, options, group, total)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceReader."""
@@ -222,68 +243,8 @@ def behind_rows(batch: pa.RecordBatch, position: int) -> int:
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
 
-
-Offset = dict[str, Any]
-
-
-class BrokerStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The part that all streams share: a connection.
-
-    One instance lives beside the driver for the whole query; tasks only call `read`.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._uri = endpoint
-        self._endpoint: Endpoint | None = None
-
-    def stop(self) -> None:
-        """See DataSourceStreamReader."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
-
-    def broker(self) -> Endpoint:
-        """Return the driver's connection."""
-        if self._endpoint is None:
-            self._endpoint = Endpoint(self._uri)
-        return self._endpoint
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Tasks receive a copy; a connection is of no use to them.
-        return {**self.__dict__, "_endpoint": None}
-
-
-class PacedStream(BrokerStream):
-    """A stream with a rule when a micro-batch is worth while."""
-
-    def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
-        check_stream(options)
-        super().__init__(options.endpoint)
-        self.options = options
-        self._clock = clock or SystemClock()
-        self._idle_since_ns = self._clock.monotonic_ns()
-
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Limit a micro-batch to max_rows_per_batch rows."""
-        return ReadMaxRows(self.options.max_rows_per_batch)
-
-    def rows_max(self, limit: ReadLimit) -> int | None:
-        """Return how many rows a batch may have; None for all there are."""
-        if isinstance(limit, ReadAllAvailable):
-            return None
-        return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
-
-    def worth(self, rows: int) -> bool:
-        """Return whether so many new rows are a micro-batch now."""
-        options = self.options
-        if rows >= min(options.min_rows_per_batch, options.max_rows_per_batch):
-            return True
-        waited_ms = (self._clock.monotonic_ns() - self._idle_since_ns) // 1_000_000
-        return 0 < options.max_trigger_delay_ms <= waited_ms and rows >= options.few_rows
-
-    def begin_batch(self) -> None:
-        """Start the wait of `max_trigger_delay_ms` anew."""
-        self._idle_since_ns = self._clock.monotonic_ns()
+ALONE = "seq"  # the offset of a broker that is in no cluster
+Seqs = dict[str, int]  # group -> row
 
 
 class LogStream(PacedStream):
@@ -293,51 +254,103 @@ class LogStream(PacedStream):
         super().__init__(options, clock)
         # Spark pushes no filters into a stream: the option `topic` is all there is to go by.
         self._rows = Wanted() if options.read == "ranges" else wanted((), options.topic, [])
-        self._final_seq: int | None = None
-        self._latest_seq: int | None = None
+        self._final: Seqs | None = None
+        self._latest: Seqs | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return where a new query starts: from_seq, by default the first row that is kept."""
-        return {"seq": start_seq(self.options.from_seq, self.broker().status(), "first")}
+        found = self.statuses()
+        check_one_log(self.options, len(found))
+        return to_json(
+            {group.name: start_seq(self.options.from_seq, status, "first") for group, status in found}
+        )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return the end of the next micro-batch; `start` itself when it should not take place."""
-        begin = int(start["seq"])
-        durable = self.broker().status().log.durable_seq
-        if durable < begin:
-            raise SetupError(
-                f"the checkpoint stands at row {begin} but the broker's log ends at {durable}: it belongs to another "
-                "log; remove the checkpoint folder of this query"
-            )
-        self._latest_seq = durable
-        end = durable if self._final_seq is None else max(begin, min(durable, self._final_seq))
-        rows_max = self.rows_max(limit)
-        if rows_max is not None:
-            end = min(end, begin + rows_max)
-        if self._final_seq is None and not self.worth(end - begin):
+        found = self.statuses()
+        begin = from_json(start, found)
+        self._latest = durable_seqs(found)
+        check_same(begin, self._latest)
+        ends = self._latest
+        if self._final is not None:  # a group that came behind it is for the next run
+            final = self._final
+            ends = {name: max(begin[name], min(end, final.get(name, 0))) for name, end in ends.items()}
+        lag = {name: end - begin[name] for name, end in ends.items()}
+        total, rows_max = sum(lag.values()), self.rows_max(limit)
+        rows = total if rows_max is None else min(total, rows_max)
+        if not rows or (self._final is None and not self.worth(rows)):
             return start
         self.begin_batch()
-        return {"seq": end}
+        taken = share(lag, rows)
+        return to_json({name: begin[name] + taken[name] for name in begin})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Stop at the rows that are durable now."""
-        self._final_seq = self.broker().status().log.durable_seq
+        self._final = durable_seqs(self.statuses())
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
         """End of the log when last asked: how far the query lags."""
-        return None if self._latest_seq is None else {"seq": self._latest_seq}
+        return None if self._latest is None else to_json(self._latest)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """See DataSourceStreamReader."""
-        begin, stop = int(start["seq"]), int(end["seq"])
-        status = self.broker().status()
+        found = self.statuses()
         if self.options.read == "ranges" and self.options.from_seq == "watermark":
-            begin = status.watermark
-        if begin >= stop:
-            return []
-        check_kept(begin, stop, status)
-        return log_parts(begin, stop, self.options)
+            check_compacted(len(found))
+            begin = {group.name: status.watermark for group, status in found}
+        else:
+            begin = from_json(start, found)
+        stop = {name: seq for name, seq in from_json(end, found).items() if begin[name] < seq}
+        total = sum(seq - begin[name] for name, seq in stop.items())
+        parts = []
+        for group, status in found:
+            if group.name in stop:
+                span = begin[group.name], stop[group.name]
+                check_kept(*span, status)
+                parts += log_parts(*span, self.options, group, total)
+        return parts
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceStreamReader."""
         return read_part(self.options, partition, self._rows) if isinstance(partition, LogPart) else iter(())
+
+
+def check_compacted(groups: int) -> None:
+    """Refuse a stream from the watermark over several groups: what is compacted belongs to one table."""
+    if groups > 1:
+        raise SetupError(
+            f"option from_seq=watermark: each of the {groups} groups has its own; name one: group"
+        )
+
+
+def check_same(begin: Seqs, durable: Seqs) -> None:
+    """Refuse an offset behind the end of a log."""
+    for name, seq in begin.items():
+        if durable[name] < seq:
+            whose = f"the log of group {name}" if name else "the broker's log"
+            raise SetupError(
+                f"the checkpoint stands at row {seq} but {whose} ends at {durable[name]}: it belongs to another "
+                "log; remove the checkpoint folder of this query"
+            )
+
+
+def durable_seqs(found: Sequence[tuple[Group, Status]]) -> Seqs:
+    """Return where the log of each group ends."""
+    return {group.name: status.log.durable_seq for group, status in found}
+
+
+def to_json(seqs: Mapping[str, int]) -> Offset:
+    """Encode in the order of the groups, so that equal offsets are equal texts."""
+    return {name or ALONE: seqs[name] for name in sorted(seqs)}
+
+
+def from_json(offset: Offset, found: Sequence[tuple[Group, Status]]) -> Seqs:
+    """Return the row of each group: as the offset says, else its first one; SetupError for a group that is gone.
+
+    An offset of a time without groups is that of the group whose node is named.
+    """
+    kept = {group.name: status for group, status in found}
+    if set(offset) == {ALONE} and ALONE not in kept:
+        offset = {found[0][0].name: offset[ALONE]}
+    check_known(offset, kept)
+    return {name: int(offset.get(name, status.log.first_seq)) for name, status in kept.items()}

@@ -14,6 +14,7 @@ import msgspec
 from timeball import limits
 from timeball.errors import SetupError
 from timeball.message import Kind
+from timeball.pipeline.groups import split_endpoint
 
 Offsets = dict[int, int]  # queue -> offset
 MOST = 2**62
@@ -109,8 +110,9 @@ def queue_id(text: str) -> int:
 
 
 def endpoint(text: str) -> str:
-    """Parse the address of a broker."""
-    scheme, _, place = text.partition("://")
+    """Parse the address of a broker, or addresses of a cluster, which may be confined to one group: …#g2."""
+    addresses, _ = split_endpoint(text)
+    scheme, _, place = addresses.partition("://")
     host, _, port = place.rpartition(":")
     if scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not host or not port.isdigit():
         raise ValueError("grpc://host:port, for example grpc://127.0.0.1:7400")

@@ -16,6 +16,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.errors import SetupError
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.pipeline.groups import GROUP, pin, split_endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source import option_values as values
 from timeball.pipeline.source.option_values import Offsets
@@ -30,6 +31,8 @@ SCHEMAS = {
     "ledger": EVENT_SCHEMA,
     "ranges": RANGE_SCHEMA,
 }
+GROUP_FIELD = pa.field(GROUP, pa.string())  # of any read, where `columns` names it
+ALL_COLUMNS = "*"
 STREAMED = ("log", "queue", "ranges")  # what can be read as a stream too
 STARTS = ("first", "latest", "watermark")
 OFFSET_STARTS = ("first", "latest")
@@ -42,6 +45,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a read; see `describe` for what each is for."""
 
     endpoint: str = DEFAULT_ENDPOINT
+    group: str | None = None
     read: str = "log"
     columns: tuple[str, ...] | None = None
     topic: str | None = None
@@ -69,6 +73,7 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a write; see `describe` for what each is for."""
 
     endpoint: str = DEFAULT_ENDPOINT
+    group: str | None = None
     on_invalid: str = "fail"
     job_id: str | None = None
     epoch: int = 0
@@ -104,8 +109,9 @@ def describe() -> dict[str, str]:
     """Return what each option means, for help texts and documentation."""
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
+        "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
         "read": "log, queue, pending, ledger, or ranges: only (from_seq, to_seq), for writers that fetch rows (log)",
-        "columns": "only these columns, in this order; of the log, the broker sends no others",
+        "columns": "only these columns, in this order; of the log, the broker sends no others. * is all; group is more",
         "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",
         "to_seq": "row to stop before (batch; default: everything durable)",
@@ -117,8 +123,8 @@ def describe() -> dict[str, str]:
         "to_offset": "where to stop before in each queue (batch): latest, an offset, or 0=100,1=250",
         "version": "version of the Delta table (default: the current one)",
         "timestamp": "the version that was current then: 2030-01-31T09:00:00Z, or milliseconds since 1970",
-        "table_uri": "where executors reach the pending table, if not where the broker says",
-        "ledger_uri": "where the ledger lies, if not beside the pending table",
+        "table_uri": "where executors reach the pending table, if not where the broker says; {group}: the group's name",
+        "ledger_uri": "where the ledger lies, if not beside the pending table; {group}: the group's name",
         "rows_per_partition": "rows that one task reads, at most (500000)",
         "min_partitions": "cut into so many tasks or more, even when they are small: the number of cores (1)",
         "max_rows_per_batch": "rows in one micro-batch, at most; of the log, rows of all kinds (1000000)",
@@ -135,6 +141,9 @@ def describe() -> dict[str, str]:
 def read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check the options of a read; SetupError names the first bad one."""
     parsed = values.parse(options, ReadOptions, _PARSERS)
+    parsed = msgspec.structs.replace(
+        parsed, endpoint=confined(parsed.endpoint, parsed.group), columns=_chosen(parsed)
+    )
     for key in options:
         fits = FITS.get(key.lower(), tuple(SCHEMAS))
         if parsed.read not in fits:
@@ -147,14 +156,38 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
     return parsed
 
 
+def _chosen(options: ReadOptions) -> tuple[str, ...] | None:
+    """Return the columns that are named, with `*` for all that there are of what is read."""
+    if options.columns is None or ALL_COLUMNS not in options.columns:
+        return options.columns
+    at = options.columns.index(ALL_COLUMNS)
+    columns = (*options.columns[:at], *SCHEMAS[options.read].names, *options.columns[at + 1 :])
+    if len(set(columns)) != len(columns):
+        raise SetupError("option columns: each once; * is all but group")
+    return columns
+
+
+def confined(endpoint: str, group: str | None) -> str:
+    """Return the endpoint of the one group that an option names; SetupError when the endpoint names another one."""
+    if group is None:
+        return endpoint
+    _, named = split_endpoint(endpoint)
+    if named not in ("", group):
+        raise SetupError(f"option group={group!r}: the endpoint is confined to the group {named!r}")
+    return pin(endpoint, group)
+
+
 def arrow_schema(options: ReadOptions) -> pa.Schema:
     """Return what a read with these options yields; SetupError names a column that is not there."""
     known = SCHEMAS[options.read]
     for name in options.columns or ():
-        if name not in known.names:
+        if name not in (*known.names, GROUP):
             raise SetupError(
-                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(known.names)}"
+                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(known.names)}, "
+                f"and {GROUP}"
             )
+    if options.columns is not None and GROUP in options.columns:
+        known = known.append(GROUP_FIELD)
     return known if options.columns is None else pa.schema([known.field(name) for name in options.columns])
 
 
@@ -179,11 +212,12 @@ def write_options(options: Mapping[str, str]) -> WriteOptions:
     parsed = values.parse(options, WriteOptions, _PARSERS, ignored=SPARK_OPTIONS)
     if parsed.epoch and parsed.job_id is None:
         raise SetupError("option epoch: only with job_id, the name of the writes that it counts")
-    return parsed
+    return msgspec.structs.replace(parsed, endpoint=confined(parsed.endpoint, parsed.group))
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "endpoint": values.endpoint,
+    "group": values.text,
     "read": values.one_of(*SCHEMAS),
     "columns": values.names,
     "topic": values.text,

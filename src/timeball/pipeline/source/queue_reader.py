@@ -3,48 +3,64 @@
 A partition is a range of offsets of one queue. Rows keep their queue's order within a partition; there is no order
 between queues, as in every consumer group. Reading moves no group's offsets and takes no message from a consumer.
 
-An offset of the stream is an offset in each of its queues, {"0": 100, "1": 250}. A micro-batch reads at most
-`max_rows_per_batch` rows, from each queue in proportion to its lag. A queue that the topic gains while the query runs
-is read from its first row. A queue that is shorter than the checkpoint says belongs to another topic of the same name,
-and is refused.
+An offset of the stream is an offset in each of its queues, {"0": 100, "1": 250}; of a cluster in those of each group,
+{"g1": {"0": 100}, "g2": {"0": 7}}, where the first form is understood as the group of the node that is named. A
+micro-batch reads at most `max_rows_per_batch` rows, from each queue in proportion to its lag. A queue that the topic
+gains while the query runs is read from its first row. A queue that is shorter than the checkpoint says belongs to
+another topic of the same name, and is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from timeball.errors import NotFound, OutOfRange
-from timeball.pipeline.endpoint import Endpoint
+from timeball.clock import Clock
+from timeball.errors import NotFound, OutOfRange, SetupError
+from timeball.pipeline.endpoint import Endpoint, read_groups
+from timeball.pipeline.groups import Group
 from timeball.pipeline.source.log_reader import behind_rows, piece_rows, retrying_read, shape, split_range
 from timeball.pipeline.source.option_values import Offsets
 from timeball.pipeline.source.options import ReadOptions
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, wanted
-from timeball.pipeline.source.spark_api import Filter
+from timeball.pipeline.source.spark_api import Filter, ReadLimit
+from timeball.pipeline.source.streams import Offset, PacedStream, check_known, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-
-from timeball.clock import Clock
-from timeball.errors import SetupError
-from timeball.pipeline.source.log_reader import Offset, PacedStream
-from timeball.pipeline.source.spark_api import ReadLimit
-
 Kept = dict[int, tuple[int, int]]  # queue -> (first offset kept, next offset)
+Place = tuple[str, int]  # group, queue
+GROUPS_EVERY_NS = 1_000_000_000
 
 
 @dataclass
 class QueuePart(InputPartition):
-    """Rows from_offset <= offset < to_offset of one queue."""
+    """Rows from_offset <= offset < to_offset of one queue of a group."""
 
     queue_id: int
     from_offset: int
     to_offset: int
+    group: Group | None = None
+
+
+def kept_in_groups(brokers: Sequence[tuple[Group, Endpoint]], options: ReadOptions) -> dict[str, Kept]:
+    """Return what the queues to be read hold in each group that has the topic; NotFound when none has."""
+    found: dict[str, Kept] = {}
+    missing: NotFound | None = None
+    for group, broker in brokers:
+        try:
+            found[group.name] = kept_offsets(broker, options)
+        except NotFound as error:
+            missing = error
+    if missing is not None and not found:
+        raise missing
+    return found
 
 
 def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> Kept:
@@ -101,20 +117,33 @@ def check_offsets(topic: str, begin: Mapping[int, int], kept: Kept) -> None:
             )
 
 
-def queue_parts(begin: Mapping[int, int], end: Mapping[int, int], options: ReadOptions) -> list[QueuePart]:
+def check_one_group(options: ReadOptions, groups: int) -> None:
+    """Refuse offsets where several groups are read: each has queues of its own."""
+    for name in ("from_offset", "to_offset"):
+        if groups > 1 and not isinstance(getattr(options, name), str):
+            raise SetupError(
+                f"option {name}: each of the {groups} groups has its own queues; name one: group"
+            )
+
+
+def queue_parts(
+    begin: Mapping[Place, int], end: Mapping[Place, int], options: ReadOptions, groups: Sequence[Group]
+) -> list[QueuePart]:
     """Return the pieces of all queues that tasks read."""
-    total = sum(max(0, end[queue] - begin.get(queue, 0)) for queue in end)
+    total = sum(max(0, end[place] - begin.get(place, 0)) for place in end)
     rows = piece_rows(total, options)
     return [
-        QueuePart(queue, *piece)
-        for queue in sorted(end)
-        for piece in split_range(begin.get(queue, 0), end[queue], rows)
+        QueuePart(queue, *piece, group)
+        for group in groups
+        for name, queue in sorted(end)
+        if name == group.name
+        for piece in split_range(begin.get((name, queue), 0), end[name, queue], rows)
     ]
 
 
 def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iterator[pa.RecordBatch]:
     """Read the rows of one piece that are wanted, in the columns asked for."""
-    with Endpoint(options.endpoint) as endpoint:
+    with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         topic = options.topic or ""
 
         def read(begin: int) -> Iterator[pa.RecordBatch]:
@@ -123,7 +152,7 @@ def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iter
         for batch in retrying_read(endpoint, read, part.from_offset, behind_rows):
             kept = rows.keep(batch)
             if kept.num_rows:
-                yield shape(kept, options)
+                yield shape(kept, options, part.group)
 
 
 class QueueReader(DataSourceReader):
@@ -143,14 +172,20 @@ class QueueReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """See DataSourceReader."""
         options = self.options
-        with Endpoint(options.endpoint) as endpoint:
-            kept = kept_offsets(endpoint, options)
-        begin = offsets_at("from_offset", options.from_offset, kept)
-        end = offsets_at("to_offset", options.to_offset, kept)
-        cut = {q: self.offset.clip(begin[q], end[q]) for q in kept if self.queue.may_hold(q, q)}
-        return queue_parts(
-            {q: low for q, (low, _) in cut.items()}, {q: high for q, (_, high) in cut.items()}, options
-        )
+        groups = read_groups(options.endpoint)
+        check_one_group(options, len(groups))
+        with ExitStack() as opened:
+            brokers = [(group, opened.enter_context(Endpoint(group.endpoint))) for group in groups]
+            found = kept_in_groups(brokers, options)
+        begin: dict[Place, int] = {}
+        end: dict[Place, int] = {}
+        for name, kept in found.items():
+            low = offsets_at("from_offset", options.from_offset, kept)
+            high = offsets_at("to_offset", options.to_offset, kept)
+            for queue in kept:
+                if self.queue.may_hold(queue, queue):
+                    begin[name, queue], end[name, queue] = self.offset.clip(low[queue], high[queue])
+        return queue_parts(begin, end, options, groups)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceReader."""
@@ -166,31 +201,39 @@ class QueueStream(PacedStream):
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)
-        self._final: dict[int, int] | None = None
-        self._latest: dict[int, int] | None = None
+        self._final: dict[Place, int] | None = None
+        self._latest: dict[Place, int] | None = None
+        self._groups: list[Group] = []
+        self._looked_ns = 0
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return where a new query starts: from_offset, by default the first rows that are kept."""
-        return to_json(offsets_at("from_offset", self.options.from_offset, self._kept()))
+        groups, found = self._kept()
+        check_one_group(self.options, len(groups))
+        position = self.options.from_offset
+        return to_json(
+            flat({name: offsets_at("from_offset", position, kept) for name, kept in found.items()})
+        )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return the end of the next micro-batch; `start` itself when it should not take place."""
-        begin, kept = from_json(start), self._kept()
-        self._check_same(begin, kept)
-        self._latest = {queue: end for queue, (_, end) in kept.items()}
+        groups, found = self._kept()
+        begin = from_json(start, groups)
+        self._check_same(begin, found)
+        self._latest = ends_of(found)
         ends = self._latest if self._final is None else self._final
-        lag = {queue: max(0, end - begin.get(queue, 0)) for queue, end in ends.items()}
+        lag = {place: max(0, end - begin.get(place, 0)) for place, end in ends.items()}
         rows_max, total = self.rows_max(limit), sum(lag.values())
         rows = total if rows_max is None else min(total, rows_max)
         if not rows or (self._final is None and not self.worth(rows)):
             return start
         self.begin_batch()
         taken = share(lag, rows)
-        return to_json({queue: begin.get(queue, 0) + taken.get(queue, 0) for queue in {*begin, *lag}})
+        return to_json({place: begin.get(place, 0) + taken.get(place, 0) for place in {*begin, *lag}})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Stop at what stands in the queues now."""
-        self._final = {queue: end for queue, (_, end) in self._kept().items()}
+        self._final = ends_of(self._kept()[1])
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
         """End of the queues when last asked: how far the query lags."""
@@ -198,22 +241,33 @@ class QueueStream(PacedStream):
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """See DataSourceStreamReader."""
-        begin, stop = from_json(start), from_json(end)
-        moved = {queue: offset for queue, offset in stop.items() if offset > begin.get(queue, 0)}
-        check_offsets(self.options.topic or "", {q: begin.get(q, 0) for q in moved}, self._kept())
-        return queue_parts(begin, moved, self.options)
+        groups, found = self._kept()
+        begin, stop = from_json(start, groups), from_json(end, groups)
+        moved = {place: offset for place, offset in stop.items() if offset > begin.get(place, 0)}
+        for group in groups:
+            low = {queue: begin.get((name, queue), 0) for name, queue in moved if name == group.name}
+            check_offsets(self.options.topic or "", low, found.get(group.name, {}))
+        return queue_parts(begin, moved, self.options, groups)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceStreamReader."""
         if isinstance(partition, QueuePart):
             yield from read_queue_part(self.options, partition, Wanted())
 
-    def _kept(self) -> Kept:
-        return kept_offsets(self.broker(), self.options)
+    def _kept(self) -> tuple[list[Group], dict[str, Kept]]:
+        """Return the groups there are, and what each holds of the topic."""
+        now_ns = self._clock.monotonic_ns()
+        # Not at each look, which would make two calls of one: a group that is new can wait for a second.
+        if not self._groups or now_ns - self._looked_ns >= GROUPS_EVERY_NS:
+            self._groups, self._looked_ns = self.groups(), now_ns
+        groups = self._groups
+        return groups, kept_in_groups(
+            [(group, self.broker(group.endpoint)) for group in groups], self.options
+        )
 
-    def _check_same(self, begin: Mapping[int, int], kept: Kept) -> None:
-        for queue, offset in begin.items():
-            end = kept[queue][1] if queue in kept else 0
+    def _check_same(self, begin: Mapping[Place, int], found: Mapping[str, Kept]) -> None:
+        for (name, queue), offset in begin.items():
+            end = found.get(name, {}).get(queue, (0, 0))[1]
             if offset > end:
                 raise SetupError(
                     f"the checkpoint stands at offset {offset} of queue {queue} but {self.options.topic!r} ends there "
@@ -221,24 +275,29 @@ class QueueStream(PacedStream):
                 )
 
 
-def share(lag: Mapping[int, int], rows: int) -> dict[int, int]:
-    """Share `rows` rows out among the queues, in proportion to their lag; all that are there when these are fewer."""
-    total = sum(lag.values())
-    if total <= rows:
-        return dict(lag)
-    taken, given, seen = {}, 0, 0
-    for queue in sorted(lag):
-        seen += lag[queue]
-        taken[queue] = rows * seen // total - given
-        given += taken[queue]
-    return taken
+def flat(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
+    """Return offsets by group and queue."""
+    return {(name, queue): offset for name, queues in offsets.items() for queue, offset in queues.items()}
 
 
-def to_json(offsets: Mapping[int, int]) -> Offset:
-    """Encode in the order of the queues, so that equal offsets are equal texts."""
-    return {str(queue): offsets[queue] for queue in sorted(offsets)}
+def ends_of(found: Mapping[str, Kept]) -> dict[Place, int]:
+    """Return where each queue ends."""
+    return flat({name: {queue: end for queue, (_, end) in kept.items()} for name, kept in found.items()})
 
 
-def from_json(offset: Offset) -> dict[int, int]:
-    """Decode what `to_json` encoded."""
-    return {int(queue): int(value) for queue, value in offset.items()}
+def to_json(offsets: Mapping[Place, int]) -> Offset:
+    """Encode in the order of groups and queues, so that equal offsets are equal texts."""
+    found: dict[str, dict[str, int]] = {}
+    for name, queue in sorted(offsets):
+        found.setdefault(name, {})[str(queue)] = offsets[name, queue]
+    return found.get("", {}) if set(found) <= {""} else found
+
+
+def from_json(offset: Offset, groups: Sequence[Group]) -> dict[Place, int]:
+    """Return the offsets by group and queue; those of a time without groups are of the group whose node is named."""
+    if all(isinstance(value, int) for value in offset.values()):
+        offset = {groups[0].name: offset}
+    check_known(offset, [group.name for group in groups])
+    return {
+        (name, int(queue)): int(value) for name, queues in offset.items() for queue, value in queues.items()
+    }

@@ -12,11 +12,15 @@ field declared not null at run time. So there are six types, and every field may
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyspark
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import (
@@ -32,6 +36,7 @@ from pyspark.sql.types import (
 )
 
 from timeball.errors import SetupError
+from timeball.pipeline.groups import GROUP
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter as DataSourceStreamArrowWriter
@@ -84,6 +89,15 @@ _TYPES: dict[pa.DataType, DataType] = {
 def spark_schema(schema: pa.Schema) -> StructType:
     """Return the Spark schema that reads batches of this Arrow schema."""
     return StructType([StructField(field.name, _TYPES[field.type], True) for field in schema])
+
+
+def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:
+    """Return the rows of all groups, with a column `group` where there are several."""
+    if len(frames) == 1:
+        [only] = frames.values()
+        return only
+    named = [frame.withColumn(GROUP, f.lit(group)) for group, frame in frames.items()]
+    return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), named)
 
 
 def start_query(writer: DataStreamWriter, name: str, checkpoint: str, trigger: str | None) -> StreamingQuery:

@@ -6,6 +6,8 @@ statistics in the Delta log, row groups by the statistics in their footers, rows
     read=pending   TABLE_SCHEMA; promises already settled may still be in it until their file is rewritten
     read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null
 
+Of a cluster each group has tables of its own: all of them are read, and a version names its group as well.
+
 The file of an old version may have been removed since: then the read fails and names the version, and never yields
 fewer rows.
 """
@@ -24,14 +26,16 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from timeball.errors import NotFound, StorageError
-from timeball.pipeline.endpoint import Endpoint
+from timeball.errors import NotFound, SetupError, StorageError
+from timeball.pipeline.endpoint import group_statuses
+from timeball.pipeline.groups import GROUP, PLACEHOLDER, Group, place_of
 from timeball.pipeline.source.log_reader import piece_rows
-from timeball.pipeline.source.options import ReadOptions, arrow_schema
+from timeball.pipeline.source.options import GROUP_FIELD, ReadOptions, arrow_schema
 from timeball.pipeline.source.pushdown import Bounds, Wanted, wanted
 from timeball.pipeline.source.spark_api import Filter
 from timeball.pipeline.table_store import as_of, open_table, sibling
 from timeball.table.layout import ROW_GROUP_ROWS
+from timeball.wire import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,9 +56,10 @@ class Slice:
 
 @dataclass
 class TablePart(InputPartition):
-    """The slices that one task reads."""
+    """The slices that one task reads, of one group."""
 
     slices: list[Slice]
+    group: Group | None = None
 
 
 class TableReader(DataSourceReader):
@@ -71,15 +76,19 @@ class TableReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """See DataSourceReader; slices are dealt out by size, largest first, so that tasks are even."""
-        files = table_files(table_of(self.options), self.rows)
-        return deal(files, piece_rows(sum(rows for _, rows in files), self.options))
+        found = [(group, table_files(table, self.rows)) for group, table in tables_of(self.options)]
+        rows = piece_rows(sum(rows for _, files in found for _, rows in files), self.options)
+        return [TablePart(part.slices, group) for group, files in found for part in deal(files, rows)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceReader."""
+        if not isinstance(partition, TablePart):
+            return
         schema = arrow_schema(self.options)
-        for piece in partition.slices if isinstance(partition, TablePart) else ():
+        for piece in partition.slices:
             try:
-                yield from read_slice(piece, schema, self.rows)
+                for batch in read_slice(piece, schema, self.rows):
+                    yield name_group(batch, partition.group)
             except FileNotFoundError as error:
                 raise NotFound(
                     f"{piece.uri} is gone: this version of the table has been swept, a day after its files left "
@@ -89,17 +98,29 @@ class TableReader(DataSourceReader):
                 raise StorageError(f"cannot read {piece.uri}: {error}") from error
 
 
-def table_of(options: ReadOptions) -> DeltaTable:
-    """Return the version of the table that a read is about."""
-    uri, version = options.ledger_uri, options.version
+def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
+    """Return the version of the table that a read is about, of each group."""
+    if options.ledger_uri is not None and PLACEHOLDER not in options.ledger_uri:
+        return [(Group("", options.endpoint), _version_of(options, options.ledger_uri, options.version))]
+    found = group_statuses(options.endpoint)
+    if len(found) > 1 and options.version is not None:
+        raise SetupError(f"option version: each of the {len(found)} groups has its own; name one: group")
+    return [(group, _table_of(options, group, status, len(found))) for group, status in found]
+
+
+def _table_of(options: ReadOptions, group: Group, status: Status, groups: int) -> DeltaTable:
+    version = options.version
+    uri = place_of("option ledger_uri", options.ledger_uri, group.name, groups)
     if uri is None:
-        with Endpoint(options.endpoint) as endpoint:
-            status = endpoint.status()
-        uri = options.table_uri or status.table.uri
+        uri = place_of("option table_uri", options.table_uri, group.name, groups) or status.table.uri
         if options.read == "ledger":
             uri = sibling(uri, "ledger")
         elif version is None and options.timestamp is None:
             version = status.table.version
+    return _version_of(options, uri, version)
+
+
+def _version_of(options: ReadOptions, uri: str, version: int | None) -> DeltaTable:
     table = open_table(uri, version)
     if options.timestamp is None:
         return table
@@ -107,6 +128,14 @@ def table_of(options: ReadOptions) -> DeltaTable:
         return as_of(table, options.timestamp)
     except NotFound as error:
         raise NotFound(f"option timestamp: {error}") from error
+
+
+def name_group(batch: pa.RecordBatch, group: Group | None) -> pa.RecordBatch:
+    """Return the batch with the name of its group, if it has the column."""
+    at = batch.schema.get_field_index(GROUP)
+    if at < 0 or group is None or not group.name:
+        return batch
+    return batch.set_column(at, GROUP_FIELD, pa.repeat(pa.scalar(group.name), batch.num_rows))
 
 
 def read_delta(

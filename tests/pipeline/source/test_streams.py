@@ -1,0 +1,55 @@
+"""Tests of timeball.pipeline.source.streams: which groups a stream reads, and how a micro-batch is shared out."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.pipeline.two_groups import two_groups
+
+from timeball.errors import SetupError, Unavailable
+from timeball.pipeline.source.log_reader import LogStream
+from timeball.pipeline.source.options import read_options
+from timeball.pipeline.source.streams import check_known, share
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 10**6)), st.integers(0, 10**6))
+def test_shares_use_the_limit_and_no_part_gives_more_than_it_has(lag: dict[int, int], rows: int) -> None:
+    taken = share(lag, rows)
+    assert sum(taken.values()) == min(rows, sum(lag.values()))
+    assert all(0 <= taken[queue] <= lag[queue] for queue in lag)
+
+
+def test_shares_are_fair() -> None:
+    assert share({0: 900, 1: 100, 2: 0}, 100) == {0: 90, 1: 10, 2: 0}
+    assert share({("g1", 0): 10, ("g2", 0): 30}, 4) == {("g1", 0): 1, ("g2", 0): 3}
+
+
+def test_a_group_that_an_offset_names_must_be_there() -> None:
+    check_known({"g1": 5}, ["g1", "g2"])
+    with pytest.raises(SetupError, match="'g3', which is not there"):
+        check_known({"g1": 5, "g3": 1}, ["g1", "g2"])
+
+
+def test_each_look_sees_the_groups_there_are(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        stream = LogStream(read_options({"endpoint": groups.endpoint}))
+        assert [group for group, _ in stream.statuses()] == [("g1", groups.endpoint)], "as it was named"
+        groups.add()
+        found = stream.statuses()
+        assert [(group.name, status.group) for group, status in found] == [("g1", "g1"), ("g2", "g2")]
+        assert [group.name for group in stream.groups()] == ["g1", "g2"]
+        addresses = [f"127.0.0.1:{groups.one.settings.port}", "127.0.0.1:1"]
+        groups.tell(groups.one, [{"group": "g1", "addresses": addresses}])
+        stream.statuses()
+        assert list(stream._opened) == [groups.endpoint], (
+            "connections to what is not read any more are closed"
+        )
+        groups.tell(groups.one, None)
+        with pytest.raises(Unavailable, match="has not read yet which other groups there are"):
+            stream.groups()
+        assert pickle.loads(pickle.dumps(stream))._opened == {}
+        stream.stop()
