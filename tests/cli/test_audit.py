@@ -17,7 +17,7 @@ from timeball.cli.audit import OFFENDERS_SHOWN, describe
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.jobs.audit import AuditReport, Scope
+from timeball.pipeline.jobs.audit import AuditReport, Scope, add_up
 from timeball.pipeline.jobs.ledger import ledger_uri
 
 SCOPE = Scope(since=1, first=1, end=9_000, ledger_end=50, watermark=20, version=3, now_ms=10_000)
@@ -32,6 +32,20 @@ def report(ok: bool, offenders: dict[str, list[dict[str, Any]]]) -> AuditReport:
 
 def test_a_balance_is_two_lines() -> None:
     assert list(describe(report(True, {}))) == [EQUATION, "it balances"]
+
+
+def test_groups_are_told_apart_and_added_up() -> None:
+    lost = {"lost": [{"seq": 7}]}
+    both = add_up({"g1": report(True, {}), "g2": report(False, lost)})
+    assert not both.ok and both.accepted == 10_000 and both.scope is None
+    assert list(describe(both)) == [
+        f"group g1: {EQUATION}",
+        f"group g2: {EQUATION}, IT DOES NOT BALANCE",
+        "all groups: accepted 10,000 = released 8,000 + cancelled 1,400 + expired 0 + pending 600",
+        "lost: 1, for example",
+        "  group g2, seq 7",
+        "IT DOES NOT BALANCE",
+    ]
 
 
 def test_a_breach_names_some_of_its_promises_and_the_verdict_comes_last() -> None:

@@ -35,7 +35,9 @@ def audit(
     ledger: Annotated[
         str | None,
         typer.Option(
-            "--ledger", metavar="URI", help="The ledger's table; by default beside the pending table."
+            "--ledger",
+            metavar="URI",
+            help="The ledger's table, {group} for a group's name; by default beside the pending table.",
         ),
     ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
@@ -43,7 +45,8 @@ def audit(
 ) -> None:
     """Check that accepted = released + cancelled + expired + pending, to the message.
 
-    Exit code 1 says that it does not balance; the report names the messages concerned.
+    Of a cluster it checks each group, and adds them up. Exit code 1 says that it does not balance; the report
+    names the messages concerned.
 
     \b
     Examples:
@@ -61,7 +64,8 @@ def audit(
 
         report = job.run(spark, endpoint, ledger_uri=ledger)
         # Without the messages concerned, which may be long: these are shown here.
-        counts = msgspec.structs.replace(report, offenders={})
+        groups = {name: msgspec.structs.replace(each, offenders={}) for name, each in report.groups.items()}
+        counts = msgspec.structs.replace(report, offenders={}, groups=groups)
         Board(default_folder(endpoint)).write_audit(msgspec.json.encode(counts))
     show(report, describe(report), as_json=as_json)
     if not report.ok:
@@ -70,7 +74,9 @@ def audit(
 
 def describe(report: AuditReport) -> Iterator[str]:
     """The report for people: the balance, each breach with some of its promises, the verdict."""
-    yield balance(report)
+    for name, each in report.groups.items():
+        yield f"group {name}: {balance(each)}{'' if each.ok else ', IT DOES NOT BALANCE'}"
+    yield f"{'all groups: ' if report.groups else ''}{balance(report)}"
     for name, offenders in report.offenders.items():
         yield f"{name}: {len(offenders):,}{' or more' if len(offenders) >= 100 else ''}, for example"
         for offender in offenders[:OFFENDERS_SHOWN]:

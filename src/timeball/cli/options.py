@@ -194,5 +194,10 @@ def connect(endpoint: str) -> Iterator[Timeball]:
 
 def reach(endpoint: str) -> None:
     """Raise Unavailable when no broker answers: that should not cost the seconds that Spark takes to start."""
-    with connect(endpoint) as ball:
+    with connect(addresses_of(endpoint)) as ball:
         ball.status()
+
+
+def addresses_of(endpoint: str) -> str:
+    """Return an endpoint without the group that the pipeline confines it to: grpc://host:port#g2."""
+    return endpoint.partition("#")[0]

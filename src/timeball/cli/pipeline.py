@@ -27,6 +27,7 @@ from timeball.cli.options import (
     EndpointOption,
     JsonOption,
     MasterOption,
+    addresses_of,
     connect,
 )
 from timeball.cli.output import out, print_json, print_line
@@ -187,7 +188,7 @@ def status(
 def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
     """The broker's status; empty when it is away and its folder is known."""
     try:
-        with connect(endpoint) as ball:
+        with connect(addresses_of(endpoint)) as ball:
             found: dict[str, Any] = ball.status()
             return found
     except Unavailable:
@@ -199,11 +200,14 @@ def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
 def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, Any]:
     last = job.last
     stands = last.position if last is not None and last.unit == "seq" else None
-    if job.job == Job.COMPACT and broker:
+    is_one_log = (
+        bool(broker) and len(broker.get("groups") or []) < 2
+    )  # of several groups this is the end of one
+    if job.job == Job.COMPACT and is_one_log:
         # The watermark says how far the tail is moved, and the broker moves it too while the job does not.
         stands = max(stands or 0, broker["watermark"])
     behind = None if stands is None else last.lag if last is not None else None
-    if stands is not None and broker:
+    if stands is not None and is_one_log:
         behind = max(0, broker["log"]["durable_seq"] - stands)
     position = None if last is None else {last.unit: last.position}
     return {

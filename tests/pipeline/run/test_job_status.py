@@ -36,6 +36,12 @@ def test_an_epoch_is_one_line() -> None:
     assert found == "epoch done job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
 
 
+def test_an_epoch_of_groups_counts_the_rows_of_all() -> None:
+    found = line("ledger", '{"g1": 100}', {"g1": 150, "g2": 20}, '{"g1": 160, "g2": 25}')
+    assert found == "epoch done job=ledger epoch=4 to_seq=170 rows=70 ms=500 rows_per_s=140 lag_rows=15"
+    assert line("ledger", '{"seq": 100}', {"g1": 150}, None) is not None, "the first one of a cluster"
+
+
 def test_an_epoch_of_the_clock_counts_no_rows() -> None:
     found = line("dispatch", {"due_ms": 1_000}, {"due_ms": 3_000}, {"due_ms": 3_200})
     assert found == "epoch done job=dispatch epoch=4 to_due_ms=3000 ms=500 lag_ms=200"
@@ -47,6 +53,7 @@ def test_an_epoch_without_a_start_or_without_rows() -> None:
     )
     assert line("ledger", '{"seq": 7}', '{"seq": 7}', '{"seq": 7}') is None
     assert line("ledger", None, None, None) is None
+    assert line("other", {"g1": {"0": 7}}, {"g1": {"0": 9}}, None) is None
     assert line("other", {"0": 7}, {"0": 9}, None) is None  # offsets of queues: no job has them
 
 

@@ -15,6 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import attached_seqs, send
+from tests.pipeline.two_groups import two_groups
 
 from timeball.clock import SystemClock
 from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, TimeballError, Unavailable
@@ -103,9 +104,7 @@ def test_the_job_that_failed_says_so_and_the_others_that_they_were_stopped(tmp_p
     jobs = [failing(Unavailable("away")), failing(StorageError("broken"))]
     jobs[0].name = "ledger"
     with pytest.raises(StorageError):
-        runner._watch(
-            jobs[:], "grpc://127.0.0.1:1", threading.Event(), True, SystemClock(), Board(str(tmp_path))
-        )
+        runner._watch(jobs[:], threading.Event(), True, SystemClock(), Board(str(tmp_path)))
     left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
     assert left == {"ledger": ("stopped", "away"), "compact": ("failed", "broken")}
 
@@ -115,9 +114,7 @@ def test_when_spark_is_lost_every_job_says_so(tmp_path: Path) -> None:
     for name, job in zip(("ledger", "compact"), jobs, strict=True):
         job.name, job.spark_lives = name, lambda: False
     with pytest.raises(Unavailable, match="JVM has ended or was killed"):
-        runner._watch(
-            jobs, "grpc://127.0.0.1:1", threading.Event(), False, SystemClock(), Board(str(tmp_path))
-        )
+        runner._watch(jobs, threading.Event(), False, SystemClock(), Board(str(tmp_path)))
     left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
     told = ("failed", "Spark's JVM has ended or was killed: it needs a new process")
     assert left == {"ledger": told, "compact": told}
@@ -283,3 +280,16 @@ def test_sigterm_ends_the_program_well(node: RunningNode, broker: Endpoint) -> N
     assert program.returncode == 0, err
     assert "ended well" in out
     assert len(attached_seqs(broker)) == 50
+
+
+def test_a_job_of_one_group_runs_once_for_each(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        assert runner.job_endpoints("compact", groups.endpoint) == [groups.endpoint]
+        groups.add()
+        ports = [node.settings.port for node in (groups.one, groups.other)]
+        each = [f"grpc://127.0.0.1:{port}#g{number}" for number, port in enumerate(ports, 1)]
+        assert runner.job_endpoints("compact", groups.endpoint) == each
+        assert runner.job_endpoints("dispatch", groups.endpoint) == each
+        assert runner.job_endpoints("ledger", groups.endpoint) == [groups.endpoint], (
+            "one stream of all groups"
+        )

@@ -16,6 +16,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.pipeline.dispatch.due_stream import NAME as FORMAT
 from timeball.pipeline.endpoint import Endpoint, Lease
+from timeball.pipeline.groups import query_name
 from timeball.pipeline.source.spark_api import start_query
 
 NAME = "dispatch"
@@ -36,7 +37,7 @@ def start(
     chosen = {**(options or {}), "endpoint": endpoint}
     due = spark.readStream.format(FORMAT).options(**chosen).load()
     writer = due.writeStream.format(FORMAT).options(**chosen)
-    return start_query(writer, NAME, checkpoint, None if once else TRIGGER)
+    return start_query(writer, query_name(NAME, endpoint), checkpoint, None if once else TRIGGER)
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:

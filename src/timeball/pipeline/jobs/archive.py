@@ -31,12 +31,13 @@ from pyspark.sql.streaming.query import StreamingQuery
 from timeball.clock import SystemClock
 from timeball.errors import NotFound, StorageError
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.groups import PLACEHOLDER
 from timeball.pipeline.jobs import archive_writer, marked
 from timeball.pipeline.jobs.archive_writer import APP_ID, PARTITION, ArchiveDataSource
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
 from timeball.pipeline.source.delta_writer import app_version
 from timeball.pipeline.source.pushdown import Bounds
-from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.source.spark_api import spark_schema, unite
 from timeball.pipeline.source.table_reader import read_delta
 from timeball.pipeline.table_store import Store, open_table, sibling
 
@@ -153,11 +154,18 @@ def messages(
 ) -> DataFrame:
     """Read messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
 
-    Only files that can hold some of them are read.
+    Only files that can hold some of them are read. Of several groups each message has a column `group` besides.
     """
-    if uri is None:
-        with Endpoint(endpoint) as broker:
-            uri = archive_uri(broker.status().table.uri)
+    if uri is not None and PLACEHOLDER not in uri:
+        return _messages(spark, uri, from_ms, until_ms, topics)
+    where = marked.places(NAME, endpoint, uri)
+    found = {group: _messages(spark, uri, from_ms, until_ms, topics) for group, (_, uri) in where.items()}
+    return unite(found)
+
+
+def _messages(
+    spark: SparkSession, uri: str, from_ms: int | None, until_ms: int | None, topics: Sequence[str]
+) -> DataFrame:
     table = open_table(uri)
     found = read_archive(
         spark, table, files(table, Bounds(from_ms, None if until_ms is None else until_ms - 1), topics=topics)

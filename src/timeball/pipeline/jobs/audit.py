@@ -14,6 +14,8 @@ since <= seq < E, with E the end of the log.
     queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
     overdue     not settled although due more than `overdue_ms` ago: reported, since a broker may have been down
 
+Of a cluster each group is audited by itself, since a promise never leaves its group, and the counts are added up.
+
 Order of looking matters on a broker that works: first the table's version, then E. A promise that has left the table by
 that version was settled before, so its settlement is below E. Rows in several places (the table and the tail; a
 promise and the rows that moved it) are the same promise once. A promise may be written again behind E and its older row
@@ -32,7 +34,8 @@ from pyspark.sql import functions as f
 
 from timeball.errors import NotFound, OutOfRange
 from timeball.message import SCHEDULE_TOPIC, Kind
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import Endpoint, read_groups
+from timeball.pipeline.groups import GROUP, place_of
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import open_table
@@ -44,6 +47,7 @@ LOG = logging.getLogger("timeball.pipeline")
 OVERDUE_MS = 10_000
 OFFENDERS_MAX = 100
 BREACHES = ("lost", "early", "duplicate", "unknown")
+COUNTS = ("accepted", "released", "cancelled", "expired", "pending", "overdue", "queue_gaps", *BREACHES)
 LOOKS_MAX = 3  # retention takes seconds or minutes from one segment to the next; an audit may take as long
 
 
@@ -62,11 +66,14 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
     now_ms: int
 
 
-class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The balance. Counts are promises; `offenders` holds up to 100 rows of each kind of breach, and of overdue."""
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The balance. Counts are promises; `offenders` holds up to 100 rows of each kind of breach, and of overdue.
+
+    `groups`: of a cluster with several groups the report of each; these have the scopes, and the sum has none.
+    """
 
     ok: bool
-    scope: Scope
+    scope: Scope | None
     accepted: int
     released: int
     cancelled: int
@@ -79,12 +86,38 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     overdue: int
     queue_gaps: int
     offenders: dict[str, list[dict[str, Any]]]
+    groups: dict[str, AuditReport] = {}
 
 
 def run(
     spark: SparkSession, endpoint: str, *, ledger_uri: str | None = None, overdue_ms: int = OVERDUE_MS
 ) -> AuditReport:
-    """Audit the broker at `endpoint`. A ledger is used where there is one; else the log alone must reach back."""
+    """Audit all groups at `endpoint`. A ledger is used where there is one; else the log alone must reach back."""
+    groups = read_groups(endpoint)
+    found = {}
+    for group in groups:
+        uri = place_of("--ledger", ledger_uri, group.name, len(groups))
+        found[group.name] = _audit(spark, group.endpoint, uri, overdue_ms)
+    return found[groups[0].name] if len(groups) == 1 else add_up(found)
+
+
+def add_up(groups: dict[str, AuditReport]) -> AuditReport:
+    """Return the report of all groups together; an offender says of which group it is."""
+    offenders: dict[str, list[dict[str, Any]]] = {}
+    for name, report in groups.items():
+        for breach, rows in report.offenders.items():
+            offenders.setdefault(breach, []).extend({GROUP: name, **row} for row in rows)
+    counts = {name: sum(getattr(report, name) for report in groups.values()) for name in COUNTS}
+    return AuditReport(
+        ok=all(report.ok for report in groups.values()),
+        scope=None,
+        offenders={breach: rows[:OFFENDERS_MAX] for breach, rows in offenders.items()},
+        groups=groups,
+        **counts,
+    )
+
+
+def _audit(spark: SparkSession, endpoint: str, ledger_uri: str | None, overdue_ms: int) -> AuditReport:
     for tries_left in reversed(range(LOOKS_MAX)):
         try:
             with spark_errors():
@@ -94,7 +127,12 @@ def run(
                 raise
             LOG.info("looking again job=audit reason=%s", error)
             continue
-        if not report.lost or not tries_left or not _has_let_go(endpoint, report.scope):
+        if (
+            not report.lost
+            or not tries_left
+            or report.scope is None
+            or not _has_let_go(endpoint, report.scope)
+        ):
             break
         LOG.info("looking again, retention may have let them go job=audit lost=%d", report.lost)
     return report

@@ -6,6 +6,9 @@ same time; if both do, the watermark decides (source/compact_writer.py).
 Only promises of the strategy `hour_log` are compacted. Those of a `timer_wheel` or a `level_cascade` wait in the log,
 and there is no query to run.
 
+Each group of a cluster has a tail, a table and a watermark of its own, so it has a query of its own, whose endpoint is
+confined to it.
+
 Each compaction costs one table version and some files, and appends a row to the log. So a micro-batch waits for
 `compact_rows` new rows, or for `compact_interval_ms` with at least `compact_rows_min`: the broker's own settings.
 """
@@ -18,6 +21,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.pipeline.endpoint import COMPACTED, Endpoint, Lease
+from timeball.pipeline.groups import query_name
 from timeball.pipeline.source.spark_api import start_query
 
 NAME = "compact"
@@ -46,7 +50,7 @@ def start(
     ranges = spark.readStream.format("timeball").options(**{**OPTIONS, **(options or {})})
     ranges = ranges.option("endpoint", endpoint).option("read", "ranges").option("from_seq", "watermark")
     writer = ranges.load().writeStream.format("timeball").option("endpoint", endpoint)
-    return start_query(writer, NAME, checkpoint, None if once else TRIGGER)
+    return start_query(writer, query_name(NAME, endpoint), checkpoint, None if once else TRIGGER)
 
 
 def superfluous(endpoint: str) -> str | None:

@@ -24,7 +24,7 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import marked
 from timeball.pipeline.log_events import EVENT_SCHEMA, LEDGER_APP_ID
 from timeball.pipeline.source.delta_writer import app_version
-from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.source.spark_api import spark_schema, unite
 from timeball.pipeline.source.table_reader import read_delta
 from timeball.pipeline.table_store import open_table, sibling
 from timeball.pipeline.views.spark_views import read_events
@@ -131,10 +131,14 @@ def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> Data
     """Return one row a promise, with the causes of its lateness: view_sql.COLUMNS.
 
     From the ledger as far as it reaches; the due instants of bulk promises that still wait come from the pending table.
+    Of several groups each promise has a column `group` besides.
     """
-    with Endpoint(endpoint) as broker:
-        table_uri = broker.status().table.uri
-    history = read_ledger(spark, open_table(uri or ledger_uri(table_uri)))
+    where = marked.places(NAME, endpoint, uri)
+    return unite({group: _promises(spark, *place) for group, place in where.items()})
+
+
+def _promises(spark: SparkSession, endpoint: str, uri: str) -> DataFrame:
+    history = read_ledger(spark, open_table(uri))
     table = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
     return one_row_each(spark, history, table.option("columns", "seq,due_ms,topic,unique_key").load())
 

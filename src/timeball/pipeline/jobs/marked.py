@@ -3,18 +3,22 @@
 `extend` brings the sink's table from its own mark up to that row, in a batch query of its own. So a repeated
 micro-batch adds nothing, and a checkpoint that was lost, or is older than the table, opens no hole. A mark behind the
 log's end belongs to another log: such a table is refused, or this log's rows would be skipped up to the mark.
+
+Of a cluster one stream reads the ranges of all groups, and each group has a table of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.errors import OutOfRange, SetupError, TimeballError
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import group_statuses
+from timeball.pipeline.groups import GROUP, place_of
 from timeball.pipeline.source.spark_api import start_query
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import sibling
@@ -22,7 +26,10 @@ from timeball.wire import LogStatus
 
 LOG = logging.getLogger("timeball.pipeline")
 TRIGGER = "5 seconds"
+RANGES = f"from_seq,to_seq,{GROUP}"
 
+# Group (None: of a broker that is in no cluster) -> its endpoint, and the URI of its table.
+Places = dict[str | None, tuple[str, str]]
 Extend = Callable[[SparkSession, str, str, int], int]  # (session, endpoint, uri, to_seq) -> rows of the log
 
 
@@ -38,13 +45,24 @@ def start(
     options: Mapping[str, str],
 ) -> StreamingQuery:
     """Start the query that keeps the table `name` up; `uri`: where it lies if not beside the pending table."""
-    if uri is None:
-        with Endpoint(endpoint) as broker:
-            uri = sibling(broker.status().table.uri, name)
+    where = partial(places, name, endpoint, uri)
+    where()  # a place that is none is said before a query fails
     ranges = spark.readStream.format("timeball").options(**options)
-    ranges = ranges.option("endpoint", endpoint).option("read", "ranges")
-    writer = ranges.load().writeStream.foreachBatch(epoch_writer(name, extend, endpoint, uri))
+    ranges = ranges.option("endpoint", endpoint).option("read", "ranges").option("columns", RANGES)
+    writer = ranges.load().writeStream.foreachBatch(epoch_writer(name, extend, where))
     return start_query(writer, name, checkpoint, None if once else TRIGGER)
+
+
+def places(name: str, endpoint: str, uri: str | None) -> Places:
+    """Return the endpoint and the URI of the table `name` by group."""
+    found = group_statuses(endpoint)
+    return {
+        group.name or None: (
+            group.endpoint,
+            place_of(f"--{name}", uri, group.name, len(found)) or sibling(status.table.uri, name),
+        )
+        for group, status in found
+    }
 
 
 def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> None:
@@ -61,18 +79,22 @@ def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> N
         )
 
 
-def epoch_writer(name: str, extend: Extend, endpoint: str, uri: str) -> Callable[[DataFrame, int], None]:
-    """Return the function that Spark calls for each micro-batch."""
+def epoch_writer(name: str, extend: Extend, where: Callable[[], Places]) -> Callable[[DataFrame, int], None]:
+    """Return the function that Spark calls for each micro-batch; it asks `where` the groups have their tables now."""
 
     def write(ranges: DataFrame, batch_id: int) -> None:
-        ends = [row["to_seq"] for row in ranges.collect()]
-        if ends:
+        ends: dict[str | None, int] = {}
+        for row in ranges.collect():
+            ends[row[GROUP]] = max(row["to_seq"], ends.get(row[GROUP], 0))
+        there = where() if ends else {}
+        for group, end in sorted(ends.items(), key=lambda each: each[0] or ""):
             try:
                 with spark_errors():
-                    rows = extend(ranges.sparkSession, endpoint, uri, max(ends))
+                    rows = extend(ranges.sparkSession, *there[group], end)
             except TimeballError as error:
                 # Spark wraps this once more, into text; the two stacks below it would bury the sentence.
                 raise type(error)(str(error)) from None
-            LOG.info("epoch done job=%s epoch=%d to_seq=%d log_rows=%d", name, batch_id, max(ends), rows)
+            job = f"{name}-{group}" if len(there) > 1 else name
+            LOG.info("epoch done job=%s epoch=%d to_seq=%d log_rows=%d", job, batch_id, end, rows)
 
     return write

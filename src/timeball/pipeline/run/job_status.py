@@ -76,12 +76,16 @@ def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
 
 
 def _offset(offset: object) -> tuple[str, int] | None:
+    """Return unit and position; of several groups the sum of their rows, so that a difference is that of all."""
     if isinstance(offset, str):
         offset = json.loads(offset)
     for unit in UNITS if isinstance(offset, dict) else ():
         value = offset.get(unit) if isinstance(offset, dict) else None
         if isinstance(value, int):
             return unit, value
+    if isinstance(offset, dict) and not all(key.isdecimal() for key in offset):
+        rows = [value for value in offset.values() if isinstance(value, int)]
+        return ("seq", sum(rows)) if len(rows) == len(offset) else None
     return None
 
 

@@ -31,7 +31,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.dispatch import job as dispatch
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import Endpoint, read_groups
+from timeball.pipeline.groups import query_name
 from timeball.pipeline.jobs import archive, compact, ledger
 from timeball.pipeline.run.job_status import Board, Epoch, JobStatus, State, epoch_of
 from timeball.pipeline.run.session import LOCAL_MASTER, build_session, close, make_active
@@ -59,6 +60,10 @@ JOBS: dict[str, StartJob] = {
 HoldLease = Callable[[str, Callable[[], bool]], contextlib.AbstractContextManager[object]]
 LEASES: dict[str, HoldLease] = {compact.NAME: compact.lease, dispatch.NAME: dispatch.lease}
 SUPERFLUOUS = {compact.NAME: compact.superfluous}
+BY_GROUP = (
+    compact.NAME,
+    dispatch.NAME,
+)  # what they read is one group's; the others read all groups in one query
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Job:
     wake_ns: int = 0
     done: bool = False
     report: Callable[[str], None] = field(default=LOG.info)
+    hold_lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None = None
     superfluous: Callable[[], str | None] = lambda: None
     spark_lives: Callable[[], bool] = lambda: True
     last: Epoch | None = None
@@ -217,9 +223,11 @@ def run(
     try:
         with _signals(stop), spark_errors():
             running = [
-                _job(name, session, endpoint, folder, once, (options or {}).get(name)) for name in jobs
+                _job(name, session, where, folder, once, (options or {}).get(name))
+                for name in jobs
+                for where in job_endpoints(name, endpoint)
             ]
-            _watch(running, endpoint, stop, once, clock or SystemClock(), Board(folder))
+            _watch(running, stop, once, clock or SystemClock(), Board(folder))
     finally:
         if spark is None:
             close(session)
@@ -234,6 +242,12 @@ def check_names(jobs: Sequence[str]) -> None:
         raise SetupError("name at least one job, each once")
 
 
+def job_endpoints(name: str, endpoint: str) -> list[str]:
+    """Return where a job's queries read: of several groups one for each, if the job has a query for each group."""
+    groups = read_groups(endpoint) if name in BY_GROUP else []
+    return [group.endpoint for group in groups] if len(groups) > 1 else [endpoint]
+
+
 def default_folder(endpoint: str) -> str:
     """Return the folder of the jobs' checkpoints, beside the pending table; raise Forbidden, Unavailable."""
     with Endpoint(endpoint) as broker:
@@ -245,11 +259,13 @@ def default_folder(endpoint: str) -> str:
 def _job(
     name: str, spark: SparkSession, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
 ) -> Job:
-    place = f"{folder.rstrip('/')}/{name}"
+    label = query_name(name, endpoint) if name in BY_GROUP else name
+    place = f"{folder.rstrip('/')}/{label}"
     reason = SUPERFLUOUS.get(name, lambda _: None)
     return Job(
-        name,
+        label,
         lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})),
+        hold_lease=partial(LEASES[name], endpoint) if name in LEASES else None,
         superfluous=lambda: reason(endpoint),
         spark_lives=partial(_lives, spark),
     )
@@ -273,14 +289,12 @@ def _finish(job: Job, query: StreamingQuery) -> None:
         LOG.warning("job not stopped job=%s reason=%s", job.name, error)
 
 
-def _watch(
-    jobs: list[Job], endpoint: str, stop: threading.Event, once: bool, clock: Clock, board: Board
-) -> None:
+def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, board: Board) -> None:
     started_ms = clock.wall_ms()
     with contextlib.ExitStack() as leases:
         for job in jobs:
-            if job.name in LEASES:
-                leases.enter_context(LEASES[job.name](endpoint, partial(attrgetter("running"), job)))
+            if job.hold_lease is not None:
+                leases.enter_context(job.hold_lease(partial(attrgetter("running"), job)))
         try:
             while not stop.is_set() and not all(job.done for job in jobs):
                 for job in jobs:
