@@ -198,7 +198,8 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
 
     `state`: planned, running, paused, cancelled or finished. `ranges`, (first_seq, rows), are left out of a list of
     all. `held_from_ms`: what waits and is due then or later is held. `cancelled`: promises that its cancel has
-    ended. `count`: promises that this call has resumed or cancelled; `repeated`: it was in that state before.
+    ended. `count`: promises that this call has resumed or cancelled; `repeated`: it was in that state before. `groups`:
+    of a cluster those that have a part of it each, as its plan says.
     """
 
     campaign: str
@@ -213,6 +214,7 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
     repeated: bool = False
     count: int = 0
     shift_ms: int = 0
+    groups: list[str] = []
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True):

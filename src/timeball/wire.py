@@ -94,6 +94,7 @@ INT64_MAX = 2**63 - 1
 QUEUE_ID_MAX = limits.QUEUES_PER_TOPIC_MAX - 1
 COALESCE_ROWS = 65_536
 KINDS_MAX = 16
+CAMPAIGN_GROUPS_MAX = 256
 
 TICKET_BYTES_MAX = 64 * 1024  # a pull that names 1,024 queues needs about 30 KiB
 BODY_BYTES_MAX = 64 * 1024
@@ -230,6 +231,7 @@ class CancelRange(Request, frozen=True):
 
 
 CampaignChange = Literal["plan", "pause", "resume", "cancel"]
+ClusterGroupName = Annotated[str, Meta(min_length=1, max_length=64)]
 CampaignId = Annotated[str, Meta(min_length=1, max_length=100)]
 
 
@@ -242,7 +244,8 @@ class Campaigns(Request, frozen=True):
 class ChangeCampaign(Request, frozen=True):
     """campaign: plan one, pause it, resume it with or without a shift, or cancel it.
 
-    Of a plan: `rows`, and the instant as of which these are valid, now by default.
+    Of a plan: `rows`, and the instant as of which these are valid, now by default; `groups`: those of the cluster over
+    which the campaign is spread, for a later try.
     """
 
     campaign: CampaignId
@@ -250,6 +253,7 @@ class ChangeCampaign(Request, frozen=True):
     rows: Int64 = 0
     at_ms: Int64 | None = None
     shift: bool = False
+    groups: Annotated[list[ClusterGroupName], Meta(max_length=CAMPAIGN_GROUPS_MAX)] = []
 
 
 class Groups(Request, frozen=True):

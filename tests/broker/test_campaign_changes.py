@@ -79,6 +79,17 @@ async def test_a_campaign_from_its_plan_to_its_end(world: World) -> None:
 
 
 @on_node()
+async def test_a_plan_names_the_groups_of_all_its_parts_for_good(world: World) -> None:
+    change = world.broker.change_campaign
+    assert (await change("spring", "plan", rows=1, groups=["g1", "g2"])).groups == ["g1", "g2"]
+    assert (await change("spring", "plan", rows=1, groups=["g1"])).groups == ["g1", "g2"]
+    await world.campaign("spring", "a", [HOUR_MS])
+    await without_caches(world)
+    assert world.broker.campaigns("spring")[0].groups == ["g1", "g2"]
+    assert (await world.broker.change_campaign("autumn", "plan", rows=1)).groups == []
+
+
+@on_node()
 async def test_a_pause_holds_what_waits_wherever_it_is_and_a_resume_gives_it_back(world: World) -> None:
     keys = await world.campaign("spring", "a", [SECOND_MS, 2 * SECOND_MS, MINUTE_MS, HOUR_MS, 40 * DAY_MS])
     others = await world.bulk("a", [2 * SECOND_MS, HOUR_MS], 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,10 +47,13 @@ class CampaignChanges:
         found = self._parts.campaigns.all().items()
         return [self._shown(name, msgspec.structs.replace(facts, ranges=[])) for name, facts in found]
 
-    async def plan(self, campaign: str, rows: int, at_ms: int | None = None) -> Campaign:
+    async def plan(
+        self, campaign: str, rows: int, at_ms: int | None = None, groups: Sequence[str] = ()
+    ) -> Campaign:
         """Make a campaign of so many rows, which are attached next under its id; it may be there already.
 
-        `at_ms`: the instant at which its rows were found to be valid. Raises OutOfRange for an id whose rows were
+        `at_ms`: the instant at which its rows were found to be valid. `groups`: of the cluster, each of which has a
+        part of it. Raises OutOfRange for an id whose rows were
         attached before and which is no campaign any more.
         """
         parts = self._parts
@@ -61,7 +65,7 @@ class CampaignChanges:
             )
         planned_ms = parts.clock.now_ms() if at_ms is None else at_ms
         parts.campaigns.plan(
-            campaign, rows, planned_ms, parts.writer.next_seq, parts.scheduler.settled_before_ms
+            campaign, rows, planned_ms, parts.writer.next_seq, parts.scheduler.settled_before_ms, groups
         )
         await parts.writer.flushed()
         return self.get(campaign)
@@ -158,6 +162,7 @@ class CampaignChanges:
             rows=facts.rows,
             ranges=facts.ranges,
             cancelled=facts.cancelled,
+            groups=facts.groups,
             held_from_ms=facts.held_from_ms,
             repeated=repeated,
         )

@@ -202,12 +202,13 @@ class Broker:
         rows: int = 0,
         at_ms: int | None = None,
         shift: bool = False,
+        groups: Sequence[str] = (),
         caller: Caller = ANONYMOUS,
     ) -> Campaign:
         """Plan, pause, resume or cancel a campaign; durable on return (campaign_changes.py)."""
         self.policy.allow(caller, Verb.ADMIN)
         if change == "plan":
-            return await self.campaign_changes.plan(campaign, rows, at_ms)
+            return await self.campaign_changes.plan(campaign, rows, at_ms, groups)
         if change == "pause":
             return await self.campaign_changes.pause(campaign)
         if change == "resume":

@@ -38,7 +38,7 @@ COMPACTED = "hour_log"  # the strategy whose promises move to the pending table
 
 
 class Endpoint:
-    """One broker. Not shared between processes; cheap to open in each task."""
+    """One broker: of a cluster the leader of one group. Not shared between processes; cheap to open in each task."""
 
     def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
         self.uri = uri
@@ -109,9 +109,12 @@ class Endpoint:
         rows: int = 0,
         at_ms: int | None = None,
         shift: bool = False,
+        groups: Sequence[str] = (),
     ) -> wire.Campaign:
         """Plan, pause, resume or cancel a campaign; may be repeated. A resume writes all that it holds again."""
-        body = wire.ChangeCampaign(campaign=campaign, change=change, rows=rows, at_ms=at_ms, shift=shift)
+        body = wire.ChangeCampaign(
+            campaign=campaign, change=change, rows=rows, at_ms=at_ms, shift=shift, groups=list(groups)
+        )
         return self._calls.action("campaign", body, wire.Campaign, LONG_CALL_TIMEOUT_MS)
 
     def starts(self, from_seq: int, to_seq: int) -> list[wire.Start]:

@@ -10,6 +10,7 @@ passed, which is read off and not written. The rows say what was decided; what h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -38,6 +39,9 @@ class CampaignFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cancelled: int = 0  # promises that its cancel has ended; the log may let go of their rows
     # While it is paused or being cancelled: what waits and is due then or later is held.
     held_from_ms: int | None = None
+    groups: list[
+        str
+    ] = []  # of the cluster: each has a part of the campaign, which a later try must deal out alike
 
     def is_finished(self, settled_before_ms: int) -> bool:
         """Return whether all its promises are settled, one by one."""
@@ -90,7 +94,15 @@ class Campaigns:
         """Return the row that says what was decided, for a frame with others."""
         return self._kept.changed([(campaign, facts)])
 
-    def plan(self, campaign: str, rows: int, planned_ms: int, next_seq: int, settled_before_ms: int) -> None:
+    def plan(
+        self,
+        campaign: str,
+        rows: int,
+        planned_ms: int,
+        next_seq: int,
+        settled_before_ms: int,
+        groups: Sequence[str] = (),
+    ) -> None:
         """Plan a campaign; nothing happens when there is one. One of no rows has nothing to attach."""
         if self.is_known(campaign):
             return
@@ -101,7 +113,8 @@ class Campaigns:
         self.put(
             campaign,
             CampaignFacts(
-                state=state, since_ms=planned_ms, planned_ms=planned_ms, planned_seq=next_seq, rows=rows
+                state=state, since_ms=planned_ms, planned_ms=planned_ms, planned_seq=next_seq, rows=rows,
+                groups=list(groups),
             ),
         )  # fmt: skip
 

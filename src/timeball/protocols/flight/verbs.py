@@ -125,7 +125,7 @@ async def _bulk(
         return {"campaigns": broker.campaigns(request.campaign, caller)}
     return await broker.change_campaign(
         request.campaign, request.change,
-        rows=request.rows, at_ms=request.at_ms, shift=request.shift, caller=caller,
+        rows=request.rows, at_ms=request.at_ms, shift=request.shift, groups=request.groups, caller=caller,
     )  # fmt: skip
 
 
