@@ -10,6 +10,7 @@ from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import running_node
 from tests.pipeline.campaigning import attach, campaign_of
+from tests.pipeline.two_groups import two_groups
 
 COMMANDS = ("status", "pause", "resume", "cancel")
 
@@ -69,3 +70,16 @@ def test_no_broker_is_told(command: str) -> None:
     arguments = [] if command == "list" else ["spring"]
     assert_says_how_to_reach_one(run_here("campaign", command, *arguments, "--endpoint", NOWHERE))
     assert f"timeball campaign {command}" in run_here("campaign", command, "--help").stdout
+
+
+def test_a_list_names_the_groups(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        groups.add()
+        for node in (groups.one, groups.other):
+            attach(campaign_of(node), 20)
+        shown = run_here("campaign", "list", "--endpoint", groups.endpoint).stdout.splitlines()
+        assert [line.rpartition(", ")[2] for line in shown] == ["in group g1", "in group g2"]
+        listed = run_here("campaign", "list", "--json", "--endpoint", f"{groups.endpoint}#g2").stdout
+        assert json.loads(listed)["rows"] == 20
+        paused = run_here("campaign", "pause", "spring", "--endpoint", groups.endpoint).stdout
+        assert paused == "spring: paused, 40 messages are held\n"

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from tests.node_fixture import running_node
 from tests.pipeline.traffic import send, send_due_now
 from tests.pipeline.two_groups import TwoGroups, two_groups
 
 from timeball import Timeball
+from timeball.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import archive, audit, ledger
+from timeball.pipeline.jobs import archive, audit, bulk, ledger, marked
+from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.jobs.campaign_groups import CampaignParts, open_parts
 from timeball.pipeline.run import runner
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -77,7 +82,66 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     assert [ledger.open_table(uri).version() for _, uri in places(groups)] == before
 
 
-def places(groups: TwoGroups) -> list[tuple[str, str]]:
-    from timeball.pipeline.jobs import marked
+def people(spark: SparkSession, now_ms: int, rows: int) -> DataFrame:
+    """Rows due within a day, one of which has no topic."""
+    due = f"timestamp_millis({now_ms + HOUR_MS} + (id * 7919) % {DAY_MS})"
+    return spark.range(0, rows).selectExpr(
+        "if(id = 7, 'not good', 'mail') as to", f"{due} as due", "concat('dear ', id) as body"
+    )
 
+
+def test_bulk_deals_rows_out_and_goes_on_where_it_died(
+    spark: SparkSession, groups: TwoGroups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups.add()
+    with Endpoint(groups.endpoint) as broker:
+        frame = people(spark, broker.status().now_ms, 400)
+    columns = Columns(topic="to")
+
+    def schedule(endpoint: str = groups.endpoint, **more: object) -> bulk.BulkReport:
+        return bulk.run(spark, frame, endpoint, columns=columns, campaign="spring", **more)
+
+    planned = schedule(dry_run=True)
+    assert (planned.rows, planned.rejected) == (399, 1) and min(planned.groups.values()) > 150
+
+    def die(job: bulk.Job, *args: object) -> None:
+        monkeypatch.setattr(bulk.Job, "_write_part", die_now)
+        write_part(job, *args)
+
+    def die_now(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    write_part = bulk.Job._write_part
+    monkeypatch.setattr(bulk.Job, "_write_part", die)
+    with pytest.raises(KeyboardInterrupt):
+        schedule()
+    monkeypatch.setattr(bulk.Job, "_write_part", write_part)
+    with open_parts(groups.endpoint, "spring") as parts:
+        states = {name: part.decided().state for name, part in parts.items()}
+        assert states == {"g1": "running", "g2": "planned"}, "one part is attached, the other is not"
+        assert CampaignParts(parts).progress().state == "planned"
+
+    # A group that is added meanwhile has no part of it, and it makes no difference which node is named.
+    with running_node(tmp_path / "g0", group="g0", compact_self=False, grpc_port=-1) as third:
+        groups.set_groups(third, groups.one, groups.other)
+        done = schedule(groups.other.endpoint)
+        assert (done.rows, done.rejected, done.repeated) == (399, 1, False)
+        assert done.groups == planned.groups and set(done.groups) == {"g1", "g2"}
+        again = schedule()
+        assert again.repeated and (again.rows, again.groups) == (399, done.groups)
+    groups.add()
+    assert DeltaTable(done.rejects_uri).to_pyarrow_table().num_rows == 1, "put aside once"
+    waiting = spark.read.format("timeball").option("endpoint", groups.endpoint).option("read", "pending")
+    rows = waiting.option("columns", "body,group").load().collect()
+    assert sorted(bytes(row["body"]).decode() for row in rows) == sorted(
+        f"dear {i}" for i in range(400) if i != 7
+    )
+    assert {name: sum(row["group"] == name for row in rows) for name in ("g1", "g2")} == done.groups
+    with open_parts(groups.endpoint, "spring") as parts:
+        whole = CampaignParts(parts)
+        assert (whole.progress().state, whole.progress().waiting) == ("running", 399)
+        assert whole.cancel().newly == 399
+
+
+def places(groups: TwoGroups) -> list[tuple[str, str]]:
     return list(marked.places(ledger.NAME, groups.endpoint, None).values())

@@ -30,7 +30,7 @@ class TwoGroups:
         told = [
             {"group": node.settings.group, "addresses": [f"127.0.0.1:{node.settings.port}"]} for node in nodes
         ]
-        for node in (self.one, self.other):
+        for node in {self.one, self.other, *nodes}:
             self.tell(node, told)
 
     def tell(self, node: RunningNode, groups: list[dict[str, object]] | None) -> None:

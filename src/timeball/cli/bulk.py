@@ -295,7 +295,8 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
 def document(report: BulkReport) -> dict[str, Any]:
     """The report as JSON, with the due load by the minute, hour or day."""
     unit, due = curve(report)
-    found = {name: getattr(report, name) for name in report.__struct_fields__ if name != "load"}
+    left_out = {"load"} if report.groups else {"load", "groups"}
+    found = {name: getattr(report, name) for name in report.__struct_fields__ if name not in left_out}
     return {
         **found,
         "rows_per_s": report.rows_per_s,

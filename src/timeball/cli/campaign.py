@@ -17,7 +17,8 @@ from timeball.cli.output import err, print_json, print_line, show
 from timeball.cli.units import show_instant, show_ms
 
 if TYPE_CHECKING:
-    from timeball.pipeline.jobs.campaign import Campaign, Progress
+    from timeball.pipeline.jobs.campaign import Progress
+    from timeball.pipeline.jobs.campaign_groups import CampaignParts
 
 app = typer.Typer(help="Look at bulk writes, pause, resume and cancel them.", no_args_is_help=True)
 
@@ -46,17 +47,21 @@ def list_(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fal
       timeball campaign list
       timeball campaign list --json | jq -r 'select(.state == "paused").campaign'
     """
-    from timeball.pipeline.endpoint import Endpoint
+    from timeball.pipeline.endpoint import Endpoint, read_groups
 
     reach(endpoint)
-    with Endpoint(endpoint) as broker:
-        found = broker.campaigns()
-    for each in found:
+    groups, found = read_groups(endpoint), []
+    for group in groups:
+        with Endpoint(group.endpoint) as broker:
+            found += [(group.name, each) for each in broker.campaigns()]
+    for name, each in found:
         if as_json:
-            print_json({name: getattr(each, name) for name in ("campaign", "state", "rows", "planned_ms")})
+            shown = {field: getattr(each, field) for field in ("campaign", "state", "rows", "planned_ms")}
+            print_json({**shown, "group": name} if len(groups) > 1 else shown)
         else:
+            where = f", in group {name}" if len(groups) > 1 else ""
             print_line(
-                f"{each.campaign}  {each.state}  {each.rows:,} messages, of {show_instant(each.planned_ms)}"
+                f"{each.campaign}  {each.state}  {each.rows:,} messages, of {show_instant(each.planned_ms)}{where}"
             )
     if not found and not as_json:
         print_line("no campaigns yet: timeball bulk makes them")
@@ -165,13 +170,12 @@ def describe(progress: Progress) -> Iterator[str]:
 
 
 @contextmanager
-def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[Campaign]:
-    from timeball.pipeline.endpoint import Endpoint
-    from timeball.pipeline.jobs.campaign import Campaign
+def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[CampaignParts]:
+    from timeball.pipeline.jobs.campaign_groups import CampaignParts, open_parts
 
     reach(endpoint)
-    with Endpoint(endpoint) as broker:
-        yield Campaign(broker, campaign, table_uri)
+    with open_parts(endpoint, campaign, table_uri) as parts:
+        yield CampaignParts(parts)
 
 
 @contextmanager

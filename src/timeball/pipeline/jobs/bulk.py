@@ -11,6 +11,10 @@ campaign is their version in the Delta table), the promises are there once (the 
 attached rows are not written again. The source must not change meanwhile: the survey reads it once and the write
 once, and the write checks each row again.
 
+Of a cluster the rows are dealt out to its groups by a hash, and each group's part is an attach of its own under the one
+id: all of a part are promises, or none. A later try goes on with the parts that are missing. The plan of each part
+names the groups, so that one that is added between two tries changes nothing.
+
 A task gets a contiguous span of time, so that it writes few files, which Arrow sorts. A minute with too many rows is
 split by hash. A sort or a sample in Spark would cost more than all the rest, and the survey has counted anyway.
 """
@@ -19,11 +23,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import DeltaTable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -32,15 +37,14 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.limits import MINUTE_MS
 from timeball.message import Int64Array
-from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
+from timeball.pipeline.jobs.campaign_groups import open_parts
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, sibling
-from timeball.pipeline.views.due_histogram import Load
+from timeball.pipeline.views.due_histogram import Load, merge
 from timeball.rules import check_campaign
 from timeball.table.attachment import Attachment
-from timeball.wire import Campaign as Decided
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -51,6 +55,7 @@ TASK_ROWS, TASK_BYTES = (
     CHUNK_BYTES // 2,
 )  # of one task: one run, and two tasks for a million rows
 TASKS_MAX = 2_000  # each writes a file or more, and an attach takes 10,000
+_PLACED_BY = ("topic", "due_ms", "unique_key", "keys", "body")
 _PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")
 
 
@@ -58,7 +63,8 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a bulk write, or of its dry run.
 
     `payload_bytes`: of bodies, keys, tags, ids and properties as they were given; `written_bytes`: of the files
-    attached. `repeated`: the campaign was attached before, and this call has written nothing.
+    attached. `repeated`: the campaign was attached before, and this call has written nothing. `groups`: of several
+    groups the rows of each.
     """
 
     campaign: str
@@ -73,6 +79,7 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
     files: int
     seconds: float
     load: Load
+    groups: dict[str, int] = {}
 
     @property
     def rows_per_s(self) -> int:
@@ -121,85 +128,100 @@ def run(
     clock = clock or SystemClock()
     begin_ns = clock.monotonic_ns()
     name = check_campaign(campaign or f"bulk-{uuid.uuid4().hex}")
-    with spark_errors(), Endpoint(endpoint) as broker:
-        job = Job(spark, broker, Campaign(broker, name, table_uri), rejects_uri, tell)
+    with spark_errors(), open_parts(endpoint, name, table_uri) as parts:
+        job = Job(spark, parts, rejects_uri, tell)
         repeated = job.attached_before()
-        survey = NOTHING
-        if repeated is None:
-            survey = job.survey(screen(frame, columns, job.now_ms))
+        surveys = [NOTHING] * len(parts)
+        if not repeated:
+            surveys = job.survey(screen(frame, columns, job.now_ms))
             if not dry_run:
-                job.write(frame, columns, survey)
-        attachment = None if dry_run and repeated is None else job.find_attachment()
-    files = attachment.files if attachment else []
-    done = repeated is not None
+                job.write(frame, columns, surveys)
+        attached = {} if dry_run and not repeated else job.find_attachments()
+    reasons = surveys[0].reasons
+    files = [entry for each in attached.values() for entry in each.files]
+    rows = {group: int(survey.rows.sum()) for group, survey in zip(parts, surveys, strict=True)}
+    rows |= {group: each.rows for group, each in attached.items()}
     return BulkReport(
         campaign=name,
         dry_run=dry_run,
-        repeated=done,
-        rows=attachment.rows if attachment else int(survey.rows.sum()),
-        rejected=sum(survey.reasons.values()),
-        reasons=survey.reasons,
-        rejects_uri=job.rejects_uri if survey.reasons and not dry_run else None,
-        payload_bytes=int(survey.payload_bytes.sum()),
+        repeated=repeated,
+        rows=sum(rows.values()),
+        rejected=sum(reasons.values()),
+        reasons=reasons,
+        rejects_uri=job.rejects_uri if reasons and not dry_run else None,
+        payload_bytes=sum(int(survey.payload_bytes.sum()) for survey in surveys),
         written_bytes=sum(entry.size_bytes for entry in files),
         files=len(files),
         seconds=(clock.monotonic_ns() - begin_ns) / 1e9,
-        load=survey.load,
+        load=merge(survey.load for survey in surveys),
+        groups=rows if len(parts) > 1 else {},
     )
 
 
 class Job:
-    """The steps of one bulk write."""
+    """The steps of one bulk write, over the groups that have a part of it."""
 
     def __init__(
         self,
         spark: SparkSession,
-        broker: Endpoint,
-        campaign: Campaign,
+        parts: Mapping[str, Campaign],
         rejects_uri: str | None,
         tell: Callable[[str], None],
     ) -> None:
         self._spark = spark
-        self._broker = broker
-        self._campaign = campaign
+        self._parts = dict(parts)
+        self._groups = list(parts) if len(parts) > 1 else []
         self._tell = tell
-        self.rejects_uri = rejects_uri or sibling(campaign.table_uri, REJECTS)
-        self._known = campaign.find_decided()
+        first = next(iter(self._parts.values()))
+        self._id = first.id
+        self.rejects_uri = rejects_uri or sibling(first.table_uri, REJECTS)
+        self._known = {name: part.find_decided() for name, part in self._parts.items()}
         # What was valid at the first try is valid at the next one: else a row could be both, or neither.
-        self.now_ms = broker.status().now_ms if self._known is None else self._known.planned_ms
+        planned = next((known for known in self._known.values() if known is not None), None)
+        self.now_ms = first.broker.status().now_ms if planned is None else planned.planned_ms
 
-    def attached_before(self) -> Decided | None:
-        """Return the campaign that an earlier call has attached; InvalidMessage when it was cancelled."""
-        known = self._known
-        if known is not None and known.state == "cancelled":
-            raise InvalidMessage(
-                f"campaign {self._campaign.id} was cancelled: schedule these rows under another id"
-            )
-        return None if known is None or known.state == "planned" else known
+    def attached_before(self) -> bool:
+        """Return whether an earlier call has attached all of it; InvalidMessage when it was cancelled."""
+        known = self._known.values()
+        if any(each is not None and each.state == "cancelled" for each in known):
+            raise InvalidMessage(f"campaign {self._id} was cancelled: schedule these rows under another id")
+        return not any(each is None or each.state == "planned" for each in known)
 
-    def survey(self, screened: DataFrame) -> Survey:
-        """Count the rows in one pass."""
+    def survey(self, screened: DataFrame) -> list[Survey]:
+        """Count the rows of each part in one pass."""
         self._tell("survey")
-        return count_survey(screened)
+        return count_surveys(screened, len(self._parts))
 
-    def write(self, frame: DataFrame, columns: Columns, survey: Survey) -> None:
-        """Do the steps that leave a trace, in an order that can be cut anywhere."""
-        rows = int(survey.rows.sum())
-        planned = self._campaign.plan(rows, self.now_ms)
-        screened = screen(frame, columns, planned.planned_ms)
-        if survey.reasons:
+    def write(self, frame: DataFrame, columns: Columns, surveys: Sequence[Survey]) -> None:
+        """Do the steps that leave a trace, in an order that can be cut anywhere.
+
+        The plan in the first group is what decides: it names the groups and the instant for all later tries.
+        """
+        now_ms, planned = self.now_ms, []
+        for part, survey in zip(self._parts.values(), surveys, strict=True):
+            planned.append(part.plan(int(survey.rows.sum()), now_ms, self._groups))
+            now_ms = planned[0].planned_ms
+        screened = screen(frame, columns, now_ms)
+        if surveys[0].reasons:
             self._tell("rejects")
             self._put_rejects(screened.where(f.col(REASON).isNotNull()))
-        if rows:
+        for number, (part, survey) in enumerate(zip(self._parts.values(), surveys, strict=True)):
+            if planned[number].state != "planned":
+                continue
             self._tell("write")
-            valid = screened.where(f.col(REASON).isNull()).drop(REASON, ROW)
-            writer = deal_out(valid, survey).write.format("timeball").option("endpoint", self._broker.uri)
-            writer = writer.option("job_id", self._campaign.id).option("table_uri", self._campaign.table_uri)
-            writer.mode("append").save()
-        if self._campaign.decided().state == "planned":
-            raise OutOfRange(
-                f"campaign {self._campaign.id} was attached so long ago that it is forgotten: use another id"
-            )
+            self._write_part(screened, number, part, survey)
+            if part.decided().state == "planned":
+                raise OutOfRange(
+                    f"campaign {self._id} was attached so long ago that it is forgotten: use another id"
+                )
+
+    def _write_part(self, screened: DataFrame, number: int, part: Campaign, survey: Survey) -> None:
+        valid = screened.where(f.col(REASON).isNull())
+        if self._groups:
+            valid = valid.where(part_of(valid, len(self._groups)) == number)
+        writer = deal_out(valid.drop(REASON, ROW), survey).write.format("timeball")
+        writer = writer.option("endpoint", part.broker.uri).option("table_uri", part.table_uri)
+        writer.option("job_id", self._id).mode("append").save()
 
     def _put_rejects(self, rejected: DataFrame) -> None:
         DeltaTable.create(
@@ -210,16 +232,21 @@ class Job:
             description="Rows that could not be scheduled",
         )
         rows = rejected.select(
-            f.lit(self._campaign.id).alias("campaign"), f.col(REASON), f.to_json(f.col(ROW)).alias("row")
+            f.lit(self._id).alias("campaign"), f.col(REASON), f.to_json(f.col(ROW)).alias("row")
         )
         writer = rows.write.format("timeball_delta").option("uri", self.rejects_uri)
-        writer = writer.option("app_id", f"bulk {self._campaign.id}").option("app_version", "1")
+        writer = writer.option("app_id", f"bulk {self._id}").option("app_version", "1")
         writer.mode("append").save()
 
-    def find_attachment(self) -> Attachment | None:
-        """Return the campaign's attach in the log."""
-        known = self._campaign.find_decided()
-        return find_attach(self._broker, self._campaign.id, known.planned_seq) if known else None
+    def find_attachments(self) -> dict[str, Attachment]:
+        """Return the attach of each part in its log."""
+        found = {}
+        for name, part in self._parts.items():
+            known = part.find_decided()
+            attachment = find_attach(part.broker, self._id, known.planned_seq) if known else None
+            if attachment is not None:
+                found[name] = attachment
+        return found
 
 
 # ---- the survey -------------------------------------------------------------------------------------------
@@ -232,13 +259,37 @@ def _no_numbers() -> Int64Array:
 NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
 
 
+def part_of(screened: DataFrame, parts: int) -> Column:
+    """Return the number of the part that a row belongs to: the same at every try, whatever else is in the frame."""
+    named = [f.col(name) for name in _PLACED_BY if name in screened.columns]
+    # Salted: within a part a large minute is dealt out by a hash too, and the two must not go together.
+    return f.pmod(f.xxhash64(f.lit(_PLACED_BY[0]), *named), f.lit(parts)).cast("int")
+
+
+def count_surveys(screened: DataFrame, parts: int) -> list[Survey]:
+    """Count the rows of `screen` by part; the rows that break a rule are in the first survey."""
+    if parts == 1:
+        return [count_survey(screened)]
+    placed = f.when(f.col(REASON).isNull(), part_of(screened, parts)).otherwise(0)
+    counted = _count(screened, placed.alias("part"))
+    return [_survey_of(counted.filter(pc.equal(counted.column("part"), part))) for part in range(parts)]
+
+
 def count_survey(screened: DataFrame) -> Survey:
     """Count the rows of `screen`."""
+    return _survey_of(_count(screened))
+
+
+def _count(screened: DataFrame, *more: Column) -> pa.Table:
     given = [f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns]
     size = sum(given[1:], given[0]).cast("bigint")
     minute = f.when(f.col(REASON).isNull(), f.floor(f.col("due_ms") / MINUTE_MS)).cast("bigint")
-    counted = screened.select(REASON, minute.alias("minute"), size.alias("size")).groupBy(REASON, "minute")
-    found = counted.agg(f.count("*").alias("rows"), f.sum("size").alias("bytes")).toArrow()
+    rows = screened.select(REASON, minute.alias("minute"), *more, size.alias("size"))
+    by = [name for name in rows.columns if name != "size"]
+    return rows.groupBy(*by).agg(f.count("*").alias("rows"), f.sum("size").alias("bytes")).toArrow()
+
+
+def _survey_of(found: pa.Table) -> Survey:
     valid = found.filter(found.column(REASON).is_null()).sort_by("minute")
     rejected = found.filter(found.column(REASON).is_valid()).sort_by([("rows", "descending")])
     minute_, rows, size_ = (

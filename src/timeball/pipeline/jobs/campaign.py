@@ -101,9 +101,12 @@ class Campaign:
         except NotFound:
             return None
 
-    def plan(self, rows: int, at_ms: int) -> Decided:
-        """Make it, before anything is written; return what stands when it was planned before."""
-        return self.broker.change_campaign(self.id, "plan", rows=rows, at_ms=at_ms)
+    def plan(self, rows: int, at_ms: int, groups: Sequence[str] = ()) -> Decided:
+        """Make it, before anything is written; return what stands when it was planned before.
+
+        `groups`: of a cluster those that have a part of it, all of them.
+        """
+        return self.broker.change_campaign(self.id, "plan", rows=rows, at_ms=at_ms, groups=groups)
 
     def pause(self) -> Paused:
         """Hold everything that waits now."""
