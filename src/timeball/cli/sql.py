@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    EndpointOption,
+    JsonOption,
+    addresses_of,
+    as_parameter,
+    connect,
+)
 from timeball.cli.output import print_json, print_line, print_note
 from timeball.cli.units import parse_size_bytes
 from timeball.errors import SetupError
@@ -85,7 +92,7 @@ def sql(
         return
     from timeball.pipeline.views.duckdb_session import SqlSession
 
-    with connect(endpoint):
+    with connect(addresses_of(endpoint)):
         session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
     with session:
         answer = session.run(text)
@@ -102,7 +109,13 @@ def sql(
 def describe(version: Version) -> str:
     """The version in a line."""
     instant = datetime.fromtimestamp(version.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    parts = [f"as of {instant[:-6]}Z: pending table {version.table}, log to row {version.log_end}"]
+    return f"as of {instant[:-6]}Z: {_stand(version)}"
+
+
+def _stand(version: Version) -> str:
+    if version.groups:
+        return "; ".join(f"group {name}: {_stand(each)}" for name, each in version.groups.items())
+    parts = [f"pending table {version.table}, log to row {version.log_end}"]
     parts += [f"ledger {version.ledger}"] if version.ledger is not None else []
     parts += [f"archive {version.archive}"] if version.archive is not None else []
     parts += [] if version.is_whole else ["less what the log's tail held then, which is not kept any more"]

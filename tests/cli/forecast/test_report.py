@@ -11,10 +11,11 @@ from tests.cli.forecast.days import NO_EXTRA as NONE
 from tests.cli.unreachable import NOWHERE
 from tests.node_fixture import running_node
 from tests.pipeline.traffic import send
+from tests.pipeline.two_groups import two_groups
 
 from timeball.cli.forecast.options import Extra, Moment, Window
 from timeball.cli.forecast.report import answer, count, describe, show_span
-from timeball.errors import NotFound, Unavailable
+from timeball.errors import NotFound, RequestError, Unavailable
 from timeball.limits import DAY_MS
 from timeball.pipeline.views.due_histogram import Peak
 from timeball.pipeline.views.forecast import Bar
@@ -198,3 +199,20 @@ def test_an_older_forecast_and_what_came() -> None:
 )
 def test_a_lateness_as_people_say_it(span_ms: int, text: str) -> None:
     assert show_span(span_ms) == text
+
+
+def test_what_waits_in_all_groups(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 30)
+        send(groups.other.endpoint, 20, topic="mail")
+        window = Window()
+        assert count(groups.endpoint, None, window).version == 0, "of one group"
+        groups.add()
+        found = count(groups.endpoint, None, window, by_topic=True)
+        assert found.version is None and found.versions == {"g1": 0, "g2": 0}
+        document = answer(found, asked(), NONE).document
+        assert document.waiting == 50 and document.versions == {"g1": 0, "g2": 0}
+        assert "versions g1 0, g2 0, as of" in "\n".join(describe(document))
+        assert count(f"{groups.endpoint}#g2", None, window).load.total == 20
+        with pytest.raises(RequestError, match="version 0: each of the 2 groups has its own"):
+            count(groups.endpoint, None, Window(version=0))

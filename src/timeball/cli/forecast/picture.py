@@ -13,7 +13,7 @@ import numpy as np
 
 from timeball.cli.extras import PICTURE, not_installed
 from timeball.cli.forecast.options import THE_OTHERS
-from timeball.cli.forecast.report import Answer
+from timeball.cli.forecast.report import Answer, show_version
 from timeball.errors import RequestError, SetupError
 from timeball.pipeline.views.consumer_model import FloatArray
 from timeball.pipeline.views.due_histogram import UNIT_S, Load, Unit, merge
@@ -85,7 +85,7 @@ def _draw_load(found: Answer, axes: Any) -> None:
     if found.came is not None:
         highest = max(highest, _draw_came(found.came, unit, axes))
     axes.set_ylabel(f"Messages due, a {unit}")
-    axes.set_title(f"{document.waiting + document.extra:,} messages, as of version {document.version}")
+    axes.set_title(f"{document.waiting + document.extra:,} messages, as of {show_version(document)}")
     if highest:
         axes.set_ylim(0, highest * 1.25)
         axes.legend(loc="upper right", ncols=3, frameon=False)

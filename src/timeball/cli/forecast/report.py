@@ -6,7 +6,8 @@ those outside are counted, so that a mistyped instant is seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -17,13 +18,13 @@ from timeball.cli.options import reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms
 from timeball.limits import SECOND_MS
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.jobs.campaign import held
 from timeball.pipeline.table_store import Due
 from timeball.pipeline.views.consumer_model import Outcome, Queue, WhatIf, queues, rate_needed, serve
 from timeball.pipeline.views.due_histogram import BARS_MAX, UNIT_S, Load, Peak, Unit, bar_name, merge
 from timeball.pipeline.views.forecast import Check, Report, check, released_since, report, version_at
-from timeball.pipeline.views.snapshot import Snapshot
+from timeball.pipeline.views.snapshot import Snapshot, check_version
 
 # ---- counting -----------------------------------------------------------------------------------------------
 
@@ -32,16 +33,21 @@ from timeball.pipeline.views.snapshot import Snapshot
 class Counted:
     """A load: what waits within the bounds, as of `now_ms` and one version of the table.
 
-    `came`: what came since, and until when. `held`: by paused campaign, what would wait if it were resumed.
+    `came`: what came since, and until when. `held`: by paused campaign, what would wait if it were resumed. `versions`:
+    of several groups the version of each; the whole has none.
     """
 
     now_ms: int
-    version: int
+    version: int | None
     is_whole: bool
     due: Due
     load: Load
     came: tuple[Load, int] | None = None
     held: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+
+
+Count = Callable[[str, Snapshot, Due, bool], Load]  # endpoint, snapshot, due, by_topic
 
 
 def count(
@@ -53,16 +59,44 @@ def count(
     cluster reaches, or that is larger than one machine should read.
     """
     reach(endpoint)  # says at once what is wrong; what follows is patient with a broker that restarts
+    groups = read_groups(endpoint)
+    check_version(window.version, len(groups))
+    with _counting(master, quiet) as counting:
+        found = {each.name: _count_group(each.endpoint, window, counting, by_topic) for each in groups}
+    return add_up(found)
+
+
+def add_up(groups: dict[str, Counted]) -> Counted:
+    """Return what waits in all groups together."""
+    if len(groups) == 1:
+        [only] = groups.values()
+        return only
+    parts = list(groups.values())
+    came = [each.came for each in parts if each.came is not None]
+    held: dict[str, int] = {}
+    for part in parts:
+        for campaign, rows in part.held.items():
+            held[campaign] = held.get(campaign, 0) + rows
+    return Counted(
+        min(each.now_ms for each in parts),
+        None,
+        all(each.is_whole for each in parts),
+        parts[0].due,
+        merge(each.load for each in parts),
+        (merge(load for load, _ in came), min(until_ms for _, until_ms in came)) if came else None,
+        held,
+        {name: each.version for name, each in groups.items() if each.version is not None},
+    )
+
+
+def _count_group(endpoint: str, window: Window, counting: Count, by_topic: bool) -> Counted:
     with Endpoint(endpoint) as broker:
         version = window.version
         if window.timestamp_ms is not None:
             version = version_at(broker.status().table.uri, window.timestamp_ms)
         shot = Snapshot.pin(broker, version=version, upcoming=True)
         due = window.bounds(shot.now_ms)
-        if master is None:
-            load = _count_here(endpoint, shot, due, by_topic, quiet)
-        else:
-            load = _count_on(master, endpoint, shot, due, by_topic)
+        load = counting(endpoint, shot, due, by_topic)
         came = released_since(broker, shot, by_topic=by_topic) if window.is_checked else None
         # A pause is of now; an older version may have been made before it.
         is_now = window.version is None and window.timestamp_ms is None
@@ -70,22 +104,29 @@ def count(
     return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came, paused)
 
 
-def _count_here(endpoint: str, shot: Snapshot, due: Due, by_topic: bool, quiet: bool) -> Load:
-    from timeball.pipeline.views.duckdb_session import SqlSession
+@contextmanager
+def _counting(master: str | None, quiet: bool) -> Iterator[Count]:
+    """Open what counts: DuckDB in this process, or Spark."""
+    if master is None:
+        from timeball.pipeline.views.duckdb_session import SqlSession
 
-    with progress_bar(quiet=quiet) as progress:
-        progress.add_task("reading what waits", total=None)
-        with SqlSession(endpoint, snapshot=shot, bodies=False, due=due) as session:
-            return session.due_load(by_topic=by_topic)
+        def count_here(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
+            with SqlSession(endpoint, snapshot=shot, bodies=False, due=due) as session:
+                return session.due_load(by_topic=by_topic)
 
-
-def _count_on(master: str, endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
+        with progress_bar(quiet=quiet) as progress:
+            progress.add_task("reading what waits", total=None)
+            yield count_here
+        return
     from timeball.cli.spark import spark_session
 
     with spark_session(master, "timeball-forecast") as spark:
         from timeball.pipeline.views import spark_views
 
-        return spark_views.due_load(spark, endpoint, shot, by_topic=by_topic, due=due)
+        def count_there(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
+            return spark_views.due_load(spark, endpoint, shot, by_topic=by_topic, due=due)
+
+        yield count_there
 
 
 # ---- the document -------------------------------------------------------------------------------------------
@@ -96,11 +137,12 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
 
     `waiting` and `extra` are rows within the window; the report holds both. `extra_outside`: extra rows that are not
     within it. `held`: by paused campaign, promises that wait for its resume, and are in nothing else here. `is_whole`
-    is False when the log no longer has all of what stood in its tail at an older version.
+    is False when the log no longer has all of what stood in its tail at an older version. `versions`: of several groups
+    the version of each.
     """
 
     now_ms: int
-    version: int
+    version: int | None
     is_whole: bool
     from_ms: int
     until_ms: int | None
@@ -115,6 +157,7 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
     rate_needed: float | None
     rate_needed_extra: float | None
     check: Check | None
+    versions: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True)
@@ -126,6 +169,13 @@ class Answer:
     extra: Load | None
     came: Load | None
     queues: dict[str, Queue]
+
+
+def show_version(found: Forecast) -> str:
+    """Return which version of the table the document is of; of several groups the version of each."""
+    if not found.versions:
+        return f"version {found.version}"
+    return "versions " + ", ".join(f"{group} {version}" for group, version in found.versions.items())
 
 
 def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
@@ -155,6 +205,7 @@ def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
     document = Forecast(
         now_ms=counted.now_ms,
         version=counted.version,
+        versions=counted.versions or msgspec.UNSET,
         is_whole=counted.is_whole,
         from_ms=from_ms,
         until_ms=until_ms,
@@ -223,7 +274,7 @@ def _summary(found: Forecast) -> str:
     extra = f", {found.extra:,} extra" if found.extra else ""
     return (
         f"{found.waiting:,} due from {instant(found.from_ms)}{until}{extra}; "
-        f"version {found.version}, as of {instant(found.now_ms)}"
+        f"{show_version(found)}, as of {instant(found.now_ms)}"
     )
 
 

@@ -1,12 +1,11 @@
 """The views on DuckDB in this process: a quick look that needs neither Spark nor Java.
 
-Everything a query sees is of one version: one snapshot of what waits (snapshot.py), the ledger and the archive as they
-stood then, no row of the log behind the snapshot's end. `Version` says which. The views are those of view_sql.py, and a
-view is prepared only when a query names it. The ledger's view goes on to the end of the log by itself, so it is
-complete without the ledger job, as far back as the log is kept.
+Of a cluster a view has the rows of all groups, and with several groups a column "group" (a word of SQL: in quotes).
 
-DuckDB reads the rows of tables where they lie, through Arrow: columns and row groups that a query does not need are
-not read. The session writes what comes from the log to a file of its own, so that memory holds a batch of it, not all.
+Everything a query sees is of one version of each group: one snapshot of what waits (snapshot.py), the ledger and the
+archive as they stood then, no row of the log behind the snapshot's end. `Version` says which. The views are those of
+view_sql.py, and a view is prepared only when a query names it. The ledger's view goes on to the end of the log by
+itself, so it is complete without the ledger job, as far back as the log is kept.
 
 Read only: one SELECT (or EXPLAIN) at a time, on a database in memory without access to files or the network. Refuses
 everything else by name. `memory_bytes` bounds DuckDB; what exceeds it goes to a temporary folder where DuckDB can.
@@ -15,7 +14,7 @@ everything else by name. `memory_bytes` bounds DuckDB; what exceeds it goes to a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,16 +23,17 @@ from typing import Self, TypeVar
 import duckdb
 import msgspec
 import pyarrow as pa
-import pyarrow.dataset as ds
 
-from timeball.errors import NotFound, OverLimit, RequestError, TimeballError
+from timeball.errors import OverLimit, RequestError, TimeballError
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
-from timeball.pipeline.table_store import ALWAYS, Due, as_dataset, files_dataset, files_gone, table_files
+from timeball.pipeline.groups import Group, groups_of, place_of
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA
+from timeball.pipeline.table_store import ALWAYS, Due, files_gone
 from timeball.pipeline.views import view_sql
+from timeball.pipeline.views.duckdb_relations import Chosen, Relations, united
 from timeball.pipeline.views.due_histogram import Load, count_due
-from timeball.pipeline.views.snapshot import Snapshot, Version
+from timeball.pipeline.views.snapshot import Snapshot, Version, all_versions, check_version
 
 T = TypeVar("T")
 
@@ -89,21 +89,26 @@ class SqlSession:
         memory_bytes: int = MEMORY_BYTES,
         log_rows: int = LOG_ROWS,
     ) -> None:
-        self._log_rows = log_rows
         self._memory_bytes = memory_bytes
-        self._columns: dict[str, list[str]] = {}  # of the relations there are
-        self._promise_columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
+        columns = tuple(name for name in view_sql.PENDING_COLUMNS if bodies or name != "body")
+        chosen = Chosen(columns, due, log_rows)
         with ExitStack() as opened:
-            self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
-            self._database = opened.enter_context(_open_database(self._scratch, memory_bytes))
+            scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
+            self._database = opened.enter_context(_open_database(scratch, memory_bytes))
             self._worker = opened.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
-            self._broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
-            self.snapshot = snapshot or Snapshot.pin(
-                self._broker, version=version, upcoming=upcoming, table_uri=table_uri
-            )
+            broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
+            groups = [Group("", endpoint)] if snapshot else groups_of(broker.status(), endpoint)
+            check_version(version, len(groups))
+            self._groups: list[Relations] = []
+            for number, group in enumerate(groups):
+                if len(groups) > 1:
+                    broker = opened.enter_context(Endpoint(group.endpoint, patience_s=0))
+                uri = place_of("--table-uri", table_uri, group.name, len(groups))
+                shot = snapshot or Snapshot.pin(broker, version=version, upcoming=upcoming, table_uri=uri)
+                place = number if len(groups) > 1 else None
+                self._groups.append(Relations(self._database, scratch, broker, group, shot, chosen, place))
             self._opened = opened.pop_all()
-        self.due = due
-        self.version = self.snapshot.shown()
+        self.version = all_versions({each.group.name: each.version for each in self._groups})
 
     def __enter__(self) -> Self:
         return self
@@ -161,7 +166,7 @@ class SqlSession:
     def _plain(self, error: Exception) -> TimeballError:
         text = str(error)
         if "FileNotFoundError" in text or isinstance(error, FileNotFoundError):
-            return files_gone(self.snapshot.uri, error)
+            return files_gone(" or ".join(each.snapshot.uri for each in self._groups), error)
         if "Out of Memory" in text:
             return OverLimit(
                 f"the query needs more than {self._memory_bytes:,} bytes of memory: allow more, or ask for less"
@@ -170,90 +175,21 @@ class SqlSession:
         views = f"; views: {', '.join(view_sql.VIEWS)}" if "Catalog Error" in text else ""
         return RequestError(f"SQL: {sentence}{views}")
 
-    # ---- relations ------------------------------------------------------------------------------------------
-
-    def _prepare(self, names: Iterable[str]) -> None:
+    def _prepare(self, names: list[str]) -> None:
         """Make the views that are named, and the relations they stand on."""
-        for base in view_sql.needed_bases(names):
-            if base not in self._columns:
-                getattr(self, f"_make_{base}")()
-                described = self._database.sql(f"select * from {base} limit 0")
-                self._columns[base] = list(described.columns)
-        for view, query in view_sql.definitions("duckdb", self._columns).items():
+        for relations in self._groups:
+            relations.make(view_sql.needed_bases(names))
+        self.version = all_versions({each.group.name: each.version for each in self._groups})
+        for view, query in self._views().items():
             self._database.execute(f"create or replace view {view} as {query}")
 
-    def _make_waiting_rows(self) -> None:
-        shot = self.snapshot
-        ledger = shot.open_beside("ledger") if shot.first_seq > 1 else None
-        cancels = EVENT_SCHEMA.empty_table() if ledger is None else as_dataset(ledger, EVENT_SCHEMA)
-        self._database.register("ledger_rows", cancels)
-        bounds = view_sql.clipped(shot, self.due)
-        paths = [file.path for file in table_files(shot.uri, shot.version) if file.may_hold(bounds)]
-        self._database.register("waiting_table_rows", files_dataset(shot.uri, paths))
-        for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows"):
-            self._fetch(name, shot.watermark)
-        query = view_sql.waiting_sql(shot, self._promise_columns, self.due)
-        self._database.execute(f"create view waiting_rows as {query}")
-
-    def _fetch(self, name: str, marked_seq: int) -> None:
-        """Make a relation of the log; one that does not begin where the log does begins at `marked_seq`."""
-        rows = view_sql.LOG_RELATIONS[name]
-        columns = view_sql.log_columns(name, self._promise_columns)
-        begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
-        self._spool(name, begin, end, rows.kinds, columns, rows.placed)
-
-    def _spool(
-        self,
-        name: str,
-        begin: int,
-        end: int,
-        kinds: Sequence[int] | None,
-        columns: Sequence[str],
-        placed: bool | None = None,
-    ) -> None:
-        """Write rows of the log to a file of this session, a relation that can be read more than once."""
-        schema = pa.schema([READ_SCHEMA.field(column) for column in columns])
-        path = self._scratch / f"{name}.arrow"
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            if begin < end:
-                for batch in self._broker.read_log(begin, end, kinds, columns=columns, placed=placed):
-                    writer.write_batch(batch.select(columns))
-        self._database.register(name, ds.dataset(str(path), schema, format="ipc"))
-
-    def _make_table_rows(self) -> None:
-        shot = self.snapshot
-        paths = [file.path for file in table_files(shot.uri, shot.version)]
-        self._database.register("table_rows", files_dataset(shot.uri, paths))
-
-    def _make_ledger_events(self) -> None:
-        """Make the ledger up to where it has come, and go on with the log."""
-        shot = self.snapshot
-        begin, kept = 0, ""
-        table = shot.open_beside("ledger")
-        if table is not None:
-            begin = int(table.transaction_version(LEDGER_APP_ID) or 0)
-            self.version = msgspec.structs.replace(self.version, ledger=table.version())
-            self._database.register("ledger_table", as_dataset(table, EVENT_SCHEMA))
-            kept = f"select * from ledger_table where event_seq < {shot.end_seq} union all by name "
-        self._fetch("event_rows", begin)
-        self._database.register("span_rows", read_spans(self._broker, *shot.log_range(begin)))
-        self._database.execute(f"create view ledger_events as {kept}({view_sql.events_sql()})")
-
-    def _make_archive_rows(self) -> None:
-        table = self.snapshot.open_beside("archive")
-        if table is None:
-            raise NotFound(
-                "there is no archive beside the pending table; 'timeball pipeline run archive' makes one"
-            )
-        self.version = msgspec.structs.replace(self.version, archive=table.version())
-        self._database.register("archive_table", as_dataset(table, ARCHIVE_SCHEMA))
-        self._database.execute(
-            f"create view archive_rows as select * from archive_table where seq < {self.snapshot.end_seq}"
-        )
-
-    def _make_log_rows(self) -> None:
-        begin, end = self.snapshot.log_range(self.snapshot.end_seq - self._log_rows)
-        self._spool("log_rows", begin, end, None, READ_SCHEMA.names)
+    def _views(self) -> dict[str, str]:
+        """Return view -> query; of several groups the rows of all, with a column `group`."""
+        if len(self._groups) == 1:
+            return self._groups[0].views()
+        found = {each.group.name: each.views() for each in self._groups}
+        names = next(iter(found.values()))
+        return {view: united({group: views[view] for group, views in found.items()}) for view in names}
 
 
 def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:

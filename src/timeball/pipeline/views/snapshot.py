@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 from deltalake import DeltaTable
+from msgspec import UNSET, UnsetType
 
-from timeball.errors import NotFound, Unavailable
+from timeball.errors import NotFound, RequestError, Unavailable
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import open_table, open_version, sibling
@@ -42,15 +43,37 @@ _PAUSE_S = 0.1
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """The version that a query saw: of the table, of ledger and archive if they were asked, and of the log its end.
 
-    `is_whole` is False when retention has let go of a part of what waited at an older version.
+    `is_whole` is False when retention has let go of a part of what waited at an older version. `groups`: of several
+    groups the version of each, since each has its own table and log; then the whole has none.
     """
 
     now_ms: int
-    table: int
-    log_end: int
+    table: int | None = None
+    log_end: int | None = None
     ledger: int | None = None
     archive: int | None = None
     is_whole: bool = True
+    groups: dict[str, Version] | UnsetType = UNSET
+
+
+def all_versions(groups: dict[str, Version]) -> Version:
+    """Return the version of all groups together."""
+    if len(groups) == 1:
+        [only] = groups.values()
+        return only
+    return Version(
+        now_ms=min(each.now_ms for each in groups.values()),
+        is_whole=all(each.is_whole for each in groups.values()),
+        groups=groups,
+    )
+
+
+def check_version(version: int | None, groups: int) -> None:
+    """Refuse a version where several groups are read: each has its own."""
+    if version is not None and groups > 1:
+        raise RequestError(
+            f"version {version}: each of the {groups} groups has its own; confine the endpoint to one: grpc://host:port#g1"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@
     version = spark_views.register(spark, "grpc://broker:7400")
     spark.sql("select topic, count(*) from pending group by topic").show()
 
+Of a cluster the views have the rows of all groups, and with several groups a column `group`.
+
 All views of one `register` are of one version, pinned on the driver: executors read the table's files of that version
 and rows of the log below its end, whenever a query runs. Register again to see what has happened since. Retention and
 the table's clean-up bound how long that works: then a query fails, and never answers with less.
@@ -19,15 +21,16 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
 from timeball.message import TABLE_SCHEMA
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import Endpoint, read_groups
+from timeball.pipeline.groups import Group
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
-from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.source.spark_api import spark_schema, unite
 from timeball.pipeline.source.table_reader import read_delta
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import ALWAYS, Due
 from timeball.pipeline.views import view_sql
 from timeball.pipeline.views.due_histogram import Load, count_due
-from timeball.pipeline.views.snapshot import Snapshot, Version
+from timeball.pipeline.views.snapshot import Snapshot, Version, all_versions, check_version
 
 KEPT = ("waiting_rows", "ledger_events")
 # Settlements of a kept log of so few rows are broadcast to every task instead of being shuffled.
@@ -38,9 +41,20 @@ def waiting_frame(
     spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
 ) -> DataFrame:
     """Return what waits, one row a promise: PENDING_COLUMNS and `place`; without bodies if none are wanted."""
-    with Endpoint(endpoint) as broker:
-        shot = Snapshot.pin(broker, version=version)
-    return waiting_at(spark, endpoint, shot, bodies=bodies)
+    pinned = pin_groups(endpoint, version)
+    return unite(
+        {each.name or None: waiting_at(spark, each.endpoint, shot, bodies=bodies) for each, shot in pinned}
+    )
+
+
+def pin_groups(endpoint: str, version: int | None = None) -> list[tuple[Group, Snapshot]]:
+    """Pin one snapshot of each group; RequestError for a version of several."""
+    groups, found = read_groups(endpoint), []
+    check_version(version, len(groups))
+    for group in groups:
+        with Endpoint(group.endpoint) as broker:
+            found.append((group, Snapshot.pin(broker, version=version)))
+    return found
 
 
 def waiting_at(
@@ -86,8 +100,22 @@ def register(
     `prefix` stands before their names. `keep`: Spark reads what waits and the events once and keeps them, in memory or
     on disk, for many queries; `spark.catalog.clearCache()` lets go of them. Returns what the views show.
     """
-    with Endpoint(endpoint) as broker:
-        shot = Snapshot.pin(broker, version=version)
+    views: dict[str | None, dict[str, DataFrame]] = {}
+    shown: dict[str, Version] = {}
+    for number, (group, shot) in enumerate(pin_groups(endpoint, version)):
+        frames, shown[group.name] = _frames(spark, group.endpoint, shot)
+        for base in KEPT if keep else ():
+            frames[base].persist(StorageLevel.MEMORY_AND_DISK)
+        views[group.name or None] = _views(spark, frames, number)
+    names = set.intersection(*(set(each) for each in views.values()))  # the archive of a group may be to come
+    for view in names:
+        rows = unite({group: each[view] for group, each in views.items()})
+        rows.createOrReplaceTempView(f"{prefix}{view}")
+    return all_versions(shown)
+
+
+def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[str, DataFrame], Version]:
+    """Return the relations of one group, and the version that they show."""
     events, ledger_version = _events(spark, endpoint, shot)
     frames = {
         "waiting_rows": waiting_at(spark, endpoint, shot),
@@ -102,16 +130,22 @@ def register(
             f"seq < {shot.end_seq}"
         )
         shown = msgspec.structs.replace(shown, archive=int(passed.version()))
+    return frames, shown
+
+
+def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> dict[str, DataFrame]:
+    """Return the views of one group; the names of its relations end in its number meanwhile."""
+    names = {base: f"{base}_{number}" for base in frames}
     for base, frame in frames.items():
-        if keep and base in KEPT:
-            frame.persist(StorageLevel.MEMORY_AND_DISK)
-        frame.createOrReplaceTempView(base)
-    texts = view_sql.definitions("spark", {base: frame.columns for base, frame in frames.items()})
-    for view, query in texts.items():
-        spark.sql(query).createOrReplaceTempView(f"{prefix}{view}")
-    for base in frames:  # a view keeps its plan, not these names
-        spark.catalog.dropTempView(base)
-    return shown
+        frame.createOrReplaceTempView(names[base])
+    columns = {base: frame.columns for base, frame in frames.items()}
+    found = {
+        view: spark.sql(query)
+        for view, query in view_sql.definitions("spark", columns, names.__getitem__).items()
+    }
+    for name in names.values():  # a view keeps its plan, not these names
+        spark.catalog.dropTempView(name)
+    return found
 
 
 # ---- the relations ------------------------------------------------------------------------------------------

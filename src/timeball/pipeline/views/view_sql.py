@@ -361,28 +361,31 @@ _INSTANTS = {
 DUCKDB_MACROS = ("create macro timestamp_millis(ms) as epoch_ms(ms) at time zone 'UTC'",)
 
 # What still waits counts as witnessed: the ledger may have begun after it was accepted.
-_WITNESSED = """
+_WITNESSED_TEXT = """
     (select event, first_seq, rows, topic, unique_key, due_ms, at_ms, lateness_ms, attempt, event_seq
-     from ledger_events
+     from {ledger_events}
      union all
      select 'waiting' as event, seq as first_seq, cast(1 as bigint) as rows, topic, unique_key, due_ms,
             cast(null as bigint) as at_ms, cast(null as bigint) as lateness_ms, cast(null as int) as attempt,
             cast(null as bigint) as event_seq
-     from waiting_rows)
+     from {waiting_rows})
 """
-_NO_ROWS = "(select seq, topic, unique_key, due_ms from waiting_rows where 1 = 0)"
+_NO_ROWS_TEXT = "(select seq, topic, unique_key, due_ms from {waiting_rows} where 1 = 0)"
 _STATE = """
-    case when released_ms is not null then 'released'
-         when cancelled_ms is not null then 'cancelled'
+    case when released_ms is not null then 'released' when cancelled_ms is not null then 'cancelled'
          else 'waiting' end as state
 """
 
 
-def definitions(engine: Engine, columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def definitions(
+    engine: Engine, columns: Mapping[str, Sequence[str]], relation: Relation = str
+) -> dict[str, str]:
     """Return view -> query, for the relations of BASES there are, given with their columns."""
-    found = {view: _with_instants(base, columns[base]) for view, base in BASES.items() if base in columns}
-    if all(base in columns for base in NEEDS["promises"]):
-        folded = promises_sql(engine, events=_WITNESSED, waiting=_NO_ROWS)
+    at = {base: relation(base) for base in columns}
+    found = {view: _with_instants(at[base], columns[base]) for view, base in BASES.items() if base in at}
+    if all(base in at for base in NEEDS["promises"]):
+        events, waiting = _WITNESSED_TEXT.format(**at), _NO_ROWS_TEXT.format(**at)
+        folded = promises_sql(engine, events=events, waiting=waiting)
         found["promises"] = _with_instants(f"(select *, {_STATE} from ({folded}))", COLUMNS)
     return found
 
