@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
-from tests.node_fixture import running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now
 from tests.pipeline.two_groups import TwoGroups, two_groups
 
 from timeball import Timeball
 from timeball.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import archive, audit, bulk, ledger, marked
+from timeball.pipeline.jobs import archive, audit, bulk, ledger, marked, replay_groups
 from timeball.pipeline.jobs.bulk_input import Columns
 from timeball.pipeline.jobs.campaign_groups import CampaignParts, open_parts
+from timeball.pipeline.jobs.replay import Window
 from timeball.pipeline.run import runner
+from timeball.pipeline.views import spark_views
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -70,7 +72,17 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     one = audit.run(spark, f"{groups.endpoint}#g2")
     assert (one.accepted, one.groups) == (38, {}) and one.scope is not None
 
-    # A second run finds nothing to do, whatever address is named.
+    # Ledgers at a place that is named, of rows that are there still; whatever node is named, it is the same.
+    elsewhere = f"{tmp_path}/shared/{{group}}/ledger"
+    runner.run(
+        ["ledger"], endpoint=groups.other.endpoint, once=True, checkpoint=str(tmp_path / "second"), spark=spark,
+        options={"ledger": {"uri": elsewhere}},
+    )  # fmt: skip
+    again = audit.run(spark, groups.endpoint, ledger_uri=elsewhere)
+    assert again.ok and again.accepted == 103
+    assert [each.scope.ledger_end > 1 for each in again.groups.values() if each.scope] == [True, True]
+
+    # A second run finds nothing to do.
     before = [ledger.open_table(uri).version() for _, uri in places(groups)]
     runner.run(
         ["ledger"],
@@ -145,3 +157,44 @@ def test_bulk_deals_rows_out_and_goes_on_where_it_died(
 
 def places(groups: TwoGroups) -> list[tuple[str, str]]:
     return list(marked.places(ledger.NAME, groups.endpoint, None).values())
+
+
+def test_views_and_a_replay(spark: SparkSession, groups: TwoGroups) -> None:
+    groups.add()
+    for node, rows in ((groups.one, 5), (groups.other, 3)):
+        send(node.endpoint, rows)
+        send_due_now(node.endpoint, 2 * rows)
+    version = spark_views.register(spark, groups.endpoint, prefix="tb_", keep=True)
+    assert isinstance(version.groups, dict) and set(version.groups) == {"g1", "g2"}
+
+    def ask(query: str) -> list[tuple[object, ...]]:
+        return sorted(tuple(row) for row in spark.sql(query).collect())
+
+    assert ask("select `group`, count(*) from tb_pending group by all") == [("g1", 5), ("g2", 3)]
+    assert ask("select `group`, state, count(*) from tb_promises group by all") == [
+        ("g1", "released", 10), ("g1", "waiting", 5), ("g2", "released", 6), ("g2", "waiting", 3),
+    ]  # fmt: skip
+    assert spark_views.waiting_frame(spark, groups.endpoint).count() == 8
+    spark.catalog.clearCache()
+
+    with Endpoint(groups.endpoint) as broker:
+        now_ms = broker.status().now_ms
+    eventually(lambda: all(settled_ms(node) > now_ms for node in (groups.one, groups.other)), "it is over")
+    window = Window(from_ms=now_ms - HOUR_MS, until_ms=now_ms, start_ms=now_ms + HOUR_MS)
+    planned = replay_groups.plan(spark, groups.endpoint, window)
+    assert planned.rows == 16 and {name: each.rows for name, each in planned.groups.items()} == {
+        "g1": 10,
+        "g2": 6,
+    }
+    assert replay_groups.done_before(groups.endpoint, window.job_id) is None
+    done = replay_groups.run(spark, groups.endpoint, window, planned=planned)
+    assert (done.rows, done.repeated) == (16, False)
+    again = replay_groups.done_before(groups.other.endpoint, window.job_id)
+    assert again is not None and (again.rows, again.repeated) == (16, True)
+    with open_parts(groups.endpoint, window.job_id) as parts:
+        assert CampaignParts(parts).progress().waiting == 16
+
+
+def settled_ms(node: RunningNode) -> int:
+    with Endpoint(node.endpoint) as broker:
+        return broker.status().settled_before_ms

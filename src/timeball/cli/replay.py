@@ -148,7 +148,7 @@ class Wish:
 
 def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) -> None:
     """Show what a replay would do and, when that is wanted, do it. One document with --json."""
-    from timeball.pipeline.jobs import replay as job
+    from timeball.pipeline.jobs import replay_groups as job
 
     window.check()
     places = {"archive_uri": wish.archive, "table_uri": wish.table_uri}

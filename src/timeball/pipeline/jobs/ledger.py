@@ -119,8 +119,12 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query; with `once` it stops when all rows that are durable now are in the ledger."""
+    """Start the query; with `once` it stops when all rows that are durable now are in the ledger.
+
+    `uri`, or `uri` among the options, is where the ledger lies if not beside the pending table.
+    """
     chosen = {**OPTIONS, **(options or {})}
+    uri = chosen.pop("uri", uri)
     return marked.start(spark, endpoint, checkpoint, NAME, extend, uri=uri, once=once, options=chosen)
 
 

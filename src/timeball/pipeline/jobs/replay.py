@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 from deltalake import DeltaTable
+from msgspec import UNSET, UnsetType
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
@@ -95,7 +96,10 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of a replay. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names."""
+    """The plan of a replay. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names.
+
+    `groups`: of several groups the plan of each.
+    """
 
     job_id: str
     rows: int
@@ -107,16 +111,21 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     width_ms: int
     curve: dict[int, int]
     topics: dict[str, int]
+    groups: dict[str, ReplayPlan] | UnsetType = UNSET
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a replay: `ranges` are (first_seq, rows). `repeated`: it had been done before."""
+    """The result of a replay: `ranges` are (first_seq, rows). `repeated`: it had been done before.
+
+    `groups`: of several groups the report of each, with its ranges.
+    """
 
     job_id: str
     rows: int
     at_ms: int
     repeated: bool
     ranges: list[tuple[int, int]]
+    groups: dict[str, ReplayReport] | UnsetType = UNSET
 
 
 # ---- what passed ------------------------------------------------------------------------------------------

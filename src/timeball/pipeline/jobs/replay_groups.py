@@ -1,0 +1,126 @@
+"""`replay` over the groups of a cluster: what passed in a group passes again in that group.
+
+Each group has a replay of its own, under one name. A run that died is completed by the next one: a group that has done
+its replay does nothing, and one that is added later replays what passed in it. With one group this is jobs/replay.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+from pyspark.sql import SparkSession
+
+from timeball.pipeline.endpoint import read_groups
+from timeball.pipeline.groups import Group, place_of
+from timeball.pipeline.jobs import replay
+from timeball.pipeline.jobs.replay import ReplayPlan, ReplayReport, Window
+
+K = TypeVar("K", int, str)
+
+
+def plan(
+    spark: SparkSession,
+    endpoint: str,
+    window: Window,
+    *,
+    archive_uri: str | None = None,
+    table_uri: str | None = None,
+) -> ReplayPlan:
+    """Count what `run` would schedule; write nothing."""
+    groups = read_groups(endpoint)
+    found = {
+        each.name: replay.plan(
+            spark, each.endpoint, window, **_places(each, len(groups), archive_uri, table_uri)
+        )
+        for each in groups
+    }
+    return found[groups[0].name] if len(groups) == 1 else add_plans(found)
+
+
+def run(
+    spark: SparkSession,
+    endpoint: str,
+    window: Window,
+    *,
+    archive_uri: str | None = None,
+    table_uri: str | None = None,
+    job_id: str | None = None,
+    planned: ReplayPlan | None = None,
+) -> ReplayReport:
+    """Schedule the window again, in one attach a group; nothing in a group that has one of this name already.
+
+    `planned`: what `plan` has said just now, so that it need not be counted again.
+    """
+    groups, found = read_groups(endpoint), {}
+    for each in groups:
+        known = planned
+        if planned is not None and len(groups) > 1:
+            known = planned.groups.get(each.name) if planned.groups else None
+        places = _places(each, len(groups), archive_uri, table_uri)
+        found[each.name] = replay.run(spark, each.endpoint, window, job_id=job_id, planned=known, **places)
+    return found[groups[0].name] if len(groups) == 1 else add_reports(found)
+
+
+def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
+    """Return what the replay of this name has scheduled, or None unless each group has done its own."""
+    groups, found = read_groups(endpoint), {}
+    for each in groups:
+        uri = place_of("--table-uri", table_uri, each.name, len(groups))
+        done = replay.done_before(each.endpoint, job_id, uri)
+        if done is None:
+            return None
+        found[each.name] = done
+    return found[groups[0].name] if len(groups) == 1 else add_reports(found)
+
+
+def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
+    """Return the plan of all groups; a bar is as wide in each, since that follows from the window."""
+    parts = list(groups.values())
+    first = [each.first_due_ms for each in parts if each.first_due_ms is not None]
+    last = [each.last_due_ms for each in parts if each.last_due_ms is not None]
+    topics = _add(each.topics for each in parts)
+    return msgspec.structs.replace(
+        parts[0],
+        rows=sum(each.rows for each in parts),
+        body_bytes=sum(each.body_bytes for each in parts),
+        first_due_ms=min(first, default=None),
+        last_due_ms=max(last, default=None),
+        overdue=sum(each.overdue for each in parts),
+        now_ms=min(each.now_ms for each in parts),
+        curve=dict(sorted(_add(each.curve for each in parts).items())),
+        topics=dict(sorted(topics.items(), key=lambda item: (-item[1], item[0]))),
+        groups=dict(groups),
+    )
+
+
+def add_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
+    """Return the report of all groups; it was done before when no group has scheduled a row now."""
+    parts = list(groups.values())
+    return ReplayReport(
+        job_id=parts[0].job_id,
+        rows=sum(each.rows for each in parts),
+        at_ms=min(each.at_ms for each in parts),
+        repeated=any(each.repeated for each in parts)
+        and not any(each.rows and not each.repeated for each in parts),
+        ranges=[],
+        groups=dict(groups),
+    )
+
+
+def _places(
+    group: Group, groups: int, archive_uri: str | None, table_uri: str | None
+) -> dict[str, str | None]:
+    return {
+        "archive_uri": place_of("--archive", archive_uri, group.name, groups),
+        "table_uri": place_of("--table-uri", table_uri, group.name, groups),
+    }
+
+
+def _add(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    total: dict[K, int] = {}
+    for each in counts:
+        for name, rows in each.items():
+            total[name] = total.get(name, 0) + rows
+    return total
