@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
+from tests.cluster.processes import Cluster, NodeProcess
 from tests.pipeline.traffic import send
 from tests.pipeline.two_groups import two_groups
 
 from timeball.answers import ClusterGroup, LogStatus, TableStatus
+from timeball.cluster.record import Record
 from timeball.errors import NotFound, SetupError, Unavailable
 from timeball.pipeline.endpoint import Endpoint, group_statuses, read_groups
 from timeball.pipeline.groups import Group, groups_of, pin, place_of, query_name, split_endpoint
+from timeball.pipeline.source.log_reader import LogReader
+from timeball.pipeline.source.options import read_options
 from timeball.wire import Status
 
 TWO = [ClusterGroup("g1", ["a:1", "b:1"]), ClusterGroup("g2", ["c:1"])]
@@ -72,3 +78,51 @@ def test_a_broker_without_a_cluster_has_no_groups(tmp_path: Path) -> None:
         assert read_groups(groups.endpoint) == [Group("", groups.endpoint)]
         with pytest.raises(NotFound, match="no group 'g1': this broker belongs to no cluster"):
             read_groups(pin(groups.endpoint, "g1"))
+
+
+@pytest.mark.slow
+def test_two_groups_of_a_real_cluster(tmp_path: Path) -> None:
+    """Two nodes, each the only replica of its group, and etcd: whichever is named, both are read."""
+    need_etcd()
+    with EtcdCluster(tmp_path / "etcd") as etcd:
+        nodes = {
+            name: NodeProcess(name, tmp_path, etcd.endpoints, {"group": group})
+            for name, group in (("a", "g1"), ("b", "g2"))
+        }
+        cluster = Cluster(tmp_path, etcd, nodes)
+        try:
+            for node in nodes.values():
+                node.start()
+            cluster.wait("both have registered", lambda: len(cluster.ask("nodes")) == 2)
+            for known in cluster.ask("nodes").values():
+                cluster.ask("change", known.group, 0, Record(0, "", (known.replica,)))
+            for node, rows in zip(nodes.values(), (5, 3), strict=True):
+                cluster.wait("it leads", partial(leads, node))
+                send(node.endpoint, rows)
+            for node in nodes.values():
+                cluster.wait("it knows both groups", partial(knows_both, node.endpoint))
+                assert read_promises(node.endpoint) == {"g1": 5, "g2": 3}
+                assert read_promises(pin(node.endpoint, "g2")) == {"g2": 3}
+        finally:
+            for node in nodes.values():
+                if node.process is not None:
+                    node.kill()
+
+
+def leads(node: NodeProcess) -> bool:
+    return any(event["event"] == "leads" for event in node.events())
+
+
+def knows_both(endpoint: str) -> bool:
+    return {group.name for group in read_groups(endpoint)} == {"g1", "g2"}
+
+
+def read_promises(endpoint: str) -> dict[str, int]:
+    """How many promises each group has, as the tasks of a read find them."""
+    reader = LogReader(read_options({"endpoint": endpoint, "kinds": "promise", "columns": "group"}))
+    found: dict[str, int] = {}
+    for part in reader.partitions():
+        for batch in reader.read(part):
+            for name in batch.column("group").to_pylist():
+                found[name] = found.get(name, 0) + 1
+    return found

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
+from tests.pipeline.two_groups import two_groups
 
 from timeball.errors import NotFound, OutOfRange, SetupError
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.log_events import EVENT_SCHEMA
+from timeball.pipeline.source.data_source import in_one_group
+from timeball.pipeline.source.options import write_options
 from timeball.pipeline.spark_errors import spark_errors
 
 
@@ -143,3 +148,20 @@ def test_the_ledger(spark: SparkSession, node: RunningNode, broker: Endpoint) ->
         spark_errors(),
     ):
         read(spark, node, read="ledger", columns="colour").count()
+
+
+def test_a_write_stays_in_one_group(tmp_path: Path) -> None:
+    """Numbers that a task reserves are of the group where the driver attaches, whatever node answers next."""
+    with two_groups(tmp_path) as groups:
+        one, g2 = groups.one.settings.port, f"grpc://127.0.0.1:{groups.other.settings.port}#g2"
+
+        def endpoint(**options: str) -> str:
+            return in_one_group(write_options({"endpoint": groups.endpoint, **options})).endpoint
+
+        assert endpoint() == groups.endpoint, "of one group as it was named"
+        groups.add()
+        assert endpoint() == f"grpc://127.0.0.1:{one}#g1"
+        assert endpoint(group="g2") == f"{groups.endpoint}#g2"
+        assert endpoint(endpoint=g2) == g2
+        with pytest.raises(SetupError, match="option group='g1': the endpoint is confined to the group 'g2'"):
+            endpoint(endpoint=g2, group="g1")
