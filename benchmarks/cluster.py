@@ -101,7 +101,7 @@ def run(*, small: bool) -> Report:
     with tempfile.TemporaryDirectory(prefix="timeball-bench-") as name:
         folder = Path(name)
         load = Generator(folder)
-        with Server(folder / "alone") as server, running_cluster(folder, **OPTIONS) as cluster:
+        with Server(folder / "alone") as server, running_cluster(folder, net=None, **OPTIONS) as cluster:
             with Timeball(server.endpoint) as ball:
                 ball.create_topic(TOPIC, QUEUES)
             alone = Loaded("one machine", server.remoting, {"broker": server.process.pid})

@@ -177,7 +177,7 @@ def running_cluster(
 
     `net`: a network in which they run, each in a namespace.
     """
-    with EtcdCluster(folder / "etcd", **({"host": net.addresses[ETCD]} if net else {})) as etcd:
+    with EtcdCluster(folder / "etcd", host=net.addresses[ETCD] if net else "127.0.0.1") as etcd:
         cluster = Cluster(folder, etcd)
         try:
             for name in names:
