@@ -23,12 +23,12 @@ from timeball.schedule import scheduler
 
 # Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goal of a send is 18 files and 45
 # changes, of which the changes are reached; that of a message that comes due (20 files) is. That of a receive was 25
-# and 90, and was reached while a library carried HTTP/2: eight files do now (decisions 0041, 0050, 0051), with 31
-# changes among them. Its lease is made as values, by a file more, which costs half of what columns do.
+# and 90, and was reached while a library carried HTTP/2: six files do now (decisions 0041 and 0050), with 30 changes
+# among them. Its lease is made as values, by a file more, which costs half of what columns do.
 # Compiled, a send does not pass by codec/sends.py and log/format.py.
 # Three or four changes of each are the timing of a commit and of its sync (clock.py).
 SEND_MAX = (23, 48) if COMPILED is not None else (25, 54)
-RECEIVE_MAX = (36, 127)
+RECEIVE_MAX = (34, 126) if COMPILED is not None else (35, 128)
 RELEASE_MAX = (21, 66)  # one file and three changes only while the log keeps leases
 
 TRIES = 10  # the node's own upkeep, or a busy machine, may lengthen some of them

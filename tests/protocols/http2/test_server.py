@@ -15,7 +15,7 @@ from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.http2 import frames
 from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.exchange import Exchange
-from timeball.protocols.http2.server import Server
+from timeball.protocols.http2.server import Server, seconds_of
 from timeball.protocols.http2.streams import Streams
 
 
@@ -141,3 +141,15 @@ def test_what_no_answer_waits_for_is_given_back() -> None:
         await server.close()
 
     run(check())
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds"),
+    [
+        ("2H", 7_200.0), ("3M", 180.0), ("30S", 30.0), ("50m", 0.05), ("2999000u", 2.999), ("99999999n", 0.099_999_999),
+        ("0S", 0.0), ("", None), ("S", None), ("3", None), ("3s", None), ("123456789S", None), ("-1S", None),
+        ("1.5S", None), ("\u0663S", None), ("3S ", None),
+    ],
+)  # fmt: skip
+def test_a_timeout_is_digits_and_a_unit(timeout: str, seconds: float | None) -> None:
+    assert seconds_of(timeout) == (None if seconds is None else pytest.approx(seconds))

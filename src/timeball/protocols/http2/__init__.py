@@ -9,7 +9,7 @@ Hands on: each request, as bytes, to the edge that has the method.
     streams      what leaves on one connection, and its windows
     packing      gRPC's compression of one message                        (no I/O)
     connection   what a client may do; bytes to streams
-    calls        methods, headers, deadlines, and what all calls share    (no I/O)
+    calls        methods, headers, and what all calls share               (no I/O)
     exchange     one call: messages, compression, deadlines, statuses
     server       listens, makes a call of each new stream
 """

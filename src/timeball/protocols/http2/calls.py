@@ -1,4 +1,4 @@
-"""A call before it is a stream of frames: which method, with which headers, until when, and what all calls share."""
+"""A call before it is a stream of frames: which method, with which headers, and what all calls of an edge share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.byte_shares import ByteShares
-
-DIGITS_MAX = 8  # of a time-out
-_UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
 class Method(NamedTuple):
@@ -43,11 +40,3 @@ class Room:
     request_bytes_max: int
     calls_max: int
     calls: int = 0
-
-
-def seconds_of(timeout: str) -> float | None:
-    """Return what a grpc-timeout says, in seconds; None when it is none."""
-    digits, unit_s = timeout[:-1], _UNIT_S.get(timeout[-1:])
-    if unit_s is None or len(digits) > DIGITS_MAX or not (digits.isascii() and digits.isdigit()):
-        return None
-    return int(digits) * unit_s

@@ -7,7 +7,7 @@ the first value of each name and the size of them all, and to find that in the l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 # Where jh2's compiled decoder is imported from, or the Python one of a build without it.
 from jh2.connection import Decoder, HPACKError, OversizedHeaderListError
@@ -33,23 +33,8 @@ class HeaderDecoder(Protocol):
         """Return the headers, and the size of all fields; raise BrokenRule."""
 
 
-class CompiledDecoder:
-    """The decoder in C. `list_bytes_max`: a block that unpacks to more ends the connection."""
-
-    def __init__(self, list_bytes_max: int) -> None:
-        self._decode: Any = HpackDecoder(list_bytes_max).decode
-
-    def decode(self, data: bytes) -> tuple[Headers, int]:
-        """See HeaderDecoder."""
-        try:
-            found: tuple[Headers, int] = self._decode(data)
-        except UnicodeDecodeError as error:
-            raise BrokenRule(Fault.COMPRESSION_ERROR, f"no header block: {error}") from error
-        return found
-
-
 class Jh2Decoder:
-    """The decoder of jh2. `list_bytes_max`: as above, since the table is undefined then."""
+    """The HeaderDecoder of jh2. `list_bytes_max`: a block that unpacks to more ends the connection."""
 
     def __init__(self, list_bytes_max: int) -> None:
         self._decoder = Decoder(list_bytes_max)
@@ -74,4 +59,5 @@ class Jh2Decoder:
 
 def decoder_of(choice: CodecChoice) -> Callable[[int], HeaderDecoder]:
     """Return what makes a decoder with this setting."""
-    return CompiledDecoder if HpackDecoder is not None and choice == "auto" else Jh2Decoder
+    compiled: Callable[[int], HeaderDecoder] | None = HpackDecoder
+    return compiled if compiled is not None and choice == "auto" else Jh2Decoder

@@ -82,7 +82,7 @@ cdef struct Block:
 
 
 cdef class HpackDecoder:
-    """The header blocks of one connection, in their order: each may refer to what those before it said."""
+    """The HeaderDecoder in C. `list_bytes_max`: a block that unpacks to more ends the connection."""
 
     cdef list table  # of (name, value, bytes); the newest is the last
     cdef Py_ssize_t table_bytes, table_bytes_max, list_bytes_max
@@ -92,7 +92,13 @@ cdef class HpackDecoder:
         self.list_bytes_max = list_bytes_max
 
     def decode(self, bytes data not None):
-        """Return the first value of each name, and the size of all fields; raise BrokenRule, UnicodeDecodeError."""
+        """Return the first value of each name, and the size of all fields; raise BrokenRule."""
+        try:
+            return self.read(data)
+        except UnicodeDecodeError as error:
+            raise no_block(str(error)) from error
+
+    cdef tuple read(self, bytes data):
         cdef Block block
         cdef dict headers = {}
         cdef Py_ssize_t total_bytes = 0, field_bytes

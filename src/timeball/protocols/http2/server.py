@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from timeball.config import CodecChoice
 from timeball.errors import SetupError
-from timeball.protocols.http2.calls import Call, Method, Room, seconds_of
+from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.frames import (
@@ -35,6 +35,8 @@ HANDSHAKE_S = 10.0
 LOOK_S = 0.25
 LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
 
+TIMEOUT_DIGITS_MAX = 8
+_UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NOT_GRPC = literal(":status", "415")  # to what is HTTP/2, and no call of gRPC
 
 
@@ -158,3 +160,11 @@ class Server:
         else:
             return exchange.begin(method)
         return None
+
+
+def seconds_of(timeout: str) -> float | None:
+    """Return what a grpc-timeout says, in seconds; None when it is none."""
+    digits, unit_s = timeout[:-1], _UNIT_S.get(timeout[-1:])
+    if unit_s is None or len(digits) > TIMEOUT_DIGITS_MAX or not (digits.isascii() and digits.isdigit()):
+        return None
+    return int(digits) * unit_s
