@@ -106,7 +106,7 @@ def test_a_version_that_is_gone_is_planned_as_nothing(stream: DueStream, broker:
 def test_tasks_get_a_copy_without_connections(stream: DueStream, broker: Endpoint) -> None:
     stream.latestOffset(stream.initialOffset(), ALL)
     copy = pickle.loads(pickle.dumps(stream))
-    assert copy._endpoint is None and copy._files is None
+    assert copy._opened == {} and copy._files is None
     stream.stop()
 
 
