@@ -72,7 +72,7 @@ PIPELINE = """
 import importlib, pkgutil, timeball.pipeline as pipeline
 
 for found in pkgutil.walk_packages(pipeline.__path__, "timeball.pipeline."):
-    if not found.name.endswith("duckdb_session"):
+    if not found.name.endswith(("duckdb_session", "duckdb_relations")):
         importlib.import_module(found.name)
 print("imported")
 """

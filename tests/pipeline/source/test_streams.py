@@ -34,7 +34,7 @@ def test_a_group_that_an_offset_names_must_be_there() -> None:
         check_known({"g1": 5, "g3": 1}, ["g1", "g2"])
 
 
-def test_each_look_sees_the_groups_there_are(tmp_path: Path) -> None:
+def test_each_look_has_the_groups_there_are(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         stream = LogStream(read_options({"endpoint": groups.endpoint}))
         assert [group for group, _ in stream.statuses()] == [("g1", groups.endpoint)], "as it was named"

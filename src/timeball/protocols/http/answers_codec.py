@@ -123,7 +123,10 @@ class DealtMany(msgspec.Struct):
 
 
 class CampaignShown(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A bulk write as one object: its state, planned, running, paused, cancelled or finished, and since when."""
+    """A bulk write as one object: its state, planned, running, paused, cancelled or finished, and since when.
+
+    `groups`: of a cluster those that have a part of it each.
+    """
 
     campaign: str
     state: str
@@ -140,6 +143,7 @@ class CampaignShown(msgspec.Struct, kw_only=True, omit_defaults=True):
     repeated: bool | None = None
     count: int | None = None
     shift_ms: int | None = None
+    groups: list[str] = []
 
 
 class Campaigns(msgspec.Struct):
