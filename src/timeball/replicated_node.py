@@ -92,6 +92,7 @@ class ReplicatedNode:
         self._security: Security
         self._names: NameService
         self._coordinator: Coordinator
+        self._draining: asyncio.Task[None] | None = None  # of the gateway, once this replica leads
         self._others: GroupCalls
 
     async def start(self) -> None:
@@ -243,7 +244,8 @@ class ReplicatedNode:
             await asyncio.wrap_future(self.data_files.complete())
             opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
             hot = await in_thread(self._applier, self._caches.apply, opened.segments.next_seq)
-            await self._gateway.close()
+            self._gateway.stop_listening()
+            self._draining = asyncio.create_task(self._gateway.drain())
             leading = Leading(_LentDisk(self.thread), self.thread, self.data_files)
             node = Node(
                 self._broker_settings(), self._clock, self.files, leading,

@@ -29,8 +29,10 @@ class Network:
     def __post_init__(self) -> None:
         self._mark = f"tb{os.getpid() % 100_000}"
         self._subnets = {name: index + 1 for index, name in enumerate([*self.names, HERE])}
-        self.addresses = {name: f"10.213.{index}.2" for name, index in self._subnets.items()}
-        self.addresses[ETCD] = f"10.213.{self._subnets[HERE]}.3"
+        # Of this process alone, as far as may be: another run on this machine has others.
+        self._range = f"10.{64 + os.getpid() % 128}"
+        self.addresses = {name: f"{self._range}.{index}.2" for name, index in self._subnets.items()}
+        self.addresses[ETCD] = f"{self._range}.{self._subnets[HERE]}.3"
 
     def within(self, name: str) -> list[str]:
         """Return what runs a command in a node's namespace."""
@@ -56,7 +58,7 @@ class Network:
             pytest.skip(f"no namespaces here: {made.stderr.strip()}")
         run("ip", "netns", "exec", hub, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
         for name, index in self._subnets.items():
-            near, far, subnet = f"{self._mark}{name[0]}n", f"{self._mark}{name[0]}f", f"10.213.{index}"
+            near, far, subnet = f"{self._mark}{name[0]}n", f"{self._mark}{name[0]}f", f"{self._range}.{index}"
             run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
             run("ip", "link", "set", far, "netns", hub)
             run("ip", "-n", hub, "addr", "add", f"{subnet}.1/24", "dev", far)
@@ -70,10 +72,11 @@ class Network:
             for address in {f"{subnet}.2", *([self.addresses[ETCD]] if name == HERE else [])}:
                 run("ip", *inside, "addr", "add", f"{address}/24", "dev", near)
             run("ip", *inside, "link", "set", near, "up")
-            run("ip", *inside, "route", "add", "10.213.0.0/16", "via", f"{subnet}.1")
+            run("ip", *inside, "route", "add", f"{self._range}.0.0/16", "via", f"{subnet}.1")
 
     def remove(self) -> None:
-        """Remove all of it; links go with their namespaces."""
+        """Remove all of it. The link here is removed by name: the kernel takes its time for those of a namespace."""
+        subprocess.run(["ip", "link", "del", f"{self._mark}{HERE[0]}n"], capture_output=True, check=False)
         for name in ["hub", *self.names]:
             subprocess.run(
                 ["ip", "netns", "del", self._namespace(name)], capture_output=True, text=True, check=False

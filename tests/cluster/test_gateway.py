@@ -160,6 +160,55 @@ def test_a_client_that_hangs_up_ends_the_connection_to_the_leader() -> None:
     run(scenario)
 
 
+def test_a_drain_lets_last_answers_come_and_frees_the_port_at_once() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        draining = asyncio.create_task(world.gateway.drain())
+        await asyncio.sleep(0)
+        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
+        # Under way while this node begins to lead, and answered.
+        writer.write(b"y")
+        assert await reader.readexactly(1) == b"y"
+        writer.write_eof()
+        assert await reader.read() == b"end"
+        await draining
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_drain_cuts_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_S", 0.01)
+
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        await world.gateway.drain()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    run(scenario)
+
+
+def test_waiting_for_a_leader_ends_when_this_node_leads() -> None:
+    async def scenario(world: World) -> None:
+        reader, writer = await world.dial()
+        while not world.asked:
+            await asyncio.sleep(0)
+        world.gateway.stop_listening()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    run(scenario)
+
+
 def test_closing_ends_all_and_frees_the_port() -> None:
     async def scenario(world: World) -> None:
         await world.lead()

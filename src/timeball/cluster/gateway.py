@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 WAIT_S = 5.0  # for a leader
 LOOK_S = 0.02
 DIAL_S = 1.0
+LAST_S = 1.0  # for the last answers of a leader that hands over to this node
 CHUNK_BYTES = 256 * 1024
 HTTP = "http"  # the edge
 
@@ -51,6 +52,7 @@ class Gateway:
         self._host, self._ports, self._address, self._http = host, ports, address, http
         self._servers: list[asyncio.Server] = []
         self._pumps: set[asyncio.Task[None]] = set()
+        self._dialling: set[asyncio.Task[None]] = set()  # of these, those that wait for a leader
 
     async def start(self) -> None:
         """Listen; raises SetupError."""
@@ -71,20 +73,37 @@ class Gateway:
                     f"cannot listen on {self._host}:{port} ({edge}): {error.strerror}"
                 ) from error
 
-    async def close(self) -> None:
-        """Stop listening, and end the connections: this node answers by itself now, or ends."""
+    def stop_listening(self) -> None:
+        """Leave the ports to this node's own edges. What waits for another leader is cut: it finds those."""
         for server in self._servers:
             server.close()
+        self._servers.clear()
+        for task in self._dialling:
+            task.cancel()
+
+    async def drain(self) -> None:
+        """Let the connections end with the leader to which they lead, and then cut them.
+
+        Its last answers, and refusals, are on their way: a client that is cut before cannot tell what was accepted.
+        """
+        self.stop_listening()
+        if self._pumps:
+            await asyncio.wait(set(self._pumps), timeout=LAST_S)
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening, and end the connections."""
+        self.stop_listening()
         for task in self._pumps:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-        self._servers.clear()
 
     async def _forward(self, edge: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._pumps.add(task)
         task.add_done_callback(self._pumps.discard)
+        task.add_done_callback(self._dialling.discard)
         try:
             head = b""
             if self._http is not None and edge == HTTP:
@@ -95,7 +114,9 @@ class Gateway:
                 if answer is not None or read is None:
                     return
                 head = read
+            self._dialling.add(task)
             found = await self._connect(edge)
+            self._dialling.discard(task)
             if found is not None:
                 found[1].write(head)
                 await _join(reader, writer, *found)
