@@ -23,6 +23,8 @@ from tests.protocols.http.handlers.test_campaigns import planned
 from tests.protocols.push.receiver import Receiver, Reply, Request, receiver_of
 
 from timeball.clock import SystemClock
+from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
 from timeball.pipeline.jobs.audit import AuditReport, Scope
 from timeball.pipeline.run.job_status import Board, Epoch, JobStatus
 
@@ -47,9 +49,32 @@ def busy_node(data: Path, scheduled: int = 20_000) -> Iterator[RunningNode]:
         campaigns(node, client)
         report(node)
         subscribe(client, receiver)
+        join(node)
         with Traffic(node):
             eventually(lambda: is_busy(client), "every page has something to show")
             yield node
+
+
+def join(node: RunningNode) -> None:
+    """Give the node the read-outs of a leader with two followers."""
+    now_ms = SystemClock().wall_ms()
+
+    def figures() -> ReplicaFigures:
+        rows = node.broker.parts.writer.next_seq
+        return ReplicaFigures("g1", "a/1", "leader", "a", epoch=4, log_seq=rows, committed_seq=rows)
+
+    async def survey() -> list[ReplicaGroup]:
+        rows = figures().log_seq
+        replicas = [
+            ReplicaState(
+                name, f"{name}/1", role, is_in_record=True, log_seq=rows, committed_seq=rows, applied_seq=rows,
+                lag_rows=0, clock_offset_ms=offset_ms, version="0.1.0", since_ms=now_ms - 3_817_000,
+            )
+            for name, role, offset_ms in (("a", "leader", 0.0), ("b", "follower", 0.2), ("c", "follower", -1.4))
+        ]  # fmt: skip
+        return [ReplicaGroup("g1", "a", 4, 1, replicas, "", [])]
+
+    node.node.metrics.replica = node.node._replica = ReplicaReadOuts(figures, survey)
 
 
 # ---- what waits ---------------------------------------------------------------------------------------------------
