@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,12 @@ from tests.interop.stock_clients import command
 from timeball import Timeball
 from timeball.cli.supervisor import PORTS_APART
 
-pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("etcd")]
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.xdist_group("etcd"),
+    # Minutes, and nine processes on two cores: run by hand, when the machine does nothing else.
+    pytest.mark.skipif("TIMEBALL_LEADERS" not in os.environ, reason="TIMEBALL_LEADERS is not set"),
+]
 
 MACHINES, GROUPS = ("a", "b", "c"), ("g1", "g2", "g3")
 TOPIC, THREADS = "three-groups", 8
