@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import aiohttp
 
-from timeball import __version__
 from timeball.cluster import etcd_codec as codec
 from timeball.cluster.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
+from timeball.cluster.http_session import open_session, read_bounded
 from timeball.errors import SetupError, Unavailable
 
 T = TypeVar("T")
@@ -104,7 +104,9 @@ class Members:
                 )
             async with response:
                 if response.status != 200:
-                    raise codec.read_error(await _bounded(response), response.status)
+                    raise codec.read_error(
+                        await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer), response.status
+                    )
                 async for line in _lines(response):
                     yield read(line)
         except TokenRefused as refused:
@@ -167,7 +169,7 @@ class Members:
             async with self._opened().post(
                 endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                answer = await _bounded(response)
+                answer = await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer)
         except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
             raise _failure(error) from error
         if response.status == 200:
@@ -176,26 +178,8 @@ class Members:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:  # here, since it belongs to the loop that runs
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(ssl=self._access.tls or True),
-                headers={"user-agent": f"timeball/{__version__}", "content-type": "application/json"},
-                skip_auto_headers=["accept-encoding"],
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-                auto_decompress=False,
-            )
+            self._session = open_session(self._access.tls)
         return self._session
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    parts, left = list[bytes](), ANSWER_BYTES_MAX
-    async for part in response.content.iter_any():
-        left -= len(part)
-        if left < 0:
-            response.close()
-            raise BadAnswer(f"an answer of more than {ANSWER_BYTES_MAX} bytes")
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

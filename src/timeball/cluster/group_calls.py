@@ -18,12 +18,12 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from timeball import __version__
 from timeball.access import Caller
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.clock import Clock
 from timeball.cluster.connections import Address
 from timeball.cluster.directory import Directory
+from timeball.cluster.http_session import open_session, read_bounded
 from timeball.errors import Unavailable
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class GroupCalls:
             async with self._opened().post(
                 url, data=BytesIO(body), headers=headers, allow_redirects=False
             ) as response:
-                data, status = await _bounded(response), response.status
+                data, status = await read_bounded(response, ANSWER_BYTES_MAX, _NoAnswer), response.status
         except (aiohttp.ClientError, OSError) as error:
             raise _NotNow(f"no answer of its leader: {type(error).__name__}: {error}") from error
         if status in NOT_SERVED:
@@ -140,25 +140,5 @@ class GroupCalls:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:  # here, since it belongs to the loop that runs
-            self._session = aiohttp.ClientSession(
-                # Of all together no bound: connections to a group that hangs must leave room for the others.
-                connector=aiohttp.TCPConnector(ssl=self._tls or True, limit=0, limit_per_host=PER_GROUP_MAX),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers={"user-agent": f"timeball/{__version__}", "content-type": "application/json"},
-                skip_auto_headers=["accept-encoding"],
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-                auto_decompress=False,
-            )
+            self._session = open_session(self._tls, PER_GROUP_MAX)
         return self._session
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    parts, left = list[bytes](), ANSWER_BYTES_MAX
-    async for part in response.content.iter_any():
-        left -= len(part)
-        if left < 0:
-            response.close()
-            raise _NoAnswer(f"an answer of more than {ANSWER_BYTES_MAX} bytes")
-        parts.append(part)
-    return b"".join(parts)
