@@ -65,6 +65,7 @@ from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 from timeball.security import OPEN, Security
+from timeball.stop_signals import stop_asked
 from timeball.table.catalog import Catalog
 
 logger = logging.getLogger(__name__)
@@ -327,15 +328,7 @@ class Node:
         `before_stop` runs while the broker still answers, so that its clients can end in order.
         """
         assert self._failed is not None
-        loop = asyncio.get_running_loop()
-        asked: asyncio.Future[None] = loop.create_future()
-
-        def ask() -> None:
-            if not asked.done():
-                asked.set_result(None)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ask)
+        loop, asked = asyncio.get_running_loop(), stop_asked()
         if self.security.access is not None:
             loop.add_signal_handler(signal.SIGHUP, self.security.reload)
         try:

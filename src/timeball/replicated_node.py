@@ -47,6 +47,7 @@ from timeball.name_service import NameService
 from timeball.node import Node
 from timeball.protocols.sessions import advertised
 from timeball.security import Security, load_client_tls, load_peer_tls
+from timeball.stop_signals import stop_asked
 
 logger = logging.getLogger(__name__)
 
@@ -142,15 +143,7 @@ class ReplicatedNode:
 
     async def run_until_signal(self) -> BaseException | None:
         """Follow or lead until SIGTERM or SIGINT; return None then, and else why the process must begin anew."""
-        loop = asyncio.get_running_loop()
-        asked: asyncio.Future[None] = loop.create_future()
-
-        def ask() -> None:
-            if not asked.done():
-                asked.set_result(None)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ask)
+        loop, asked = asyncio.get_running_loop(), stop_asked()
         if self._security.access is not None:
             loop.add_signal_handler(signal.SIGHUP, self._reload)
         both: list[asyncio.Future[Any]] = [asked, self._ended]

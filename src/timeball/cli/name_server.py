@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 
 from timeball.cli import log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
 from timeball.config import Settings
 from timeball.errors import SetupError
+from timeball.stop_signals import stop_asked
 
 
 @settings_options
@@ -43,14 +43,6 @@ async def _run(settings: Settings, as_json: bool) -> None:
         print_json({"event": "ready", "cluster": settings.cluster, "name_server": address})
     else:
         print_line(f"name server of cluster {settings.cluster} at {address}")
-    asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def ask() -> None:
-        if not asked.done():
-            asked.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ask)
-    await asked
+    await stop_asked()
     await service.close()
     await coordinator.close()

@@ -25,6 +25,7 @@ from timeball.cli.output import print_json, print_line
 from timeball.clock import SystemClock
 from timeball.config import Settings
 from timeball.errors import SetupError
+from timeball.stop_signals import stop_asked
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,13 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
     coordinator = coordinator_of(settings, SystemClock())
     names, systemd = NameService(settings, coordinator), Systemd()
     await names.start()
-    asked = _signals(processes)
+    asked = stop_asked()
+
+    def send_hup() -> None:
+        for process in processes:
+            process.send(signal.SIGHUP)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send_hup)
     if as_json:
         print_json({"event": "supervises", "cluster": settings.cluster, "groups": groups, "pid": os.getpid()})
     else:
@@ -167,26 +174,6 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
         await asyncio.gather(*running, return_exceptions=True)
         await names.close()
         await coordinator.close()
-
-
-def _signals(processes: list[GroupProcess]) -> asyncio.Future[None]:
-    """Return a future that ends with SIGTERM or SIGINT; SIGHUP is the processes' to act on."""
-    loop = asyncio.get_running_loop()
-    asked: asyncio.Future[None] = loop.create_future()
-
-    def ask() -> None:
-        if not asked.done():
-            asked.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask)
-
-    def send_hup() -> None:
-        for process in processes:
-            process.send(signal.SIGHUP)
-
-    loop.add_signal_handler(signal.SIGHUP, send_hup)
-    return asked
 
 
 def own_command() -> list[str]:
