@@ -2,7 +2,7 @@
 
     found in one       its verdict; all of them, where several groups have messages of the name
     found in none      not_found, if all have answered
-    one is silent      unavailable, first, whatever the others say: it may have messages of this name, too
+    one is silent      unavailable, before all else: the silent group may have messages of this name, too
 
 What the others have settled stands behind `unavailable`, since it is done; asked again, they say so once more. A
 look-up only reads, so one that finds something is answered with that.

@@ -260,7 +260,7 @@ NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
 
 
 def part_of(screened: DataFrame, parts: int) -> Column:
-    """Return the number of the part that a row belongs to: the same at every try, whatever else is in the frame."""
+    """Return the number of the part that a row belongs to: its own columns alone decide, so each try finds the same."""
     named = [f.col(name) for name in _PLACED_BY if name in screened.columns]
     # Salted: within a part a large minute is dealt out by a hash too, and the two must not go together.
     return f.pmod(f.xxhash64(f.lit(_PLACED_BY[0]), *named), f.lit(parts)).cast("int")
