@@ -32,10 +32,8 @@ def answered(bytes_max: int, size: int) -> tuple[bytes, str]:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         try:
-            async with (
-                open_session(None) as session,
-                session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/") as response,
-            ):
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+            async with open_session(None) as session, session.get(url) as response:
                 return await read_bounded(response, bytes_max, TooLong), agents[0]
         finally:
             await runner.cleanup()
