@@ -6,7 +6,6 @@ that was acknowledged comes, and nothing that was not sent. After a call that fa
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -26,12 +25,7 @@ from tests.interop.stock_clients import command
 from timeball import Timeball
 from timeball.clock import SystemClock
 
-pytestmark = [
-    pytest.mark.interop,
-    pytest.mark.xdist_group("etcd"),
-    # Minutes, and nine processes on two cores: run by hand, when the machine does nothing else.
-    pytest.mark.skipif("TIMEBALL_LEADERS" not in os.environ, reason="TIMEBALL_LEADERS is not set"),
-]
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("etcd")]
 
 CHANGES, SENDS_BETWEEN, EVERY_S = 10, 10, 0.1
 LATER_MS = 2_000

@@ -24,7 +24,8 @@ from timeball.cli.supervisor import PORTS_APART
 pytestmark = [
     pytest.mark.interop,
     pytest.mark.xdist_group("etcd"),
-    # Minutes, and nine processes on two cores: run by hand, when the machine does nothing else.
+    # No call may fail, so it wants a disk that does not stall: with etcd without an answer for half a minute no group
+    # has a leader. Run by hand, on a machine that does nothing else.
     pytest.mark.skipif("TIMEBALL_LEADERS" not in os.environ, reason="TIMEBALL_LEADERS is not set"),
 ]
 
