@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from tests.bounds import BOUND_S
@@ -351,3 +353,26 @@ def test_a_port_that_is_taken_is_said() -> None:
 )
 def test_an_address_is_read(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
+
+
+def test_a_slow_name_holds_up_neither_polls_nor_other_nodes(
+    ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, known = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *args: Any, **options: Any) -> Any:
+        if host == "slow.test" and not options.get("flags"):
+            assert answers.wait(BOUND_S)
+            host = "127.0.0.1"
+        return known(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    ends += [End(), End(), End()]
+    one, slowly, other = ends
+    one.connections.addresses = {"b": ("slow.test", slowly.address[1]), "c": other.address}
+    one.connections.is_dialing = True
+    polled(ends, lambda: ("opened", "c") in one.told.seen)
+    assert not one.connections.refuses("b"), "it is not known yet"
+    assert ("opened", "b") not in one.told.seen
+    answers.set()
+    polled(ends, lambda: ("opened", "b") in one.told.seen)

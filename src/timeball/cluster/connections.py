@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from timeball.cluster.messages import Hello, Message, Receiver, encode
+from timeball.cluster.name_lookup import NameLookup
 from timeball.cluster.tls_channel import TlsChannel
 from timeball.errors import PeerError, SetupError
 
@@ -117,6 +118,7 @@ class Connections:
         self._accepted: dict[str, Connection] = {}
         self._strangers: list[Connection] = []
         self._again_ms: dict[str, int] = {}  # node -> when it may be dialed again
+        self._lookup = NameLookup(self.wake)
         self.addresses: dict[str, Address] = {}  # of the other nodes; replaced as the coordinator tells
         self.is_dialing = False
         self.listener: Listener
@@ -171,10 +173,13 @@ class Connections:
     def refuses(self, node: str) -> bool:
         """Return whether nothing listens at a node's port: its process has ended. Blocking, for a moment."""
         address = self.addresses.get(node)
-        if address is None:
-            return False
         try:
-            with socket.create_connection(address, timeout=0.05):
+            found = self._lookup.resolve(address) if address is not None else None
+            if found is None:
+                return False  # not known yet
+            with socket.socket(*found[:3]) as sock:
+                sock.settimeout(0.05)
+                sock.connect(found.where)
                 return False
         except ConnectionRefusedError:
             return True
@@ -291,21 +296,24 @@ class Connections:
                 self._end(connection, tells=False)
                 connection = None
             if connection is None and now_ms >= self._again_ms.get(node, 0):
-                self._again_ms[node] = now_ms + REDIAL_MS
                 self._connect(node, address, now_ms)
 
     def _connect(self, node: str, address: Address, now_ms: int) -> None:
         try:
-            family, kind, number, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, kind, number)
+            found = self._lookup.resolve(address)
+            if found is None:
+                return  # its answer wakes `poll`
+            self._again_ms[node] = now_ms + REDIAL_MS
+            sock = socket.socket(*found[:3])
         except OSError as error:
+            self._again_ms[node] = now_ms + REDIAL_MS
             logger.warning("replica not reached node=%s reason=%s", node, error)
             return
         _configure(sock)
         connection = Connection(sock, node, opened_here=True, is_open=False)
         connection.since_ms = now_ms
         self._dialed[node] = connection
-        code = sock.connect_ex(where)
+        code = sock.connect_ex(found.where)
         if code not in (0, errno.EINPROGRESS):
             self._dialed.pop(node)
             sock.close()
