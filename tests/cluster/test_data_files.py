@@ -91,12 +91,15 @@ class Machine:
         self.state = Replica(Rules(f"{name}/1"), Role.FOLLOWER, promised=1)
         self.work = self.begin()
 
-    def begin(self) -> DataFiles:
+    def make(self) -> DataFiles:
         self.work = DataFiles(
             self.files, self.log, self, self.world.clock, retention_ms=RETENTION_MS,
             on_failure=self.failures.append,
         )  # fmt: skip
-        self.work.start()
+        return self.work
+
+    def begin(self) -> DataFiles:
+        self.make().start()
         return self.work
 
     def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
@@ -292,6 +295,24 @@ def test_a_have_of_a_connection_that_ended_does_not_count(world: World) -> None:
     world.connect("b", "c")
     world.until(shipped.done)
     assert world.b.content(path) == world.c.content(path) == world.a.content(path)
+
+
+def test_a_have_that_is_read_late_does_not_count_for_the_next_disk(world: World) -> None:
+    world.a.work.stop()
+    work = world.a.make()  # its thread is busy: it runs when the test lets it
+    path = world.a.write(100)
+    world.connect("b")
+    shipped = work.ship([path])
+    work.received("b", Have(1, 100, path))
+    wiped = Peer("b/2", BEGINNING, acked=BEGINNING)
+    world._lead(lambda lead: replace(lead, replicas=("a/1", "b/2", "c/1"), peers={"b": wiped}))
+    while not work._calls.empty():
+        work.turn(0)
+    assert not shipped.done()
+    work.received("b", Have(1, 100, path))
+    work.turn(0)
+    assert shipped.done()
+    work.start()
 
 
 def test_a_path_that_leads_elsewhere_is_ignored(world: World) -> None:

@@ -148,7 +148,10 @@ class DataFiles:
 
     def received(self, node: str, message: Message) -> None:
         """See FileWork."""
-        self._calls.put(partial(self._take, node, message))
+        # Looked up now: by the time that the call runs another disk may be behind the node's name.
+        lead = self._link.state.lead
+        replica = lead.peers[node].replica if lead and node in lead.peers else ""
+        self._calls.put(partial(self._take, node, replica, message))
 
     def closed(self, node: str) -> None:
         """See FileWork."""
@@ -162,24 +165,33 @@ class DataFiles:
 
     def _run(self) -> None:
         try:
-            now_ms = self._clock.boot_ms()
-            self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
-            while True:
-                try:
-                    call = self._calls.get(timeout=LOOK_MS / 1_000)
-                except Empty:
-                    pass
-                else:
-                    if call is None:
-                        break
-                    call()
-                self._look()
+            self.begin()
+            while self.turn(LOOK_MS / 1_000):
+                pass
         except BaseException as error:  # of any kind: no caller waits for this thread
             self._on_failure(error)
         finally:
             self._drop_asked()
             for shipment in self._shipments:
                 shipment.fail(NotLeader("this node stops; ask again, another one answers soon"))
+
+    def begin(self) -> None:
+        """Know the files that are here; before the first turn."""
+        now_ms = self._clock.boot_ms()
+        self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
+
+    def turn(self, timeout_s: float) -> bool:
+        """Run one call, if one comes in time, and do what is to be done; return False once `stop` was called."""
+        try:
+            call = self._calls.get(timeout=timeout_s) if timeout_s else self._calls.get_nowait()
+        except Empty:
+            pass
+        else:
+            if call is None:
+                return False
+            call()
+        self._look()
+        return True
 
     def _look(self) -> None:
         now_ms = self._clock.boot_ms()
@@ -262,11 +274,11 @@ class DataFiles:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _take(self, node: str, message: Message) -> None:
+    def _take(self, node: str, replica: str, message: Message) -> None:
         match message:
             case Have():
                 for shipment in self._shipments:
-                    shipment.has(self._link.state, node, message.path, message.size_bytes)
+                    shipment.has(self._link.state, replica, message.path, message.size_bytes)
             case Want() | File() if PATH.fullmatch(message.path) is None:
                 logger.error("not the path of a data file, ignored node=%s path=%r", node, message.path)
             case Want():

@@ -101,10 +101,9 @@ def complete(state: Replica, node: str, message: Complete) -> Step:
     return replace(state, lead=_with_peer(lead, node, peer)), []
 
 
-def have_enough(state: Replica, nodes: Collection[str]) -> bool:
-    """Return whether these nodes and this one are most of each set that counts (with `--acks all`: all of it)."""
-    lead = _lead(state)
-    having = {peer.replica for node, peer in lead.peers.items() if node in nodes} | {state.rules.replica}
+def have_enough(state: Replica, others: Collection[str]) -> bool:
+    """Return whether these replicas and this one are most of each set that counts (with `--acks all`: all of it)."""
+    lead, having = _lead(state), {*others, state.rules.replica}
     return all(
         len(having.intersection(replicas)) >= (len(replicas) if state.rules.acks_all else majority(replicas))
         for replicas in (lead.replicas, lead.joining)

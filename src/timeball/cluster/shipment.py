@@ -1,7 +1,8 @@
 """Data files on their way from a leader to the other replicas: who was told of them, and who has which.
 
 A replica counts for a file while the connection lasts over which it has said that it has the file. Behind the next one
-may be another disk, which is told of the files anew.
+may be another disk, which is told of the files anew. It is another replica then, and what the first one has said, heard
+late, does not count for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 
 from timeball.cluster.leading import have_enough
+from timeball.cluster.record import node_of
 from timeball.cluster.replica import Replica, Role
 from timeball.errors import NotLeader
 
@@ -21,7 +23,7 @@ class Shipment:
         """Begin with files by path, and how long each is; `done` is set when enough replicas have all."""
         self.sizes, self.done = sizes, done
         self._told: set[str] = set()
-        self._having: dict[str, set[str]] = defaultdict(set)  # path -> nodes
+        self._having: dict[str, set[str]] = defaultdict(set)  # path -> replicas
         self._open = set(sizes)  # files that too few have
 
     def nodes_to_tell(self, state: Replica) -> list[str]:
@@ -31,11 +33,11 @@ class Shipment:
         self._told.update(found)
         return found
 
-    def has(self, state: Replica, node: str, path: str, size_bytes: int) -> None:
-        """Count a replica for a file."""
+    def has(self, state: Replica, replica: str, path: str, size_bytes: int) -> None:
+        """Count a replica (node and incarnation) for a file."""
         if self.sizes.get(path) != size_bytes:
             return
-        self._having[path].add(node)
+        self._having[path].add(replica)
         if state.lead and have_enough(state, self._having[path]):
             self._open.discard(path)
         self._end_if_done()
@@ -43,8 +45,8 @@ class Shipment:
     def lose(self, node: str) -> None:
         """Count a replica no more; it is told again when it is back."""
         self._told.discard(node)
-        for nodes in self._having.values():
-            nodes.discard(node)
+        for replicas in self._having.values():
+            replicas -= {replica for replica in replicas if node_of(replica) == node}
         self._open = set(self.sizes)
 
     def look(self, state: Replica) -> None:
