@@ -56,7 +56,7 @@ HAND_OVER_S = 2.0
 LOOK_S = 0.01
 
 
-class _LentDisk(Disk):
+class LentDisk(Disk):
     """The replica's thread as the broker's disk thread, which outlives the broker."""
 
     def __init__(self, thread: ReplicaThread) -> None:
@@ -132,10 +132,9 @@ class ReplicatedNode:
             await self._names.start()
             self.thread = ReplicaThread(rules, log, connections, self._clock, self.member)
             self.data_files = self.thread.file_work = DataFiles(
-                self.files, log, self.thread, self._clock,
+                self.files, log, self.thread, self._clock, committed=lambda: self._caches.files,
                 retention_ms=settings.retention_ms, on_failure=self.member.fail,
             )  # fmt: skip
-            self.data_files.needed_seq = lambda: self._caches.log_from_seq
             undo.pop_all()
         self.data_files.start()
         self.thread.start()
@@ -186,8 +185,10 @@ class ReplicatedNode:
 
     async def _apply(self) -> None:
         # What is told meanwhile is applied in the next round: many small commits cost one.
-        while self._caches.applied_seq < self._apply_to_seq:
-            await in_thread(self._applier, self._caches.apply, self._apply_to_seq)
+        to_seq = 0
+        while to_seq < self._apply_to_seq:
+            to_seq = self._apply_to_seq
+            await in_thread(self._applier, self._caches.apply, to_seq)
 
     def _applied(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -233,13 +234,13 @@ class ReplicatedNode:
         try:
             if self._apply_task is not None:
                 await self._apply_task
+            opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
+            hot = await in_thread(self._applier, self._caches.finish, opened.segments.next_seq)
             # The broker is built on all files that the log names: what this disk lacks, another one has.
             await asyncio.wrap_future(self.data_files.complete())
-            opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
-            hot = await in_thread(self._applier, self._caches.apply, opened.segments.next_seq)
             self._gateway.stop_listening()
             self._draining = asyncio.create_task(self._gateway.drain())
-            leading = Leading(_LentDisk(self.thread), self.thread, self.data_files)
+            leading = Leading(LentDisk(self.thread), self.thread, self.data_files)
             node = Node(
                 self._broker_settings(), self._clock, self.files, leading,
                 ReplicaReadOuts(self.figures, self._survey),

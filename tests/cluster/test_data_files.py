@@ -6,15 +6,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 from tests.bounds import BOUND_S
 
 from timeball.clock import ManualClock
-from timeball.cluster.data_files import UNNAMED_MS, DataFiles
+from timeball.cluster.data_files import UNNAMED_MS, CommittedFiles, DataFiles
 from timeball.cluster.incoming_file import SUFFIX
 from timeball.cluster.messages import Complete, File, Have, Message, Want
 from timeball.cluster.outgoing_files import PIECE_BYTES
@@ -22,52 +21,34 @@ from timeball.cluster.positions import BEGINNING
 from timeball.cluster.replica import Lead, Peer, Replica, Role, Rules, Source
 from timeball.errors import NotFound, NotLeader
 from timeball.files import RealFiles
-from timeball.log import format as fmt
-from timeball.log.checkpoint import Checkpoint, Facts, snapshot_row
-from timeball.log.segment import Segment, Segments
-from timeball.message import Int64Array, Kind, build_rows
-from timeball.table import attachment as att
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import FileEntry
 
 SET = ("a/1", "b/1", "c/1")
 RETENTION_MS = 60_000
-NONE: Int64Array = np.empty(0, np.int64)
 
 
 class Rows:
-    """A log of one segment, whose rows are all committed."""
+    """A replica's rows about data files, and which of them are committed."""
 
     def __init__(self) -> None:
-        self.frames: list[bytes] = []
-        self.next_seq, self.end = 1, fmt.ALIGN
+        self.next_seq, self.committed = 1, CommittedFiles()
+        self.states = {1: CommittedFiles(1)}  # by the row behind
         self.let_go_before: list[int] = []
 
-    def append(self, rows: pa.RecordBatch, flags: int = 0) -> int:
-        frame, parts = fmt.encode_frame(
-            rows, first_seq=self.next_seq, span=rows.num_rows, append_ms=1, epoch=1, position=self.end,
-            synced_to=self.end, flags=flags,
-        )  # fmt: skip
-        self.frames.append(b"".join(bytes(part) for part in parts))
-        self.next_seq, self.end = frame.next_seq, frame.end
-        return frame.first_seq
-
     def attach(self, *paths: str, removes: tuple[str, ...] = (), size_bytes: int = 0) -> int:
-        entries = [entry(path, size_bytes) for path in paths]
-        change = Attachment(
-            job="rewrite", job_id="j", epoch=self.next_seq, files=entries, removes=list(removes)
-        )
-        return self.append(build_rows(1, kind=int(Kind.TABLE), body=att.encode(change), store_ms=1))
+        entries = {**self.states[self.next_seq].entries, **{path: entry(path, size_bytes) for path in paths}}
+        return self._append(entries={path: each for path, each in entries.items() if path not in removes})
 
-    def snapshot(self, files: list[FileEntry], log_from_seq: int) -> int:
-        facts = Facts(seq=self.next_seq, files=list(files), log_from_seq=log_from_seq)
-        return self.append(snapshot_row(Checkpoint(facts, NONE, NONE), 1), fmt.SNAPSHOT)
+    def snapshot(self, log_from_seq: int) -> int:
+        return self._append(log_from_seq=log_from_seq)
 
-    @property
-    def segments(self) -> Segments:
-        segment = Segment(1, 1, pa.py_buffer(bytes(fmt.ALIGN) + b"".join(self.frames) + bytes(fmt.ALIGN)))
-        while (frame := fmt.read_frame_header(segment.buffer, segment.end)) is not None:
-            segment.add(frame)
-        return Segments([segment])
+    def _append(self, **change: Any) -> int:
+        self.next_seq += 1
+        self.states[self.next_seq] = self.states[self.next_seq - 1]._replace(seq=self.next_seq, **change)
+        return self.next_seq - 1
+
+    def apply(self, seq: int) -> None:
+        self.committed = self.states[seq]
 
     def let_go(self, before_seq: int) -> None:
         self.let_go_before.append(before_seq)
@@ -93,8 +74,8 @@ class Machine:
 
     def make(self) -> DataFiles:
         self.work = DataFiles(
-            self.files, self.log, self, self.world.clock, retention_ms=RETENTION_MS,
-            on_failure=self.failures.append,
+            self.files, self.log, self, self.world.clock, committed=lambda: self.log.committed,
+            retention_ms=RETENTION_MS, on_failure=self.failures.append,
         )  # fmt: skip
         return self.work
 
@@ -332,7 +313,7 @@ def test_a_replica_fetches_what_committed_rows_name_and_it_lacks(world: World) -
     seq = world.b.log.attach("bucket=2026-11-24/" + "f" * 32 + ".parquet", size_bytes=9)  # not committed yet
     world.connect("b")
     world.b.state = replace(world.b.state, role=Role.LEARNER)
-    world.b.work.applied(seq)
+    world.b.log.apply(seq)
     world.until(lambda: world.b.content(kept))
     world.until(lambda: any(isinstance(message, Complete) for *_, message in world.sent))
     assert world.b.content(kept) == world.a.content(kept) and world.b.content(gone) is None
@@ -346,6 +327,7 @@ def test_a_new_leader_fetches_what_it_lacks_before_it_is_complete(world: World) 
     path = world.b.write(100)
     seq = world.a.log.attach(path, size_bytes=100) + 1
     world.a.state = replace(world.a.state, committed_seq=seq)
+    world.a.log.apply(seq)
     complete = world.a.work.complete()
     world.connect("c")  # which does not have it either
     world.until(lambda: any(m == File(1, 0, 0, path, 0, b"") for *_, m in world.sent))
@@ -359,10 +341,11 @@ def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: Wo
     stays, leaves, unnamed = world.b.write(10), world.b.write(10), world.b.write(10)
     world.b.work.stop()
     world.b.begin()  # it finds them
-    world.b.log.attach(stays, leaves, size_bytes=10)
+    world.b.log.apply(world.b.log.attach(stays, leaves, size_bytes=10) + 1)
+    world.until(lambda: stays in world.b.work._live.entries)
     seq = world.b.log.attach(removes=(leaves,)) + 1
     began_ms = world.clock.boot_ms()
-    world.b.work.applied(seq)
+    world.b.log.apply(seq)
     world.until(lambda: world.clock.boot_ms() - began_ms > RETENTION_MS - 10_000 or world.clock.advance(500))
     assert world.b.content(leaves), "its readers have some seconds left"
     world.until(lambda: world.b.content(leaves) is None)
@@ -372,14 +355,13 @@ def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: Wo
     assert world.b.content(stays)
 
 
-def test_segments_go_as_a_committed_snapshot_allows_and_not_below_the_own_need(world: World) -> None:
-    first = world.b.log.snapshot([], 7)
-    second = world.b.log.snapshot([], 9)
-    world.b.work.needed_seq = lambda: 8
-    world.b.work.applied(first + 1)
+def test_segments_go_as_a_committed_snapshot_allows(world: World) -> None:
+    first = world.b.log.snapshot(7)
+    second = world.b.log.snapshot(9)
+    world.b.log.apply(first + 1)
     world.until(lambda: world.b.log.let_go_before == [7])
-    world.b.work.applied(second + 1)
-    world.until(lambda: world.b.log.let_go_before == [7, 8])
+    world.b.log.apply(second + 1)
+    world.until(lambda: world.b.log.let_go_before == [7, 9])
 
 
 def test_what_was_on_its_way_at_a_stop_is_swept(world: World) -> None:

@@ -20,7 +20,7 @@ from timeball.clock import SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connections import Connections, listen
 from timeball.cluster.coordinator import Node
-from timeball.cluster.data_files import DataFiles
+from timeball.cluster.data_files import CommittedFiles, DataFiles
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.record import Record
@@ -71,8 +71,9 @@ class Replica:
             rules, self.log, Connections(GROUP, listening, CLOCK.boot_ms), CLOCK, self.member
         )
         self._data_files = self.thread.file_work = DataFiles(
-            self.files, self.log, self.thread, CLOCK, retention_ms=HOUR_MS, on_failure=self.end
-        )
+            self.files, self.log, self.thread, CLOCK, committed=lambda: CommittedFiles(self.applied),
+            retention_ms=HOUR_MS, on_failure=self.end,
+        )  # fmt: skip
         self._data_files.start()
         self.thread.start()
         self.member.start(self.thread)

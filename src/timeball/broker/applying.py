@@ -81,11 +81,14 @@ class Applying:
         self._first_seq = 1  # queues hold no entries of rows before it
         self.applied_seq = facts.seq  # all rows below it have been applied, none at or above it
         self.snapshot_seq = facts.snapshot_seq  # the row of the last snapshot
+        # The first row that the log must keep, by the last snapshot whose row was applied here; 0: by none. A
+        # checkpoint may say more: its broker was about to write a snapshot, which may never have been committed.
+        self.log_from_seq = 0
 
     @property
-    def log_from_seq(self) -> int:
-        """Return the first row that the log must keep, by the last snapshot applied: segments before it may go."""
-        return self._replayed.facts.log_from_seq
+    def files(self) -> dict[str, FileEntry]:
+        """Return the data files that live, by path."""
+        return self._replayed.files
 
     @property
     def kept_rows(self) -> int:
@@ -176,6 +179,7 @@ class Applying:
             return
         self.snapshot_seq = snapshots.column("seq")[-1].as_py()
         known = cp.decode(snapshots.column("body")[-1].as_py())
+        self.log_from_seq = known.facts.log_from_seq
         # A starting point that was saved while the snapshot was on its way to the log knows more.
         if known.facts.seq < self._replayed.facts.seq:
             return

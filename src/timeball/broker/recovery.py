@@ -35,6 +35,21 @@ from timeball.log.segment import Segments, segment_name
 _EMPTY = np.empty(0, np.int64)
 
 
+def newest_known(
+    checkpoint: cp.Checkpoint | None, segments: Segments, to_seq: int | None = None
+) -> cp.Checkpoint:
+    """Return what `starting_point` does, also when the log lacks rows that it needs."""
+    if checkpoint is not None and not lacks_rows(checkpoint, segments):
+        return checkpoint
+    # A checkpoint of a log that retention has shortened since knows less than its snapshot, so it is not used.
+    return last_snapshot(segments, to_seq) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
+
+
+def lacks_rows(known: cp.Checkpoint, segments: Segments) -> bool:
+    """Return whether the log begins behind rows that this starting point needs."""
+    return segments.first_seq > known.facts.log_from_seq
+
+
 def starting_point(
     checkpoint: cp.Checkpoint | None, segments: Segments, to_seq: int | None = None
 ) -> cp.Checkpoint:
@@ -44,11 +59,8 @@ def starting_point(
 
     Raises Corrupt when the log lacks rows that retention has not let go.
     """
-    if checkpoint is not None and segments.first_seq <= checkpoint.facts.log_from_seq:
-        return checkpoint
-    # A checkpoint of a log that retention has shortened since knows less than its snapshot, so it is not used.
-    known = last_snapshot(segments, to_seq) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
-    if segments.first_seq > known.facts.log_from_seq:
+    known = newest_known(checkpoint, segments, to_seq)
+    if lacks_rows(known, segments):
         raise Corrupt(
             f"{segment_name(segments.all[0].ordinal - 1)} is missing: the log begins with seq {segments.first_seq}, "
             f"but retention has let go nothing from seq {known.facts.log_from_seq} on; restore the file from a copy"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -25,15 +25,13 @@ from typing import NamedTuple, Protocol
 from timeball import limits
 from timeball.clock import Clock
 from timeball.cluster.incoming_file import IncomingFile, sweep
-from timeball.cluster.live_files import LiveFiles
 from timeball.cluster.messages import Complete, File, Have, Message, Want
 from timeball.cluster.outgoing_files import OutgoingFiles
 from timeball.cluster.replica import Replica, Role
 from timeball.cluster.shipment import Shipment
 from timeball.errors import NotLeader, OverLimit, PeerError, TimeballError
 from timeball.files import Files
-from timeball.log.segment import Segments
-from timeball.table.attachment import PATH
+from timeball.table.attachment import PATH, FileEntry
 from timeball.table.data_file import sidecar_name
 from timeball.table.layout import FOLDER
 
@@ -59,10 +57,16 @@ class Link(Protocol):
         """Run a call in the replica's thread."""
 
 
+class CommittedFiles(NamedTuple):
+    """The data files that the committed rows below `seq` name."""
+
+    seq: int = 0  # 0: it is not known yet what lives
+    entries: Mapping[str, FileEntry] = {}  # by path
+    log_from_seq: int = 0  # rows below it may be let go
+
+
 class KeptLog(Protocol):
     """The replica's log."""
-
-    segments: Segments | None  # None while the log is empty
 
     def let_go(self, before_seq: int) -> None:
         """Remove segments that lie wholly before a row; in the replica's thread."""
@@ -93,19 +97,17 @@ class DataFiles:
         link: Link,
         clock: Clock,
         *,
+        committed: Callable[[], CommittedFiles],
         retention_ms: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        """`committed`: the files by the rows that this replica has applied; asked in the thread."""
         self._files, self._log, self._link, self._clock = files, log, link, clock
         # Readers of an older version of the table have as long as the log is kept, as on a broker alone (upkeep.py).
         self._readable_ms = min(retention_ms, limits.DAY_MS)
-        self._on_failure = on_failure
-        self.needed_seq: Callable[[], int] = lambda: (
-            1 << 62
-        )  # the first row that caches of this replica still read
+        self._on_failure, self._committed = on_failure, committed
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._live, self._outgoing = LiveFiles(), OutgoingFiles(files)
-        self._committed_seq = 0  # rows below it are committed
+        self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files)
         self._missing: dict[str, int] = {}  # files that live and are not here: path -> size
         self._told: dict[str, Told] = {}
         self._asked: Asked | None = None
@@ -157,10 +159,6 @@ class DataFiles:
         """See FileWork."""
         self._calls.put(partial(self._lose, node))
 
-    def applied(self, seq: int) -> None:
-        """See FileWork."""
-        self._committed_seq = seq
-
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -207,7 +205,7 @@ class DataFiles:
 
     def _follow(self, state: Replica, now_ms: int) -> None:
         """Know which files live, fetch those that are missing, remove those that have left."""
-        self._read_rows(state, now_ms)
+        self._look_up(now_ms)
         asked = self._asked
         if asked is not None and now_ms - asked.heard_ms > ANSWER_MS:
             self._put_off(asked, "no answer")
@@ -218,21 +216,20 @@ class DataFiles:
             self._removed_ms = now_ms
             self._remove(now_ms)
 
-    def _read_rows(self, state: Replica, now_ms: int) -> None:
-        to_seq = state.committed_seq if state.lead else self._committed_seq
-        log = self._log.segments
-        if log is None or to_seq <= self._live.seq:
-            return
-        joined, left = self._live.read(log, to_seq)
-        self._missing |= {e.path: e.size_bytes for e in joined if not self._has(e.path, e.size_bytes)}
-        for path in left:
-            self._missing.pop(path, None)
-            self._removable[path] = now_ms + self._readable_ms
+    def _look_up(self, now_ms: int) -> None:
+        before, self._live = self._live.entries, self._committed()
+        entries = self._live.entries
+        if entries is not before:
+            for path in entries.keys() - before.keys():
+                if not self._has(path, entries[path].size_bytes):
+                    self._missing[path] = entries[path].size_bytes
+            for path in before.keys() - entries.keys():
+                self._missing.pop(path, None)
+                self._removable[path] = now_ms + self._readable_ms
         # A segment that the leader may have let go is not needed here either: a start reads the snapshot.
-        before_seq = min(self._live.log_from_seq, self.needed_seq())
-        if before_seq > self._let_go_seq:
-            self._let_go_seq = before_seq
-            self._link.post(partial(self._log.let_go, before_seq))
+        if self._live.log_from_seq > self._let_go_seq:
+            self._let_go_seq = self._live.log_from_seq
+            self._link.post(partial(self._log.let_go, self._let_go_seq))
 
     def _tell_complete(self, state: Replica) -> None:
         if self._complete is not None and state.lead and self._live.seq >= state.committed_seq:

@@ -82,9 +82,6 @@ class FileWork(Protocol):
     def closed(self, node: str) -> None:
         """Know that a connection with a node has ended."""
 
-    def applied(self, seq: int) -> None:
-        """Know that all rows below this one are committed."""
-
 
 class ReplicaThread(Disk):
     """A replica that runs. `tell`, `post`, `submit` and `shutdown` may be called in any thread."""
@@ -251,8 +248,6 @@ class ReplicaThread(Disk):
             if self._applied_seq < self._committed_seq:
                 self._applied_seq = self._committed_seq
                 self._hooks.apply(self._applied_seq)
-                if self.file_work is not None:
-                    self.file_work.applied(self._applied_seq)
             if self._suspect:
                 self._probe()
 
