@@ -1,0 +1,465 @@
+"""Whole brokers of one group in a world without luck: `python -m tests.cluster.broker_simulation --seed 7`.
+
+Where simulation.py tries the protocol alone, this tries what stands on it: three machines, each with its broker, its
+replica's log, caches and data files on `CrashFiles` (simulated_machine.py). Clients send, cancel, move, consume and
+compact, also at a leader that leads no more. Machines lose their power, between any two calls to the disk, or their
+process, pause, and get empty disks; connections end, block one way and lag; leases end early, etcd is not reached; the
+clocks are up to `SKEW_MS` apart. Then all is healed and becomes due, and the checker of the crash tests
+(tests/crash/checker.py) compares what was answered with what there is. A seed is the same run each time.
+
+`--fault NAME` breaks one thing on purpose (FAULTS): the simulation must find it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+from unittest import mock
+
+import msgspec
+from tests.cluster.memory_store import Memory
+from tests.cluster.simulated_machine import CLUSTER, GROUP, Machine
+from tests.cluster.simulated_wire import Wire
+from tests.cluster.simulation import broken
+from tests.crash.checker import Observed, Outcome, Row, check
+from tests.crash.world import World
+from tests.crash_files import CrashFiles, PowerCut
+
+from timeball.clock import ManualClock
+from timeball.cluster.record import Record
+from timeball.cluster.replica import Role
+from timeball.cluster.replica_log import ReplicaLog
+from timeball.errors import Corrupt, TimeballError
+from timeball.node import Node
+
+NAMES = ("a", "b", "c")
+STEPS = 400
+SKEW_MS = 400
+NEVER_MS = 2**62
+DELAYS_MS = (None, None, 1_000, 1_500, 3_000, 6_000, 12_000)  # all but None further than two clocks are apart
+BODY_BYTES = (20, 20, 60_000)  # so that the log rolls, and retention has what it may remove
+HEAL_ROUNDS, HEAL_STEP_MS = 1_500, 40
+FAULTS = ("no_sync", "acknowledges_alone")
+
+
+class Fault(AssertionError):
+    """Something that must not be, in words."""
+
+
+class SeenFromOutside(Observed):
+    """An observer whose clock is the first of all: a message may be early by what the clocks are apart."""
+
+    def see(self, row: Row, now_ms: int) -> None:
+        super().see(row, now_ms + SKEW_MS)
+
+
+class Client(World):
+    """The verbs of the crash tests' world, at one life of one machine."""
+
+    def __init__(self, simulation: Simulation, machine: Machine, node: Node) -> None:
+        super().__init__(machine.files, simulation.clock, simulation.observed)
+        self._simulation, self._machine, self.node = simulation, machine, node
+        self._epoch = machine.epochs[-1]
+
+    async def cancel(self, keys: Iterable[str]) -> None:
+        wanted = list(keys)
+        for key in wanted:
+            self._simulation.cancelled_ms.setdefault(key, self.clock.wall)
+        await super().cancel(wanted)
+        self._forget_old_words(wanted)
+
+    async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
+        wanted = list(keys)
+        await super().reschedule(wanted, delay_ms)
+        self._forget_old_words(wanted)
+
+    def _forget_old_words(self, keys: list[str]) -> None:
+        """Forget a `not_found` of a leader that was replaced: until its lease ends it may not know the next one's rows.
+
+        No other verdict is excused: each is in a row, which only a majority commits.
+        """
+        if self._epoch != self._simulation.record().epoch:
+            for verdicts in (self.observed.verdicts.get(key, []) for key in keys):
+                if verdicts and verdicts[-1] == "not_found":
+                    verdicts.pop()
+
+    async def let_go(self) -> None:
+        """Apply retention; what it removes was seen before. A broker has one such duty, so one at a time."""
+        if self._machine.letting_go is not self.node:
+            self._machine.letting_go = self.node
+            await self.consume()
+            await super().let_go()
+            self._machine.letting_go = None
+
+    def fresh_keys(self, count: int) -> list[str]:
+        self._simulation.keys += count
+        return [f"k{self._simulation.keys - number:05d}" for number in range(count)]
+
+
+class Simulation:
+    """One run. All chance comes from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.clock, self.wire, self.keys = ManualClock(), Wire(), 0
+        self.memory, self.observed = Memory(self.clock), SeenFromOutside()
+        self.broken: list[str] = []
+        self.cancelled_ms: dict[str, int] = {}  # when each key was first asked to be cancelled
+        self.deaths = 0
+        self.machines = [
+            Machine(name, self.memory, self.wire, self.random, ManualClock(), CrashFiles()) for name in NAMES
+        ]
+        for machine in self.machines:
+            machine.others = {each.name: each for each in self.machines}
+            machine.clock.step_wall(self.random.randint(-SKEW_MS // 2, SKEW_MS // 2))
+        scale = [self.random.choice((0.3, 1, 1, 3)) for _ in range(5)]
+        actions = (
+            (self.ask, 30), (self.boot, 4), (self.resume, 2), (self.unblock, 2), (self.reach, 2),
+            (self.cut_power, 0.7 * scale[0]), (self.kill, 0.7 * scale[0]),
+            (self.black_out, 0.3 * scale[0]), (self.pause, 0.6 * scale[1]),
+            (self.block, 0.8 * scale[2]), (self.cut, 0.8 * scale[2]), (self.expire, 0.3 * scale[3]),
+            (self.unreach, 0.4 * scale[3]), (self.wipe, 0.4 * scale[4]), (self.hand_over, 0.3 * scale[4]),
+            (lambda: None, 50),
+        )  # fmt: skip
+        self.actions, self.weights = [each[0] for each in actions], [each[1] for each in actions]
+
+    def run(self, steps: int = STEPS) -> None:
+        """Run faults, then heal and compare; raises Fault."""
+        try:
+            self._begin()
+            for action in self.random.choices(self.actions, self.weights, k=steps):
+                action()
+                self.pass_time(self.random.choice((1, 5, 20, 50, 50)))
+            self._compare(self._heal())
+        finally:
+            for machine in self.machines:
+                if machine.is_up:
+                    machine.die()
+
+    def _begin(self) -> None:
+        for machine in self.machines:
+            machine.start()
+        first = self.machines[0]
+        record = Record(0, "", tuple(machine.replica for machine in self.machines))
+        first.loop.run_until_complete(first.coordinator.change(GROUP, 0, record))
+        for _ in range(200):
+            self.pass_time(20)
+            if self.leaders():
+                return
+        raise Fault("no leader at the beginning")
+
+    def pass_time(self, ms: int) -> None:
+        """Let time pass and each machine have its turn, in any order."""
+        for clock in (self.clock, *(machine.clock for machine in self.machines)):
+            clock.advance(ms)
+        order = list(self.machines)
+        self.random.shuffle(order)
+        for machine in order:
+            machine.turn()
+            self.bury(machine)
+
+    def bury(self, machine: Machine) -> None:
+        """End a process that wants to end, or whose disk has met its cut."""
+        if not machine.is_up or (machine.ended is None and not machine.files.cut):
+            return
+        # A disk that is cut may say anything. Else it leads no more: nothing is ever damaged here.
+        is_expected = isinstance(machine.ended, TimeballError) and not isinstance(machine.ended, Corrupt)
+        if not machine.files.cut and not is_expected:
+            raise Fault(f"{machine.name} ended: {machine.ended!r}") from machine.ended
+        self.end(machine, loses_power=machine.files.cut and self.random.random() < 0.5)
+
+    def end(self, machine: Machine, *, loses_power: bool) -> None:
+        """End a process, and with the power what was not synced."""
+        machine.die()
+        self.deaths += 1
+        if loses_power:
+            machine.files = machine.files.crash(self.random.getrandbits(32))
+        machine.files.cut = False
+        if machine.unheard:
+            raise Fault(f"{machine.name}: {machine.unheard}")
+
+    def leaders(self) -> list[Machine]:
+        """Return the machines that serve, or believe that they do."""
+        return [machine for machine in self.machines if machine.is_up and machine.node is not None]
+
+    # -- clients -----------------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Let a client ask something of a machine that serves."""
+        serving = self.leaders()
+        if not serving:
+            return
+        machine = self.random.choice(serving)
+        assert machine.node is not None
+        client, random = Client(self, machine, machine.node), self.random
+        # What was released or cancelled long ago retention may have removed, and then it is not found.
+        since_ms = self.clock.wall - 1_000
+        known = [
+            key
+            for key, one in self.observed.sent.items()
+            if one.acked and min(one.due_ms or 0, self.cancelled_ms.get(key, NEVER_MS)) >= since_ms
+        ]
+        some = random.sample(known, min(len(known), random.randint(1, 3)))
+        delays_ms = random.choices(DELAYS_MS, k=random.randint(1, 4))
+        topic, body_bytes, delay_ms = (
+            random.choice("xy"),
+            random.choice(BODY_BYTES),
+            random.choice((1_500, 4_000)),
+        )
+        verbs: list[tuple[float, Callable[[], Awaitable[object]]]] = [
+            (10, lambda: client.send(topic, delays_ms, body_bytes)),
+            (4, lambda: client.cancel(some)),
+            (3, lambda: client.reschedule(some[:1], delay_ms)),
+            (4, client.consume),
+            (1, client.save_offsets),
+            (0.7, client.checkpoint),
+            (0.5, client.compact),
+            (2, client.let_go),
+        ]  # fmt: skip
+        self.give(machine, *random.choices([verb for _, verb in verbs], [weight for weight, _ in verbs]))
+
+    def give(self, machine: Machine, verb: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
+        """Have a machine's event loop do something for a client."""
+
+        async def attempt() -> Any:
+            try:
+                return await verb()
+            except (TimeballError, PowerCut):
+                return None  # not answered
+            except Exception as error:
+                if not machine.files.cut:
+                    self.broken.append(f"{machine.name}: {''.join(traceback.format_exception(error))}")
+                return None
+
+        return machine.loop.create_task(attempt())
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def any(self, *, up: bool = True) -> Machine | None:
+        """Return one that is up or down; often one that serves."""
+        found = [machine for machine in self.machines if machine.is_up == up]
+        serving = [machine for machine in self.leaders() if machine in found]
+        if serving and self.random.random() < 0.5:
+            found = serving
+        return self.random.choice(found) if found else None
+
+    def boot(self) -> None:
+        """Start a machine that is down."""
+        if machine := self.any(up=False):
+            machine.start()
+            self.bury(machine)
+
+    def cut_power(self) -> None:
+        """End the process at one of the next calls to its disk, half of the time with the power."""
+        if (machine := self.any()) and machine.files.crash_at is None:
+            machine.files.crash_at = machine.files.calls + self.random.randint(1, 40)
+
+    def kill(self) -> None:
+        """End a process now, half of the time with the power."""
+        if machine := self.any():
+            self.end(machine, loses_power=self.random.random() < 0.5)
+
+    def black_out(self) -> None:
+        """Take the power from all machines at once."""
+        for machine in self.machines:
+            if machine.is_up:
+                self.end(machine, loses_power=True)
+
+    def pause(self) -> None:
+        """Stop a process for a while; it notices nothing."""
+        if machine := self.any():
+            machine.is_paused = True
+
+    def resume(self) -> None:
+        """Let stopped processes go on."""
+        for machine in self.machines:
+            machine.is_paused = False
+
+    def block(self) -> None:
+        """Block one direction between two machines."""
+        one, other = self.random.sample(NAMES, 2)
+        self.wire.blocked.add((one, other))
+
+    def unblock(self) -> None:
+        """Let all directions pass again."""
+        self.wire.blocked.clear()
+
+    def cut(self) -> None:
+        """End a connection."""
+        if self.wire.connections:
+            self.wire.end(self.random.choice(sorted(self.wire.connections)), self.random)
+
+    def expire(self) -> None:
+        """End a lease early."""
+        if self.memory.leases:
+            self.memory.end(self.random.choice(sorted(self.memory.leases)))
+
+    def unreach(self) -> None:
+        """Let a machine not reach etcd."""
+        if machine := self.any():
+            machine.is_without_store = True
+
+    def reach(self) -> None:
+        """Let all reach etcd again."""
+        for machine in self.machines:
+            machine.is_without_store = False
+
+    def hand_over(self) -> None:
+        """Ask a leader to give way."""
+        serving = [machine for machine in self.leaders() if not machine.is_paused]
+        if serving:
+            machine = self.random.choice(serving)
+            other = self.random.choice([name for name in NAMES if name != machine.name])
+            machine.loop.call_soon(machine.hand_over, other)
+
+    def wipe(self) -> None:
+        """Give a machine an empty disk."""
+        machine = self.random.choice(self.machines)
+        if self.may_lose(machine):
+            if machine.is_up:
+                machine.die()
+            machine.files, machine.is_blank = CrashFiles(), True
+
+    def may_lose(self, machine: Machine) -> bool:
+        """Return whether each set that counts would miss one replica at most: more is more than three copies bear."""
+        sets = [self.record().replicas]
+        for other in self.machines:
+            if other.is_up and other.thread is not None and (lead := other.thread.state.lead):
+                sets += [lead.replicas, lead.joining, lead.wanted]
+        there = {other.replica for other in self.machines if other is not machine and not other.is_blank}
+        return all(len(set(replicas) - there) <= 1 for replicas in sets)
+
+    def record(self) -> Record:
+        """Return the group's record."""
+        return msgspec.json.decode(self.memory.keys[f"tb/{CLUSTER}/state/{GROUP}"].value, type=Record)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _heal(self) -> Outcome:
+        """Mend all, let all become due, and return what there is to read."""
+        self.unblock(), self.resume(), self.reach()
+        for machine in self.machines:
+            machine.files.crash_at, machine.is_calm = None, True
+        reading: asyncio.Task[Any] | None = None
+        for number in range(HEAL_ROUNDS):
+            while machine := self.any(up=False):
+                machine.start()
+            self.pass_time(HEAL_STEP_MS)
+            for each in self.leaders() if number % 50 == 0 else ():
+                assert each.node is not None
+                self.give(each, Client(self, each, each.node).consume)  # before retention removes it
+            leader = self._settled_leader()
+            if reading is not None and reading.done() and not reading.cancelled() and reading.result():
+                if leader is not None:
+                    return reading.result()  # type: ignore[no-any-return]
+                reading = None
+            elif leader is not None and leader.node is not None and (reading is None or reading.done()):
+                reading = self.give(leader, partial(self._read, Client(self, leader, leader.node)))
+        states = {m.name: (m.role, m.replica, m.ended) for m in self.machines if m.is_up}
+        raise Fault(f"no convergence: {states}, {self.record()}")
+
+    async def _read(self, client: Client) -> Outcome:
+        await client.consume()
+        return await client.outcome()
+
+    def _settled_leader(self) -> Machine | None:
+        """Return the leader when all replicas count, all is due and released, and all logs are its own."""
+        leaders = self.leaders()
+        if len(leaders) != 1 or not all(machine.is_up for machine in self.machines):
+            return None
+        leader = leaders[0]
+        assert leader.node is not None
+        lasts = [max((sent.due_ms or 0, *sent.maybe_due)) for sent in self.observed.sent.values()]
+        if self.clock.wall < max(lasts, default=0) + 2 * SKEW_MS:
+            return None
+        if leader.role is not Role.LEADER or leader.node.broker.parts.scheduler.settled_before_ms <= max(
+            lasts
+        ):
+            return None
+        if set(self.record().replicas) != {machine.replica for machine in self.machines}:
+            return None
+        ends = {machine.thread.state.log.end for machine in self.machines if machine.thread}
+        return leader if len(ends) == 1 else None
+
+    def _compare(self, outcome: Outcome) -> None:
+        """Compare what was answered with what there is; raises Fault."""
+        logs = [machine.content() for machine in self.machines]
+        kept = set.intersection(*map(set, logs))  # a follower lets go a moment later than its leader
+        if not kept or any(log[name] != logs[0][name] for log in logs for name in kept):
+            self.broken.append("the logs are not the same bytes")
+        found = [f"{fault.kind}: {fault.text}" for fault in check(self.observed, outcome)]
+        found += self.broken + [text for machine in self.machines for text in machine.unheard]
+        if found:
+            raise Fault("; ".join(found[:5]))
+
+    @property
+    def epochs(self) -> list[int]:
+        """Return the epochs in which a broker served."""
+        return sorted(epoch for machine in self.machines for epoch in machine.epochs)
+
+    @property
+    def acknowledged(self) -> list[str]:
+        """Return the keys that were acknowledged."""
+        return [key for key, sent in self.observed.sent.items() if sent.acked]
+
+
+@contextmanager
+def faulty(fault: str) -> Iterator[None]:
+    """Break one rule on purpose."""
+    if fault == "no_sync":
+        with mock.patch.object(ReplicaLog, "sync", lambda self: None):
+            yield
+    else:
+        with broken(fault):
+            yield
+
+
+def run(seed: int, steps: int = STEPS, fault: str = "") -> Simulation:
+    """Run one seed; raises Fault."""
+    simulation = Simulation(seed)
+    logging.disable(logging.CRITICAL)  # of crashes and elections there is much to say
+    try:
+        with faulty(fault):
+            simulation.run(steps)
+    finally:
+        logging.disable(logging.NOTSET)
+        gc.collect()  # the disks of the seed
+    return simulation
+
+
+def main() -> int:
+    """Run one seed, or many, and print what is broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.broker_simulation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--fault", choices=FAULTS, default="")
+    options = parser.parse_args()
+    found = epochs = acknowledged = deaths = 0
+    for seed in range(options.seed, options.seed + options.seeds):
+        try:
+            simulation = run(seed, options.steps, options.fault)
+        except Fault as fault:
+            found += 1
+            print(f"seed {seed}: {fault}")
+            continue
+        epochs, deaths = epochs + len(simulation.epochs), deaths + simulation.deaths
+        acknowledged += len(simulation.acknowledged)
+    print(
+        f"{options.seeds} seeds, {epochs} epochs served, {deaths} deaths, {acknowledged} messages acknowledged, "
+        f"{found} seeds with a fault"
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

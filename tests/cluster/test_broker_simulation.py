@@ -1,0 +1,55 @@
+"""Whole brokers in a world of faults: `broker_simulation.py` says how, tests/crash/checker.py what must hold.
+
+TIMEBALL_SIMULATED_BROKERS says how many seeds the slow test runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cluster.broker_simulation import FAULTS, Fault, run
+
+SEEDS = int(os.environ.get("TIMEBALL_SIMULATED_BROKERS", "50"))
+CONTROL_SEEDS = 10  # in which each fault must be found at least once
+
+
+def test_a_broker_s_seeds_break_nothing() -> None:
+    simulation = run(1)
+    assert len(simulation.epochs) > 1 and simulation.deaths and simulation.acknowledged
+
+
+@pytest.mark.slow
+def test_fifty_seeds_break_nothing() -> None:
+    epochs = deaths = acknowledged = 0
+    for seed in range(1_000, 1_000 + SEEDS):
+        simulation = run(seed)
+        epochs, deaths = epochs + len(simulation.epochs), deaths + simulation.deaths
+        acknowledged += len(simulation.acknowledged)
+    assert epochs > 2 * SEEDS and deaths > 2 * SEEDS and acknowledged > 20 * SEEDS, (
+        "the faults left it no time"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_group_is_noticed(fault: str) -> None:
+    for seed in range(CONTROL_SEEDS):
+        try:
+            run(seed, fault=fault)
+        except Fault as found:
+            # Messages that are lost or moved; that it comes to no end is no proof.
+            if "no convergence" not in str(found):
+                return
+    pytest.fail(f"{fault} was not found in {CONTROL_SEEDS} seeds")
+
+
+@pytest.mark.slow
+def test_a_failing_seed_is_one_command() -> None:
+    command = [sys.executable, "-m", "tests.cluster.broker_simulation", "--seed", "1", "--steps", "20"]
+    root = Path(__file__).parents[2]
+    run_once = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert run_once.returncode == 0 and "0 seeds with a fault" in run_once.stdout, run_once.stdout
