@@ -30,7 +30,8 @@ from timeball.cluster.data_files import DataFiles
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
-from timeball.cluster.messages import Message, Receiver, encode
+from timeball.cluster.messages import Message, encode
+from timeball.cluster.receiver import Receiver
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread

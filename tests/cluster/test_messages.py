@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from timeball.cluster import messages as m
 from timeball.cluster.positions import EpochEnd
+from timeball.cluster.receiver import Receiver
 from timeball.errors import PeerError
 
 small = st.integers(0, 2**31 - 1)
@@ -63,15 +64,27 @@ def test_every_type_has_its_number() -> None:
 def test_messages_come_back_however_their_bytes_are_cut(sent: list[m.Message], cuts: list[int]) -> None:
     raw = b"".join(encoded(message) for message in sent)
     borders = sorted({0, len(raw), *(min(cut, len(raw)) for cut in cuts)})
-    receiver, received = m.Receiver(), []
+    receiver, received = Receiver(), []
     for begin, end in itertools.pairwise(borders):
         received += receiver.receive(raw[begin:end])
     assert received == sent
 
 
+@given(st.lists(MESSAGES, max_size=4), st.integers(1, 600))
+def test_what_was_received_outlives_the_buffer_that_brought_it(sent: list[m.Message], size: int) -> None:
+    raw, buffer = b"".join(encoded(message) for message in sent), bytearray(size)
+    receiver, received = Receiver(), []
+    for begin in range(0, len(raw), size):
+        part = raw[begin : begin + size]
+        buffer[: len(part)] = part
+        received += receiver.receive(memoryview(buffer)[: len(part)])
+        buffer[:] = bytes(size)
+    assert received == sent
+
+
 @given(MESSAGES)
 def test_byte_by_byte_nothing_comes_early(message: m.Message) -> None:
-    receiver, raw = m.Receiver(), encoded(message)
+    receiver, raw = Receiver(), encoded(message)
     for number in range(len(raw) - 1):
         assert not list(receiver.receive(raw[number : number + 1]))
     assert list(receiver.receive(raw[-1:] + b"T")) == [message]
@@ -82,7 +95,7 @@ def test_other_bytes_are_another_message_or_a_peer_error(message: m.Message, dat
     raw = bytearray(encoded(message))
     raw[data.draw(st.integers(0, min(len(raw), 120) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        received = list(m.Receiver().receive(raw))
+        received = list(Receiver().receive(raw))
     except PeerError:
         return
     # No checksum here: TLS carries it, and frames have their own. But one message has one form.
@@ -92,7 +105,7 @@ def test_other_bytes_are_another_message_or_a_peer_error(message: m.Message, dat
 @given(st.binary(min_size=45, max_size=200))
 def test_random_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(PeerError, match="no message of the replication protocol"):
-        list(m.Receiver().receive(raw))
+        list(Receiver().receive(raw))
 
 
 def header(number: int, *, length: int = 0, epoch: int = 1, values: tuple[int, ...] = (0, 0, 0, 0)) -> bytes:
@@ -119,11 +132,11 @@ def header(number: int, *, length: int = 0, epoch: int = 1, values: tuple[int, .
 )  # fmt: skip
 def test_what_breaks_a_rule_is_refused_by_name(raw: bytes, reason: str) -> None:
     with pytest.raises(PeerError, match=reason):
-        list(m.Receiver().receive(raw))
+        list(Receiver().receive(raw))
 
 
 def test_a_bound_is_checked_before_the_payload_is_awaited() -> None:
-    receiver = m.Receiver()
+    receiver = Receiver()
     with pytest.raises(PeerError):
         list(receiver.receive(header(14, length=2**32 - 1)))
 
@@ -131,7 +144,7 @@ def test_a_bound_is_checked_before_the_payload_is_awaited() -> None:
 @pytest.mark.parametrize("ends", [ENDS[::-1], (ENDS[0], ENDS[0]), (EpochEnd(1, 1, -64, 1),)])
 def test_a_promise_whose_epochs_are_no_log_is_refused(ends: tuple[EpochEnd, ...]) -> None:
     with pytest.raises(PeerError, match="order of a log"):
-        list(m.Receiver().receive(encoded(m.Promise(2, "b/1", ends))))
+        list(Receiver().receive(encoded(m.Promise(2, "b/1", ends))))
 
 
 def test_a_message_beyond_its_bound_is_not_sent() -> None:

@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from timeball.cluster.messages import Hello, Message, Receiver, encode
+from timeball.cluster.messages import Hello, Message, encode
 from timeball.cluster.name_lookup import NameLookup
+from timeball.cluster.receiver import Receiver
 from timeball.cluster.tls_channel import TlsChannel
 from timeball.errors import PeerError, SetupError
 
@@ -114,6 +115,7 @@ class Connections:
         listen_on.setblocking(False)
         self._listening = listen_on
         self._selector.register(listen_on, selectors.EVENT_READ, listen_on)
+        self._received = memoryview(bytearray(READ_BYTES))  # of one read, for all connections in turn
         self._dialed: dict[str, Connection] = {}
         self._accepted: dict[str, Connection] = {}
         self._strangers: list[Connection] = []
@@ -234,12 +236,13 @@ class Connections:
 
     def _read(self, connection: Connection) -> None:
         try:
-            data = connection.sock.recv(READ_BYTES)
+            size_bytes = connection.sock.recv_into(self._received)
         except BlockingIOError:
             return
-        if not data:
+        if not size_bytes:
             self._end(connection)
             return
+        data: bytes | memoryview = self._received[:size_bytes]
         if connection.tls is not None:
             data = connection.tls.receive(data)
             self._write(connection)

@@ -15,7 +15,6 @@ Each raises PeerError, and the connection must end: behind a bad message nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from struct import Struct
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -350,35 +349,6 @@ def read_message(header: Header, payload: bytes) -> Message:
     """Return the message of a header and its whole payload; raises PeerError."""
     assert len(payload) == header.length
     return header.kind(epoch=header.epoch, **header.headed, **header.kind.fields_of(payload))
-
-
-class Receiver:
-    """Turns the bytes of one connection into messages. It holds at most one message that is not whole."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._header: Header | None = None  # of the message whose payload is awaited
-
-    def receive(self, data: bytes | memoryview) -> Iterator[Message]:
-        """Take bytes as they came, and yield the messages that are whole now; raises PeerError."""
-        self._buffer += data
-        while (message := self._next()) is not None:
-            yield message
-
-    def _next(self) -> Message | None:
-        if self._header is None:
-            if len(self._buffer) < HEADER.size:
-                return None
-            # Checked before its payload is awaited: a length out of bounds must not make this buffer grow.
-            self._header = read_header(bytes(self._buffer[: HEADER.size]))
-            del self._buffer[: HEADER.size]
-        header = self._header
-        if len(self._buffer) < header.length:
-            return None
-        payload = bytes(self._buffer[: header.length])
-        del self._buffer[: header.length]
-        self._header = None
-        return read_message(header, payload)
 
 
 def _read_json(payload: bytes, kind: type[Text]) -> Text:

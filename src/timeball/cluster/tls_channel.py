@@ -24,7 +24,7 @@ class TlsChannel:
         self.is_open = False
         self._plain: list[bytes | memoryview] = []  # to be sent once the handshake is done
 
-    def receive(self, data: bytes) -> bytes:
+    def receive(self, data: bytes | memoryview) -> bytes:
         """Take bytes of the socket, and return what they say; raises PeerError."""
         self._incoming.write(data)
         found = bytearray()
