@@ -45,6 +45,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TICK_MS = 50
+# A takeover has at most so much left to apply: 35 ms of work at 100,000 messages a second. Small commits, applied
+# together, cost a third less than once a tick.
+APPLY_MS = 250
 SUSPECT_MS = 1_000
 
 
@@ -107,8 +110,8 @@ class ReplicaThread(Disk):
         self._is_stepping = False
         self._is_over = False  # shut down, or failed
         self._ticked_ms = 0
-        # A follower applies once a tick: commit by commit it would cost as much as all else that a follower does.
-        self._committed_seq = self._applied_seq = 0
+        # A follower applies every APPLY_MS: commit by commit it would cost as much as all else that a follower does.
+        self._committed_seq = self._applied_seq = self._applied_ms = 0
         self._suspect, self._suspect_until_ms = "", 0  # the node of a leader whose connection has ended
         self._received = False  # frames or more, since the last flush
         self._failed: BaseException | None = None  # a commit's, which its caller was told as well
@@ -245,8 +248,8 @@ class ReplicaThread(Disk):
             if self._log.first != self.state.first:
                 self._step(on.Dropped(self._log.first))
             self._step(on.Tick(now_ms, self._clock.wall_ms()))
-            if self._applied_seq < self._committed_seq:
-                self._applied_seq = self._committed_seq
+            if self._applied_seq < self._committed_seq and now_ms - self._applied_ms >= APPLY_MS:
+                self._applied_seq, self._applied_ms = self._committed_seq, now_ms
                 self._hooks.apply(self._applied_seq)
             if self._suspect:
                 self._probe()
