@@ -38,6 +38,7 @@ from timeball.clock import ManualClock
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Role
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.config import MIB
 from timeball.errors import Corrupt, TimeballError
 from timeball.node import Node
 
@@ -46,7 +47,8 @@ STEPS = 400
 SKEW_MS = 400
 NEVER_MS = 2**62
 DELAYS_MS = (None, None, 1_000, 1_500, 3_000, 6_000, 12_000)  # all but None further than two clocks are apart
-BODY_BYTES = (20, 20, 60_000)  # so that the log rolls, and retention has what it may remove
+BODY_BYTES = (20, 20, 30_000)
+SEGMENT_BYTES = (MIB // 8, MIB)  # of small ones a log of some seconds has many, and retention takes the first
 HEAL_ROUNDS, HEAL_STEP_MS = 1_500, 40
 FAULTS = ("no_sync", "acknowledges_alone")
 
@@ -115,9 +117,8 @@ class Simulation:
         self.broken: list[str] = []
         self.cancelled_ms: dict[str, int] = {}  # when each key was first asked to be cancelled
         self.deaths = 0
-        self.machines = [
-            Machine(name, self.memory, self.wire, self.random, ManualClock(), CrashFiles()) for name in NAMES
-        ]
+        segment_bytes = self.random.choice(SEGMENT_BYTES)
+        self.machines = [Machine(name, self.memory, self.wire, self.random, segment_bytes) for name in NAMES]
         for machine in self.machines:
             machine.others = {each.name: each for each in self.machines}
             machine.clock.step_wall(self.random.randint(-SKEW_MS // 2, SKEW_MS // 2))
@@ -264,8 +265,14 @@ class Simulation:
             machine.files.crash_at = machine.files.calls + self.random.randint(1, 40)
 
     def kill(self) -> None:
-        """End a process now, half of the time with the power."""
-        if machine := self.any():
+        """End a process now, half of the time with the power; often one that has just been sent something."""
+        machine = self.any()
+        if machine is not None and machine.node is not None and self.random.random() < 0.5:
+            client = Client(self, machine, machine.node)
+            self.give(machine, lambda: client.send("x", [None, 1_500]))
+            for _ in range(self.random.randint(1, 4)):
+                machine.turn()
+        if machine is not None and machine.is_up:
             self.end(machine, loses_power=self.random.random() < 0.5)
 
     def black_out(self) -> None:
@@ -378,12 +385,11 @@ class Simulation:
             return None
         leader = leaders[0]
         assert leader.node is not None
-        lasts = [max((sent.due_ms or 0, *sent.maybe_due)) for sent in self.observed.sent.values()]
-        if self.clock.wall < max(lasts, default=0) + 2 * SKEW_MS:
-            return None
-        if leader.role is not Role.LEADER or leader.node.broker.parts.scheduler.settled_before_ms <= max(
-            lasts
-        ):
+        last_ms = max(
+            (max(each.due_ms or 0, *each.maybe_due, 0) for each in self.observed.sent.values()), default=0
+        )
+        is_settled = leader.node.broker.parts.scheduler.settled_before_ms > last_ms
+        if leader.role is not Role.LEADER or not is_settled or self.clock.wall < last_ms + 2 * SKEW_MS:
             return None
         if set(self.record().replicas) != {machine.replica for machine in self.machines}:
             return None

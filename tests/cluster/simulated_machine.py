@@ -35,7 +35,7 @@ from timeball.cluster.receiver import Receiver
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
-from timeball.config import MIB, Settings
+from timeball.config import Settings
 from timeball.errors import PeerError, TimeballError, Unavailable
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
@@ -44,7 +44,7 @@ from timeball.node import Node
 from timeball.replicated_node import LentDisk
 
 CLUSTER, GROUP, TTL_MS, QUORUM_MS = "tests", "g1", 1_000, 3_000
-RETENTION_MS = 5_000
+RETENTION_MS = 4_000
 WAIT_S = 0.02  # between two looks at the store
 HAND_OVER_S = 2.0
 
@@ -203,11 +203,9 @@ class Hooks(Member):
 class Machine:
     """One machine; `files` is its disk and `others` are all machines by name."""
 
-    def __init__(
-        self, name: str, memory: Memory, wire: Wire, random: Random, clock: ManualClock, files: CrashFiles
-    ) -> None:
+    def __init__(self, name: str, memory: Memory, wire: Wire, random: Random, segment_bytes: int) -> None:
         self.name, self.memory, self.wire, self.random = name, memory, wire, random
-        self.clock, self.files = clock, files
+        self.clock, self.files = ManualClock(), CrashFiles()
         self.others: dict[str, Machine] = {}
         self.is_up = self.is_paused = self.is_without_store = self.is_calm = self.is_blank = False
         self.ended: BaseException | None = None
@@ -217,11 +215,13 @@ class Machine:
         self.unheard: list[str] = []
         self.settings = Settings(
             data=Path("in-memory"),
-            segment_bytes=MIB,
             queues_per_topic=2,
             compact_self=False,
             retention_ms=RETENTION_MS,
         )
+        object.__setattr__(
+            self.settings, "segment_bytes", segment_bytes
+        )  # perhaps less than a user may ask for
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Machine:
         self.baton.wait()
 
     async def _start(self) -> None:
-        self.log = ReplicaLog(self.files, self.name, GROUP, MIB)
+        self.log = ReplicaLog(self.files, self.name, GROUP, self.settings.segment_bytes)
         self.is_blank = False
         self.caches = FollowerCaches(self.files, self.log, self.settings)
         replica = self.log.identity.replica

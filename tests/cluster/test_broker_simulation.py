@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.broker_simulation import FAULTS, Fault, run
 
 SEEDS = int(os.environ.get("TIMEBALL_SIMULATED_BROKERS", "50"))
-CONTROL_SEEDS = 10  # in which each fault must be found at least once
+CONTROL_SEEDS = 20  # in which each fault must be found at least once
 
 
 def test_a_broker_s_seeds_break_nothing() -> None:
