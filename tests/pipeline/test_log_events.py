@@ -1,4 +1,4 @@
-"""Events that are no single promise's: bulk attaches and starts."""
+"""Events of rows of the log, and those that are no single promise's: bulk attaches and starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import log_rows, send
 
 from timeball import Timeball
-from timeball.message import Kind
+from timeball.message import NO_INSTANT_MS, Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.log_events import EVENT_SCHEMA, attach_events, read_spans
+from timeball.pipeline.log_events import EVENT_SCHEMA, attach_events, events_of, read_events, read_spans
 from timeball.table.attachment import Attachment, Reservation, encode
 
 
@@ -39,3 +39,54 @@ def test_each_start_of_the_broker_is_an_event(node: RunningNode, broker: Endpoin
     assert [(row["event"], row["first_seq"], row["rows"]) for row in found] == [("started", again, 0)]
     assert found[0]["lateness_ms"] >= 0
     assert read_spans(broker, again + 1, end).num_rows == read_spans(broker, end, end).num_rows == 0
+
+
+def events(rows: pa.RecordBatch) -> list[dict[str, object]]:
+    found = events_of(rows)
+    assert found.schema == EVENT_SCHEMA
+    told: list[dict[str, object]] = found.to_pylist()
+    return told
+
+
+def test_a_release_says_where_and_how_late() -> None:
+    rows = log_rows(
+        Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, queue_id=2, queue_offset=9,
+        reconsume_times=1,
+    )  # fmt: skip
+    assert events(rows) == [
+        {
+            "event": "released", "first_seq": 5, "rows": 1, "topic": "t", "unique_key": None, "due_ms": 1_000,
+            "at_ms": 1_007, "lateness_ms": 7, "queue_id": 2, "queue_offset": 9, "attempt": 2, "event_seq": 1,
+        }
+    ]  # fmt: skip
+
+
+def test_a_half_message_and_its_end_are_no_events() -> None:
+    for kind in (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL):
+        assert events(log_rows(kind, 1, topic="t", store_ms=1_007, source_seq=5)) == []
+
+
+def test_a_half_message_is_accepted_by_its_first_move_and_moved_by_others() -> None:
+    for from_due_ms, event in ((NO_INSTANT_MS, "accepted"), (900, "moved")):
+        row = log_rows(Kind.MOVED, 1, due_ms=1_000, store_ms=500, source_seq=8, from_due_ms=from_due_ms)
+        (found,) = events(row)
+        assert (found["event"], found["first_seq"], found["event_seq"]) == (event, 8, 1)
+    assert events(log_rows(Kind.MOVED, 1, due_ms=1_000, store_ms=500, source_seq=8)) == []
+
+
+def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
+    for kind, event, number in ((Kind.PROMISE, "accepted", 1), (Kind.CANCEL, "cancelled", 8)):
+        rows = log_rows(kind, 1, due_ms=1_000, store_ms=2_000, source_seq=8, queue_id=-1)
+        (found,) = events(rows)
+        assert (found["event"], found["first_seq"], found["at_ms"]) == (event, number, 2_000)
+        assert found["lateness_ms"] is found["queue_id"] is found["queue_offset"] is None
+
+
+def test_all_events_of_a_range_are_told(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 5)
+    end = broker.status().log.durable_seq
+    found = [event for batch in read_events(broker, 1, end) for event in batch.to_pylist()]
+    assert [(each["event"], each["first_seq"], each["rows"]) for each in found] == [
+        ("accepted", seq, 1) for seq in range(2, 7)
+    ]
+    assert list(read_events(broker, end, end)) == []

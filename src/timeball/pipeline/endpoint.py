@@ -22,7 +22,7 @@ import pyarrow.flight as flight
 from timeball import wire
 from timeball.client.calls import Calls, translated
 from timeball.clock import Clock
-from timeball.errors import OutOfRange, TimeballError
+from timeball.errors import OutOfRange, TimeballError, Unavailable
 from timeball.limits import PULL_ROWS_MAX
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.groups import Group, endpoint_of, groups_of, known_groups, split_endpoint
@@ -211,6 +211,95 @@ def read_groups(endpoint: str) -> list[Group]:
     """Return the groups to be read at an endpoint."""
     with Endpoint(endpoint) as broker:
         return groups_of(broker.status(), endpoint)
+
+
+# ---- a read that goes on --------------------------------------------------------------------------------------
+
+# Rows of the log and of queues are numbered and never change, so a reader that remembers the last number can read on
+# when the broker restarts meanwhile, and yield every row once. It waits as long as any call does.
+
+READ_TRIES = 3
+
+Read = Callable[[int], Iterator[pa.RecordBatch]]  # rows from a position on, in order
+After = Callable[[pa.RecordBatch, int], int]  # the position behind a batch that began at one
+
+
+def retrying_read(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
+    """Yield all batches of `read(position)`; Unavailable when the broker stays away."""
+    broken = 0
+    while True:
+        try:
+            for batch in read(position):
+                position, broken = after(batch, position), 0
+                yield batch
+            return
+        except Unavailable as error:
+            broken += 1
+            if broken > READ_TRIES:
+                raise
+            LOG.warning(
+                "read broke off broker=%s at_seq=%d try=%d reason=%s", endpoint.uri, position, broken, error
+            )
+            endpoint.status()  # returns once the broker is back
+
+
+def behind_last_seq(batch: pa.RecordBatch, _: int) -> int:
+    """Return the position behind rows of the log, which must have their number."""
+    return int(batch.column("seq")[-1].as_py()) + 1
+
+
+def behind_rows(batch: pa.RecordBatch, position: int) -> int:
+    """Return the position behind rows of a queue, which has one at each offset."""
+    return position + int(batch.num_rows)
+
+
+# ---- all groups -----------------------------------------------------------------------------------------------
+
+
+class Connections:
+    """Connections to all groups at an endpoint, kept open; each look asks anew which groups there are."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._uri = endpoint
+        self._opened: dict[str, Endpoint] = {}
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        for endpoint in self._opened.values():
+            endpoint.close()
+        self._opened = {}
+
+    def broker(self, uri: str | None = None) -> Endpoint:
+        """Return the connection: to the endpoint that was named, or to a group's own."""
+        uri = uri or self._uri
+        if uri not in self._opened:
+            self._opened[uri] = Endpoint(uri)
+        return self._opened[uri]
+
+    def statuses(self) -> list[tuple[Group, wire.Status]]:
+        """Return the groups there are now, and the status of each; one call where there is one group."""
+        status = self.broker().status()
+        groups = self._groups_of(status)
+        if len(groups) == 1:
+            return [(groups[0], status)]
+        return [(group, self.broker(group.endpoint).status()) for group in groups]
+
+    def groups(self) -> list[Group]:
+        """Return the groups there are now."""
+        return self._groups_of(self.broker().status())
+
+    def _groups_of(self, status: wire.Status) -> list[Group]:
+        groups = groups_of(status, self._uri)
+        for uri in self._opened.keys() - {self._uri, *(group.endpoint for group in groups)}:
+            self._opened.pop(uri).close()  # its group has another leader
+        return groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tasks receive a copy; a connection is of no use to them.
+        return {**self.__dict__, "_opened": {}}
+
+
+# ---- a job at work --------------------------------------------------------------------------------------------------
 
 
 class Lease:

@@ -9,17 +9,20 @@
     started     the log was taken up again; lateness_ms: for how     its first row of that life, 0
                 long the broker was down
 
-Events of one row are SQL (view_sql.events_sql). This module makes the others, which are few: ranges and starts.
+A half message has no instant and is no promise yet: its first move accepts it, and a row without an instant ends no
+promise. A row that moves a promise to another place is no event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from timeball.message import READ_SCHEMA, Kind
-from timeball.pipeline.endpoint import Endpoint
+from timeball.message import NO_INSTANT_MS, READ_SCHEMA, Kind
+from timeball.pipeline.endpoint import Endpoint, behind_last_seq, retrying_read
 from timeball.table import attachment as att
 
 LEDGER_APP_ID = (
@@ -44,6 +47,59 @@ EVENT_SCHEMA = pa.schema(
 
 # What passed, as the archive job keeps it: the log's columns, and the day it is filed under.
 ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
+
+
+# The kinds of rows that are events of one promise, and the columns that say which.
+_KINDS = (Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL)
+_COLUMNS = (
+    "seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
+    "reconsume_times", "from_due_ms",
+)  # fmt: skip
+_EVENTS = pa.array(["accepted", "moved", "released", "cancelled"])
+
+
+def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
+    """Yield the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
+    spans = read_spans(broker, from_seq, to_seq)
+    yield from (batch for batch in spans.to_batches() if batch.num_rows)
+
+    def read(begin: int) -> Iterator[pa.RecordBatch]:
+        return broker.read_log(begin, to_seq, _KINDS, columns=_COLUMNS)
+
+    if from_seq < to_seq:
+        for batch in retrying_read(broker, read, from_seq, behind_last_seq):
+            found = events_of(batch)
+            if found.num_rows:
+                yield found
+
+
+def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the events of these rows of the log, each of one promise."""
+    moved = pc.equal(rows.column("kind"), int(Kind.MOVED))
+    is_event = pc.or_(pc.invert(moved), rows.column("from_due_ms").is_valid())
+    rows = rows.filter(pc.and_(is_event, rows.column("due_ms").is_valid()))
+    kind, from_due_ms = rows.column("kind"), rows.column("from_due_ms")
+    released, nothing = pc.equal(kind, int(Kind.RELEASE)), pa.scalar(None, pa.int64())
+    accepted_by_move = pc.fill_null(pc.equal(from_due_ms, NO_INSTANT_MS), False)
+    kinds = np.where(accepted_by_move.to_numpy(zero_copy_only=False), int(Kind.PROMISE), kind.to_numpy())
+    which = np.searchsorted([int(each) for each in (Kind.PROMISE, Kind.MOVED, Kind.RELEASE)], kinds)
+    lateness_ms = pc.subtract(rows.column("store_ms"), rows.column("due_ms"))
+    attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
+    columns = {
+        "event": _EVENTS.take(pa.array(which)),
+        "first_seq": pc.if_else(
+            pc.equal(kind, int(Kind.PROMISE)), rows.column("seq"), rows.column("source_seq")
+        ),
+        "rows": pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows),
+        "at_ms": rows.column("store_ms"),
+        "lateness_ms": pc.if_else(released, lateness_ms, nothing),
+        "queue_id": pc.if_else(released, rows.column("queue_id"), pa.scalar(None, pa.int32())),
+        "queue_offset": pc.if_else(released, rows.column("queue_offset"), nothing),
+        "attempt": attempt.cast(pa.int32()),
+        "event_seq": rows.column("seq"),
+    }
+    found = [columns[name] if name in columns else rows.column(name) for name in EVENT_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(found, schema=EVENT_SCHEMA)
 
 
 def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:

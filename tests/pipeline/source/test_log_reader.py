@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
@@ -20,31 +18,18 @@ from timeball import Timeball
 from timeball.clock import ManualClock
 from timeball.errors import OutOfRange, SetupError, Unavailable
 from timeball.message import READ_SCHEMA, Kind
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.endpoint import READ_TRIES, Endpoint, behind_last_seq, behind_rows, retrying_read
 from timeball.pipeline.source.log_reader import (
-    TRIES,
     LogPart,
     LogReader,
     LogStream,
-    behind_last_seq,
-    behind_rows,
     log_parts,
     needed,
     read_part,
-    retrying_read,
     shape,
-    split_range,
 )
 from timeball.pipeline.source.options import read_options
 from timeball.pipeline.source.pushdown import Wanted, wanted
-
-
-@given(st.integers(0, 1000), st.integers(-5, 1000), st.integers(1, 300))
-def test_pieces_cover_the_range_once(begin: int, span: int, rows: int) -> None:
-    parts = split_range(begin, begin + span, rows)
-    covered = [seq for low, high in parts for seq in range(low, high)]
-    assert covered == list(range(begin, begin + span))
-    assert all(0 < high - low <= rows for low, high in parts)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +138,7 @@ def test_a_broker_that_is_there_but_breaks_off_for_ever_is_a_failure(broker: End
 
     with pytest.raises(Unavailable, match="broke off"):
         list(retrying_read(broker, read, 7, behind_rows))
-    assert tries == [7] * (TRIES + 1)
+    assert tries == [7] * (READ_TRIES + 1)
 
 
 def test_other_errors_are_not_tried_again(broker: Endpoint) -> None:

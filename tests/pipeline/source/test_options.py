@@ -50,7 +50,10 @@ def test_values_are_parsed() -> None:
         ({"from_seq": "yesterday"}, "option from_seq='yesterday': .*latest"),
         ({"kinds": "promise,wish"}, "option kinds='promise,wish': .*release"),
         ({"kinds": "0"}, "option kinds"),
-        ({"read": "everything"}, "option read='everything': one of log, queue, pending, ledger, ranges"),
+        (
+            {"read": "everything"},
+            "option read='everything': one of log, queue, pending, ledger, events, ranges",
+        ),
         ({"endpoint": "localhost:7400"}, "option endpoint='localhost:7400': grpc://host:port"),
         ({"columns": "seq,seq"}, "option columns"),
         ({"columns": "seq,colour"}, "option columns: no column 'colour' when read=log"),

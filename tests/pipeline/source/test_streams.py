@@ -1,4 +1,4 @@
-"""Tests of timeball.pipeline.source.streams: which groups a stream reads, and how a micro-batch is shared out."""
+"""Tests of timeball.pipeline.source.streams: which groups a stream reads."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.pipeline.two_groups import two_groups
 
 from timeball.errors import SetupError, Unavailable
 from timeball.pipeline.source.log_reader import LogStream
 from timeball.pipeline.source.options import read_options
-from timeball.pipeline.source.streams import check_known, share
-
-
-@given(st.dictionaries(st.integers(0, 9), st.integers(0, 10**6)), st.integers(0, 10**6))
-def test_shares_use_the_limit_and_no_part_gives_more_than_it_has(lag: dict[int, int], rows: int) -> None:
-    taken = share(lag, rows)
-    assert sum(taken.values()) == min(rows, sum(lag.values()))
-    assert all(0 <= taken[queue] <= lag[queue] for queue in lag)
-
-
-def test_shares_are_fair() -> None:
-    assert share({0: 900, 1: 100, 2: 0}, 100) == {0: 90, 1: 10, 2: 0}
-    assert share({("g1", 0): 10, ("g2", 0): 30}, 4) == {("g1", 0): 1, ("g2", 0): 3}
+from timeball.pipeline.source.streams import check_known
 
 
 def test_a_group_that_an_offset_names_must_be_there() -> None:

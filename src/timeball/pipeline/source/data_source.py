@@ -13,6 +13,7 @@ fetched, and Spark applies every filter again: pushdown may be coarse, never wro
     queue    yes     yes      READ_SCHEMA, of one topic                   queue_id, queue_offset, seq, due_ms
     pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
     ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
+    events   yes     -        EVENT_SCHEMA, of rows of the log            none
     ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
 
 Of a cluster all groups are read, each from its own leader; the column `group` says which, where it is named in
@@ -45,6 +46,7 @@ from timeball.pipeline.source.table_reader import TableReader
 
 READERS: dict[str, type[LogReader | QueueReader | TableReader]] = {
     "log": LogReader,
+    "events": LogReader,
     "ranges": LogReader,
     "queue": QueueReader,
     "pending": TableReader,

@@ -1,14 +1,12 @@
 """Read the log, at once or as a stream: from_seq <= seq < to_seq in even partitions, which the tasks fetch over Flight.
 
     read=log      the rows; the broker filters kinds and columns, the task filters topics and instants in Arrow
+    read=events   what happened to promises in these rows (log_events.py)
     read=ranges   (from_seq, to_seq) of each partition: pointers, for writers that fetch the rows themselves
 
 A range that retention has removed, or that is not durable yet, is refused: a shorter answer would look like a whole.
 
-A read resumes where it broke off when the broker restarts meanwhile. Rows of the log and of queues are numbered and
-never change, so a reader that remembers the last number can read on and yield every row once. It waits for the broker
-as long as any call does (endpoint.PATIENCE_S). A broker that is there and breaks off TRIES times without a row between
-is an error.
+A read resumes where it broke off when the broker restarts meanwhile (endpoint.retrying_read).
 
 An offset of the stream is a sequence number in each group of a cluster, {"g1": 17, "g2": 4}, and {"seq": 17} of a
 broker that is in none; that one is understood of a cluster too, as the offset in the group of the node that is named.
@@ -24,9 +22,7 @@ belongs to a time when another compactor was at work cannot open a hole or attac
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,14 +32,16 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.clock import Clock
-from timeball.errors import OutOfRange, SetupError, Unavailable
+from timeball.errors import OutOfRange, SetupError
 from timeball.message import READ_SCHEMA
-from timeball.pipeline.endpoint import Endpoint, group_statuses
+from timeball.pipeline.endpoint import Endpoint, behind_last_seq, group_statuses, retrying_read
 from timeball.pipeline.groups import GROUP, Group
+from timeball.pipeline.log_events import read_events
 from timeball.pipeline.source.options import GROUP_FIELD, ReadOptions
+from timeball.pipeline.source.pacing import share, split_range
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
 from timeball.pipeline.source.spark_api import Filter, ReadLimit
-from timeball.pipeline.source.streams import Offset, PacedStream, check_known, share
+from timeball.pipeline.source.streams import Offset, PacedStream, check_known
 from timeball.wire import Status
 
 if TYPE_CHECKING:
@@ -57,14 +55,6 @@ class LogPart(InputPartition):
     from_seq: int
     to_seq: int
     group: Group | None = None
-
-
-def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
-    """Cut a range into even pieces of at most `rows` each; none for an empty range."""
-    span = max(0, end - begin)
-    pieces = -(-span // rows)
-    cuts = [begin + span * i // pieces for i in range(pieces + 1)] if pieces else []
-    return list(itertools.pairwise(cuts))
 
 
 def piece_rows(rows: int, options: ReadOptions) -> int:
@@ -106,6 +96,11 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
         yield select(row, options, part.group)
+        return
+    if options.read == "events":
+        with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
+            for batch in read_events(endpoint, part.from_seq, part.to_seq):
+                yield select(batch, options, part.group)
         return
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         columns = needed(options, rows)
@@ -169,7 +164,7 @@ class LogReader(DataSourceReader):
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
         self.seqs = OPEN
-        self.rows = Wanted() if options.read == "ranges" else wanted((), options.topic, [])
+        self.rows = wanted((), options.topic, []) if options.read == "log" else Wanted()
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Narrow the range, the kinds and the rows; every filter is returned, so Spark applies them as well."""
@@ -199,46 +194,6 @@ class LogReader(DataSourceReader):
         """See DataSourceReader."""
         # Planned without partitions, Spark asks once all the same, for None.
         return read_part(self.options, partition, self.rows) if isinstance(partition, LogPart) else iter(())
-
-
-# ---- a read that goes on --------------------------------------------------------------------------------------
-
-
-LOG = logging.getLogger("timeball.pipeline")
-
-TRIES = 3
-
-Read = Callable[[int], Iterator[pa.RecordBatch]]  # rows from a position on, in order
-After = Callable[[pa.RecordBatch, int], int]  # the position behind a batch that began at one
-
-
-def retrying_read(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
-    """Yield all batches of `read(position)`; Unavailable when the broker stays away."""
-    broken = 0
-    while True:
-        try:
-            for batch in read(position):
-                position, broken = after(batch, position), 0
-                yield batch
-            return
-        except Unavailable as error:
-            broken += 1
-            if broken > TRIES:
-                raise
-            LOG.warning(
-                "read broke off broker=%s at_seq=%d try=%d reason=%s", endpoint.uri, position, broken, error
-            )
-            endpoint.status()  # returns once the broker is back
-
-
-def behind_last_seq(batch: pa.RecordBatch, _: int) -> int:
-    """Return the position behind rows of the log, which must have their number."""
-    return int(batch.column("seq")[-1].as_py()) + 1
-
-
-def behind_rows(batch: pa.RecordBatch, position: int) -> int:
-    """Return the position behind rows of a queue, which has one at each offset."""
-    return position + int(batch.num_rows)
 
 
 # ---- as a stream ----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ SCHEMAS = {
     "queue": READ_SCHEMA,
     "pending": TABLE_SCHEMA,
     "ledger": EVENT_SCHEMA,
+    "events": EVENT_SCHEMA,
     "ranges": RANGE_SCHEMA,
 }
 GROUP_FIELD = pa.field(GROUP, pa.string())  # of any read, where `columns` names it
@@ -84,8 +85,8 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
 # For each option of a read that does not fit all of them: those it fits.
 FITS: dict[str, tuple[str, ...]] = {
     "topic": ("log", "queue", "pending", "ledger"),
-    "from_seq": ("log", "ranges"),
-    "to_seq": ("log", "ranges"),
+    "from_seq": ("log", "events", "ranges"),
+    "to_seq": ("log", "events", "ranges"),
     "kinds": ("log",),
     "body_kinds": ("log",),
     "placed": ("log",),
@@ -110,7 +111,7 @@ def describe() -> dict[str, str]:
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
         "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
-        "read": "log, queue, pending, ledger, or ranges: only (from_seq, to_seq), for writers that fetch rows (log)",
+        "read": "log, queue, pending, ledger, events: of rows of the log, or ranges: only (from_seq, to_seq) (log)",
         "columns": "only these columns, in this order; of the log, the broker sends no others. * is all; group is more",
         "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",

@@ -22,14 +22,15 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.clock import Clock
 from timeball.errors import NotFound, OutOfRange, SetupError
-from timeball.pipeline.endpoint import Endpoint, read_groups
+from timeball.pipeline.endpoint import Endpoint, behind_rows, read_groups, retrying_read
 from timeball.pipeline.groups import Group
-from timeball.pipeline.source.log_reader import behind_rows, piece_rows, retrying_read, shape, split_range
+from timeball.pipeline.source.log_reader import piece_rows, shape
 from timeball.pipeline.source.option_values import Offsets
 from timeball.pipeline.source.options import ReadOptions
+from timeball.pipeline.source.pacing import share, split_range
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, wanted
 from timeball.pipeline.source.spark_api import Filter, ReadLimit
-from timeball.pipeline.source.streams import Offset, PacedStream, check_known, share
+from timeball.pipeline.source.streams import Offset, PacedStream, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

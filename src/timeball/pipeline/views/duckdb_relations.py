@@ -19,7 +19,7 @@ from timeball.errors import NotFound
 from timeball.message import READ_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.groups import GROUP, Group
-from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_events
 from timeball.pipeline.table_store import Due, as_dataset, files_dataset, table_files
 from timeball.pipeline.views import view_sql
 from timeball.pipeline.views.snapshot import Snapshot
@@ -109,13 +109,19 @@ class Relations:
         columns: Sequence[str],
         placed: bool | None = None,
     ) -> None:
-        """Write rows of the log to a file of this session, a relation that can be read more than once."""
+        """Make a relation of rows of the log."""
         schema = pa.schema([READ_SCHEMA.field(column) for column in columns])
+        rows: Iterable[pa.RecordBatch] = ()
+        if begin < end:
+            rows = self._broker.read_log(begin, end, kinds, columns=columns, placed=placed)
+        self._keep(name, schema, (batch.select(columns) for batch in rows))
+
+    def _keep(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+        """Write batches to a file of this session, a relation that can be read more than once."""
         path = self._scratch / f"{self.name(name)}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            if begin < end:
-                for batch in self._broker.read_log(begin, end, kinds, columns=columns, placed=placed):
-                    writer.write_batch(batch.select(columns))
+            for batch in batches:
+                writer.write_batch(batch)
         self._register(name, ds.dataset(str(path), schema, format="ipc"))
 
     def _make_table_rows(self) -> None:
@@ -133,9 +139,8 @@ class Relations:
             self.version = msgspec.structs.replace(self.version, ledger=table.version())
             self._register("ledger_table", as_dataset(table, EVENT_SCHEMA))
             kept = f"select * from {self.name('ledger_table')} where event_seq < {shot.end_seq} union all by name "
-        self._fetch("event_rows", begin)
-        self._register("span_rows", read_spans(self._broker, *shot.log_range(begin)))
-        self._make_view("ledger_events", f"{kept}({view_sql.events_sql(self.name)})")
+        self._keep("fresh_events", EVENT_SCHEMA, read_events(self._broker, *shot.log_range(begin)))
+        self._make_view("ledger_events", f"{kept}(select * from {self.name('fresh_events')})")
 
     def _make_archive_rows(self) -> None:
         table = self.snapshot.open_beside("archive")

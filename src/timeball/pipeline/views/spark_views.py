@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import Group
-from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_spans
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
 from timeball.pipeline.source.spark_api import spark_schema, unite
 from timeball.pipeline.source.table_reader import read_delta
 from timeball.pipeline.spark_errors import spark_errors
@@ -153,15 +153,8 @@ def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> di
 
 def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) -> DataFrame:
     """Return the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
-    with Endpoint(endpoint) as broker:
-        spans = read_spans(broker, from_seq, to_seq)
-    source = spark.read.format("timeball").option("endpoint", endpoint)
-    source = source.option("from_seq", str(from_seq)).option("to_seq", str(to_seq))
-    frames = {
-        "event_rows": _columns(source, "event_rows", TABLE_SCHEMA.names),
-        "span_rows": spark.createDataFrame(spans, spark_schema(EVENT_SCHEMA)),
-    }
-    return _run(spark, view_sql.events_sql(view_sql.SPARK_RELATION), frames)
+    source = spark.read.format("timeball").option("endpoint", endpoint).option("read", "events")
+    return source.option("from_seq", str(from_seq)).option("to_seq", str(to_seq)).load()
 
 
 def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:

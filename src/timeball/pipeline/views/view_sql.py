@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from timeball.message import (
-    NO_INSTANT_MS,
     PROPERTY_END,
     PROPERTY_NAME_END,
     READ_SCHEMA,
@@ -65,7 +64,7 @@ class LogRelation:
 
     kinds: tuple[Kind, ...]
     columns: tuple[str, ...]
-    begin: Literal["first", "watermark", "ledger"]
+    begin: Literal["first", "watermark"]
     placed: bool | None = None
 
 
@@ -77,13 +76,7 @@ LOG_RELATIONS = {
     "moved_rows": LogRelation((Kind.MOVED,), ("seq", "source_seq", "from_due_ms"), "first"),
     "tail_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "watermark", placed=False),
     "level_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "first", placed=True),
-    "event_rows": LogRelation(
-        (Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL),
-        ("seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
-         "reconsume_times", "from_due_ms"),
-        "ledger",
-    ),
-}  # fmt: skip
+}
 
 
 def log_columns(name: str, wanted: Sequence[str]) -> list[str]:
@@ -225,30 +218,6 @@ def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
     """Return the bounds without promises settled as of the snapshot."""
     low, high = due
     return shot.due_from_ms if low is None else max(low, shot.due_from_ms), high
-
-
-# ---- what happened ------------------------------------------------------------------------------------------
-
-# A half message has no instant and is no promise yet: its first move accepts it, a row without an instant ends no
-# promise. A row that moves a promise to another place is no event.
-_EVENTS_TEXT = f"""
-SELECT CASE kind WHEN {int(Kind.RELEASE)} THEN 'released' WHEN {int(Kind.CANCEL)} THEN 'cancelled'
-            WHEN {int(Kind.MOVED)} THEN CASE from_due_ms WHEN {NO_INSTANT_MS} THEN 'accepted' ELSE 'moved' END
-            ELSE 'accepted' END AS event,
-       CASE WHEN kind = {int(Kind.PROMISE)} THEN seq ELSE source_seq END AS first_seq,
-       cast(1 AS bigint) AS rows, topic, unique_key, due_ms, store_ms AS at_ms,
-       CASE WHEN kind = {int(Kind.RELEASE)} THEN store_ms - due_ms END AS lateness_ms,
-       CASE WHEN kind = {int(Kind.RELEASE)} THEN queue_id END AS queue_id,
-       CASE WHEN kind = {int(Kind.RELEASE)} THEN queue_offset END AS queue_offset,
-       cast(coalesce(reconsume_times, 0) + 1 AS int) AS attempt, seq AS event_seq
-FROM {{event_rows}} WHERE due_ms IS NOT NULL AND (kind <> {int(Kind.MOVED)} OR from_due_ms IS NOT NULL)
-UNION ALL SELECT * FROM {{span_rows}}
-"""
-
-
-def events_sql(relation: Relation = str) -> str:
-    """Return the query for the events (log_events.py) of `event_rows` of the log and of `span_rows`."""
-    return _EVENTS_TEXT.format(event_rows=relation("event_rows"), span_rows=relation("span_rows"))
 
 
 # ---- one row a promise --------------------------------------------------------------------------------------

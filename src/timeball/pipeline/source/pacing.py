@@ -1,0 +1,55 @@
+"""When an epoch is worth while, and the pieces of it that tasks get."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TypeVar
+
+from timeball.clock import Clock, SystemClock
+from timeball.pipeline.source.options import ReadOptions
+
+Part = TypeVar("Part", int, str, tuple[str, int])
+
+
+class Pace:
+    """The rule when enough is new: `min_rows_per_batch`, or `few_rows` after `max_trigger_delay_ms`."""
+
+    def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
+        self.options = options
+        self._clock = clock or SystemClock()
+        self._idle_since_ns = self._clock.monotonic_ns()
+
+    def worth(self, rows: int) -> bool:
+        """Return whether so many new rows are a micro-batch now."""
+        options = self.options
+        if rows >= min(options.min_rows_per_batch, options.max_rows_per_batch):
+            return True
+        waited_ms = (self._clock.monotonic_ns() - self._idle_since_ns) // 1_000_000
+        return 0 < options.max_trigger_delay_ms <= waited_ms and rows >= options.few_rows
+
+    def begin_batch(self) -> None:
+        """Start the wait of `max_trigger_delay_ms` anew."""
+        self._idle_since_ns = self._clock.monotonic_ns()
+
+
+def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
+    """Cut a range into even pieces of at most `rows` each; none for an empty range."""
+    span = max(0, end - begin)
+    pieces = -(-span // rows)
+    cuts = [begin + span * i // pieces for i in range(pieces + 1)] if pieces else []
+    return list(itertools.pairwise(cuts))
+
+
+def share(lag: Mapping[Part, int], rows: int) -> dict[Part, int]:
+    """Share `rows` rows out in proportion to the lag of each part; all there are when these are fewer."""
+    total = sum(lag.values())
+    if total <= rows:
+        return dict(lag)
+    taken: dict[Part, int] = {}
+    given = seen = 0
+    for part in sorted(lag):
+        seen += lag[part]
+        taken[part] = rows * seen // total - given
+        given += taken[part]
+    return taken
