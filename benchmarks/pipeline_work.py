@@ -18,6 +18,7 @@ from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import bulk, ledger
 from timeball.pipeline.jobs.bulk_input import Columns
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.run.session import build_session
 
 MIB = 1024 * 1024
@@ -84,7 +85,9 @@ def _ledger(spark: SparkSession, endpoint: str) -> Figures:
     with Endpoint(endpoint) as broker:
         status = broker.status()
     begun = time.perf_counter()
-    rows = ledger.extend(spark, endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
+    rows = ledger.extend(
+        OnSpark(spark), endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq
+    )
     return [("ledger: rate", rows / (time.perf_counter() - begun), "rows/s")]
 
 

@@ -11,6 +11,7 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.run.session import build_session
 
 
@@ -21,6 +22,12 @@ def spark() -> Iterator[SparkSession]:
     session = build_session(app_name="timeball-tests", conf={"spark.driver.memory": "512m"})
     yield session
     session.stop()
+
+
+@pytest.fixture
+def engine(spark: SparkSession) -> OnSpark:
+    """The session, as the one who runs the tasks of jobs."""
+    return OnSpark(spark)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from tests.pipeline.two_groups import TwoGroups, two_groups
 
 from timeball import Timeball
 from timeball.limits import DAY_MS, HOUR_MS
-from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import archive, audit, bulk, ledger, marked, replay_groups
+from timeball.pipeline.endpoint import Endpoint, group_statuses
+from timeball.pipeline.jobs import archive, audit, bulk, ledger, replay_groups
 from timeball.pipeline.jobs.bulk_input import Columns
 from timeball.pipeline.jobs.campaign_groups import CampaignParts, open_parts
 from timeball.pipeline.jobs.replay import Window
@@ -90,7 +90,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
 
 def events(groups: TwoGroups) -> list[int]:
     """How many events the ledger of each group has."""
-    uris = [uri for _, uri in marked.places(ledger.NAME, groups.endpoint, None).values()]
+    uris = [uri for _, uri in ledger.JOB.places(group_statuses(groups.endpoint), None).values()]
     return [DeltaTable(uri).to_pyarrow_table().num_rows for uri in uris]
 
 

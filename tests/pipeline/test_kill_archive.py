@@ -31,11 +31,12 @@ WHOLE_COMMAND_S = 300  # from its start to its last step, beside other work
 TOPICS = ["orders", "news", "%DLQ%billing", "audit"]
 # Epochs of many small files, so that there is time to die between the first one and the commit.
 ARCHIVE = """
-import sys
+import dataclasses, sys
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.run import runner
-archive.TRIGGER, archive.PIECE_ROWS, archive.TIDY_EVERY = "100 milliseconds", 200, 5
-options = {"archive": {"min_rows_per_batch": "1", "max_rows_per_batch": "2000"}}
+archive.TIDY_EVERY = 5
+runner.LOOPS["archive"] = dataclasses.replace(archive.JOB, trigger_s=0.1)
+options = {"archive": {"min_rows_per_batch": "1", "max_rows_per_batch": "2000", "rows_per_partition": "200"}}
 runner.run(["archive"], endpoint=sys.argv[1], checkpoint=sys.argv[2], options=options)
 """
 

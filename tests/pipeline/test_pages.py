@@ -28,6 +28,7 @@ from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.bulk import REJECT_SCHEMA
 from timeball.pipeline.jobs.campaign import STATES
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import (
     DEFAULT_ENDPOINT,
     FITS,
@@ -85,7 +86,7 @@ def unknown_options(words: list[str]) -> set[str]:
     return {word for word in words if word.startswith("--")} - known
 
 
-@pytest.mark.parametrize(("name", "count"), [(ARCHIVE, 6), (BULK, 9)])
+@pytest.mark.parametrize(("name", "count"), [(ARCHIVE, 7), (BULK, 9)])
 def test_the_commands_that_are_shown_have_these_options(name: str, count: int) -> None:
     lines = command_lines(name)
     assert len(lines) == count and all(words[0] == "timeball" for words in lines)

@@ -18,13 +18,15 @@ from timeball import Timeball
 from timeball.errors import OutOfRange, StorageError
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import archive
+from timeball.pipeline.jobs import archive, archive_writer
 from timeball.pipeline.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
+from timeball.pipeline.jobs.engine import Engine
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.pushdown import Bounds
 
 
-def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:
-    archive.start(spark, node.endpoint, str(folder), once=True, options=options).awaitTermination()
+def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+    archive.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
 
 
 def opened(broker: Endpoint) -> DeltaTable:
@@ -55,13 +57,13 @@ def traffic(node: RunningNode) -> None:
 
 @pytest.mark.spark
 def test_everything_that_passed_is_there_once_over_restarts(
-    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+    engine: OnSpark, node: RunningNode, broker: Endpoint
 ) -> None:
     traffic(node)
-    drain(spark, node, tmp_path / "c", max_rows_per_batch="25")
-    drain(spark, node, tmp_path / "lost")  # a new checkpoint begins at row 1 again
+    drain(engine, node, max_rows_per_batch="25", rows_per_partition="9")
+    drain(engine, node)  # nothing is left to do
     send_due_now(node.endpoint, 2, "late")
-    drain(spark, node, tmp_path / "c")
+    drain(engine, node)
     found, expected = archived(broker), passed(broker)
     assert len(expected) == 10
     assert {row.pop("day") for row in found} <= {day(row["store_ms"]) for row in expected}
@@ -79,7 +81,7 @@ def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     traffic(node)
-    drain(spark, node, tmp_path / "c", uri=str(tmp_path / "elsewhere"))
+    drain(OnSpark(spark), node, uri=str(tmp_path / "elsewhere"))
     table = DeltaTable(str(tmp_path / "elsewhere"))
     rows = archive.read_archive(spark, table).orderBy("seq").collect()
     found = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
@@ -90,21 +92,19 @@ def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
 
 @pytest.mark.spark
 def test_an_epoch_that_somebody_else_has_done_meanwhile_is_refused(
-    spark: SparkSession, node: RunningNode, broker: Endpoint
+    engine: OnSpark, node: RunningNode, broker: Endpoint
 ) -> None:
     """Two jobs from the same mark to different ends: the second may not add the first one's rows again."""
     traffic(node)
     end = broker.status().log.durable_seq
     uri = archive.archive_uri(broker.status().table.uri)
-    archive.extend(spark, node.endpoint, uri, end - 5)
-    ranges = pa.record_batch({"from_seq": [1], "to_seq": [end]})
-    writer = archive.archive_writer.ArchiveWriter(node.endpoint, uri, 1, end)
-    message = writer.write(iter([ranges]))
+    archive.extend(engine, node.endpoint, uri, end - 5)
+    written = archive_writer.write_piece(node.endpoint, uri, (1, end))
     with pytest.raises(OutOfRange, match="another archive job was at work"):
-        writer.commit([message])
-    repeated = archive.archive_writer.ArchiveWriter(node.endpoint, uri, 1, end - 5)
-    repeated.commit([repeated.write(iter([ranges]))])
-    archive.extend(spark, node.endpoint, uri, end)
+        archive_writer.commit_epoch(uri, 1, end, written)
+    repeated = archive_writer.write_piece(node.endpoint, uri, (1, end - 5))
+    archive_writer.commit_epoch(uri, 1, end - 5, repeated)
+    archive.extend(engine, node.endpoint, uri, end)
     assert [row["seq"] for row in archived(broker)] == [row["seq"] for row in passed(broker)]
 
 
@@ -122,7 +122,7 @@ def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
     for topic in ("a", "b", "c"):
         with Timeball(node.endpoint) as ball:
             ball.send(topic, "x")
-        archive.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+        archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table = opened(broker)
     at = {row["topic"]: row["store_ms"] for row in archived(broker)}
     assert len(archive.files(table, Bounds())) == 3
@@ -149,7 +149,7 @@ def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(
     uri = archive.archive_uri(broker.status().table.uri)
     for n in range(4):
         send_due_now(node.endpoint, 2, f"topic{3 - n}")
-        archive.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+        archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table, before = opened(broker), archived(broker)
     old = archive.read_archive(spark, table)
     mark = archive.reach(table)
@@ -164,7 +164,7 @@ def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(
 def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNode, broker: Endpoint) -> None:
     table = archive.open_archive(str(tmp_path / "archive"), broker)
     for mark in (2, 3, 4):
-        archive.archive_writer.add(table, [], mark)
+        archive_writer.add(table, [], mark)
         table.update_incremental()
     entries = tmp_path / "archive/_delta_log"
     archive.tidy(str(tmp_path / "archive"))

@@ -11,21 +11,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyspark.sql.types import LongType, StructType
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import log_rows, send_due_now
 
-from timeball.errors import OutOfRange, RequestError, SetupError
+from timeball.errors import OutOfRange, StorageError
 from timeball.limits import DAY_MS
 from timeball.message import Kind
 from timeball.pipeline import table_store
+from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, archive_writer
-from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA, Archived, ArchiveDataSource, ArchiveWriter
-from timeball.pipeline.source.delta_writer import app_version
+from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA, commit_epoch, write_piece
 from timeball.pipeline.table_store import open_table
-
-RANGES = StructType().add("from_seq", LongType()).add("to_seq", LongType())
 
 
 def rows(topics: list[str], store_ms: list[int], **columns: object) -> pa.Table:
@@ -68,24 +65,6 @@ def test_a_file_has_the_logs_columns_and_tells_where_a_topic_lies() -> None:
     assert (column.statistics.min, column.statistics.max) == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({}, "option endpoint: missing"), ({"endpoint": "e", "uri": "u", "from_seq": "1"}, "option to_seq")],
-)
-def test_what_is_missing_is_named(options: dict[str, str], said: str) -> None:
-    with pytest.raises(SetupError, match=said):
-        ArchiveDataSource(options).writer(RANGES, False)
-
-
-def test_it_takes_ranges_and_only_appends() -> None:
-    options = {"endpoint": "grpc://h:1", "uri": "/u", "from_seq": "1", "to_seq": "9"}
-    assert isinstance(ArchiveDataSource(options).writer(RANGES, False), ArchiveWriter)
-    with pytest.raises(SetupError, match="only appends"):
-        ArchiveDataSource(options).writer(RANGES, True)
-    with pytest.raises(SetupError, match="read=ranges"):
-        ArchiveDataSource(options).writer(StructType().add("a", LongType()), False)
-
-
 # ---- against a broker, without Spark ----------------------------------------------------------------------
 
 
@@ -98,13 +77,6 @@ def uri(node: RunningNode, broker: Endpoint) -> str:
     return place
 
 
-def epoch(node: RunningNode, uri: str, low: int, high: int) -> tuple[ArchiveWriter, Archived]:
-    writer = ArchiveWriter(node.endpoint, uri, low, high)
-    written = writer.write(iter([pa.record_batch({"from_seq": [low], "to_seq": [high]})]))
-    assert isinstance(written, Archived)
-    return writer, written
-
-
 def held(uri: str) -> list[int]:
     return sorted(open_table(uri).to_pyarrow_table(columns=["seq"]).column("seq").to_pylist())
 
@@ -115,12 +87,11 @@ def on_disk(uri: str) -> int:
 
 def test_a_repeated_epoch_adds_nothing(node: RunningNode, broker: Endpoint, uri: str) -> None:
     end = broker.status().log.durable_seq
-    writer, written = epoch(node, uri, 1, end)
-    writer.commit([written])
+    written = write_piece(node.endpoint, uri, (1, end))
+    commit_epoch(uri, 1, end, written)
     once = held(uri)
-    writer.commit([written])
-    again, repeated = epoch(node, uri, 1, end)
-    again.commit([repeated])
+    commit_epoch(uri, 1, end, written)
+    commit_epoch(uri, 1, end, write_piece(node.endpoint, uri, (1, end)))
     assert held(uri) == once and len(once) == 5
     assert app_version(open_table(uri), archive_writer.APP_ID) == end
 
@@ -132,13 +103,12 @@ def test_an_epoch_that_does_not_fit_is_refused_and_leaves_nothing(
     """Whether it would leave a hole or add rows twice."""
     end = broker.status().log.durable_seq
     if low == 2:
-        first, done = epoch(node, uri, 1, 4)
-        first.commit([done])
+        commit_epoch(uri, 1, 4, write_piece(node.endpoint, uri, (1, 4)))
     files = on_disk(uri)
-    writer, written = epoch(node, uri, low, end)
-    assert written.files
+    written = write_piece(node.endpoint, uri, (low, end))
+    assert written
     with pytest.raises(OutOfRange, match="planned again"):
-        writer.commit([written])
+        commit_epoch(uri, low, end, written)
     assert on_disk(uri) == files
 
 
@@ -150,36 +120,27 @@ def test_of_two_commits_at_once_one_is_refused(node: RunningNode, broker: Endpoi
         archive_writer.add(other, [], 4)
 
 
-def test_an_epoch_in_which_nothing_passed_moves_the_mark(
-    node: RunningNode, broker: Endpoint, uri: str
-) -> None:
-    _, written = epoch(node, uri, 1, 1)
-    assert written.files == []
-    empty = ArchiveWriter(node.endpoint, uri, 1, 2)
-    empty.commit([Archived()])
+def test_an_epoch_in_which_nothing_passed_moves_the_mark(node: RunningNode, uri: str) -> None:
+    assert write_piece(node.endpoint, uri, (1, 1)) == []
+    commit_epoch(uri, 1, 2, [])
     assert app_version(open_table(uri), archive_writer.APP_ID) == 2 and held(uri) == []
-
-
-def test_after_a_failed_task_the_files_of_the_others_are_removed(
-    node: RunningNode, broker: Endpoint, uri: str
-) -> None:
-    writer, written = epoch(node, uri, 1, broker.status().log.durable_seq)
-    writer.abort([written])  # a commit was tried: they may be the archive's own
-    assert on_disk(uri) == len(written.files) > 0
-    writer.abort([written, None])
-    assert on_disk(uri) == 0
 
 
 def test_a_task_that_fails_removes_its_own_files(
     node: RunningNode, broker: Endpoint, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second range is none, and is refused when five files of the first one have been written."""
+    """The disk refuses the third file."""
     monkeypatch.setattr(table_store, "CHUNK_ROWS", 1)
     end = broker.status().log.durable_seq
-    writer = ArchiveWriter(node.endpoint, uri, 1, end)
-    written = writer.write(iter([pa.record_batch({"from_seq": [1], "to_seq": [end]})]))
-    assert isinstance(written, Archived) and on_disk(uri) == len(written.files) == 5
-    ranges = pa.record_batch({"from_seq": [1, 5], "to_seq": [end, 4]})
-    with pytest.raises(RequestError):
-        writer.write(iter([ranges]))
+    assert len(write_piece(node.endpoint, uri, (1, end))) == on_disk(uri) == 5
+    put, tries = table_store.Store.put, iter(range(9))
+
+    def refuse_third(store: table_store.Store, path: str, data: bytes) -> None:
+        if next(tries) == 2:
+            raise StorageError("no space left")
+        put(store, path, data)
+
+    monkeypatch.setattr(table_store.Store, "put", refuse_third)
+    with pytest.raises(StorageError):
+        write_piece(node.endpoint, uri, (1, end))
     assert on_disk(uri) == 5

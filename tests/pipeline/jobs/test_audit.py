@@ -25,6 +25,7 @@ from timeball.limits import MINUTE_MS, SECOND_MS
 from timeball.message import SCHEDULE_TOPIC
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 
@@ -117,7 +118,7 @@ def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (10, 7, 1, 2)
     uri = ledger.ledger_uri(broker.status().table.uri)
-    ledger.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+    ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     report = audit.run(spark, node.endpoint)
     assert report.ok and report.pending == 2, report
     rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
@@ -220,7 +221,7 @@ def small(tmp_path: Path) -> Iterator[RunningNode]:
 def extend_ledger(spark: SparkSession, node: RunningNode) -> None:
     with Endpoint(node.endpoint) as broker:
         status = broker.status()
-    ledger.extend(spark, node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
+    ledger.extend(OnSpark(spark), node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
 
 
 def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
@@ -373,7 +374,7 @@ def test_a_real_broker_balances_at_every_stage(
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (146, 5, 1, 140)
     uri = ledger.ledger_uri(broker.status().table.uri)
-    ledger.extend(spark, node.endpoint, uri, 60)
+    ledger.extend(OnSpark(spark), node.endpoint, uri, 60)
     node.run(node.broker.compact())
     send(node.endpoint, 10)
     report = audit.run(spark, node.endpoint)  # part in the ledger, part in the log; part compacted

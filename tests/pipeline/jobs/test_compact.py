@@ -3,52 +3,105 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.pipeline.traffic import attached_seqs, send
+from tests.pipeline.traffic import attached_seqs, log_rows, send
 
+from timeball.errors import OutOfRange, StorageError
+from timeball.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import compact
+from timeball.pipeline.jobs.engine import Engine, InProcess, Piece, Result
+from timeball.pipeline.run.on_spark import OnSpark
 
 
-def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:
-    query = compact.start(spark, node.endpoint, str(folder), once=True, options=options)
-    query.awaitTermination()
+def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+    compact.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
+
+
+def test_settled_promises_are_left_out() -> None:
+    batch = log_rows(Kind.PROMISE, 4, due_ms=[5, 9, 10, 11], store_ms=[1, 2, 3, 4])
+    rows = compact.waiting(batch, 10)
+    assert rows.schema == TABLE_SCHEMA
+    assert rows.column("due_ms").to_pylist() == [10, 11]
+    assert rows.column("accepted_ms").to_pylist() == [3, 4]
+    assert compact.waiting(batch, 0).num_rows == 4
 
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_the_tail_moves_to_the_table(
-    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
-) -> None:
+def test_the_tail_moves_to_the_table(engine: OnSpark, node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 1000)
-    drain(spark, node, tmp_path / "c", max_rows_per_batch="400", rows_per_partition="150")
+    version = broker.status().table.version
+    drain(engine, node, max_rows_per_batch="400", rows_per_partition="150")
     assert attached_seqs(broker) == list(range(2, 1002))
     assert broker.status().watermark == 1002
+    assert broker.status().table.version == version + 3, "an epoch of several tasks is one attach"
     send(node.endpoint, 100)
-    drain(spark, node, tmp_path / "c")
+    drain(engine, node)
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 1100
 
 
-@pytest.mark.spark
-def test_a_lost_or_foreign_checkpoint_does_no_harm(
-    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
-) -> None:
-    send(node.endpoint, 300)
-    drain(spark, node, tmp_path / "first")
+def test_another_compactor_may_be_faster(node: RunningNode, broker: Endpoint) -> None:
+    """The job goes on where the watermark stands then; also without Spark."""
     send(node.endpoint, 100)
-    drain(spark, node, tmp_path / "second")  # knows nothing of the first
+    drain(InProcess(), node)
     send(node.endpoint, 100)
-    drain(spark, node, tmp_path / "first")  # believes to be at row 300
-    assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 500
+    node.run(node.broker.compact())
     send(node.endpoint, 100)
-    node.run(node.broker.compact())  # somebody else was faster
+    drain(InProcess(), node)
+    assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 300
+
+
+class Overtaken(InProcess):
+    """Runs tasks; before their files are attached another compactor has come to row `to_seq`."""
+
+    def __init__(self, node: RunningNode, uri: str, to_seq: int) -> None:
+        self.node, self.uri, self.to_seq = node, uri, to_seq
+
+    def run(
+        self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
+    ) -> list[Result]:
+        done = super().run(job, work, task, pieces)
+        compact.extend(InProcess(), self.node.endpoint, self.uri, self.to_seq, 1_000)
+        return done
+
+
+def test_what_would_double_rows_is_refused(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
-    drain(spark, node, tmp_path / "first")
-    assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 700
+    uri, end = broker.status().table.uri, broker.status().log.durable_seq
+    with pytest.raises(OutOfRange):
+        compact.extend(Overtaken(node, uri, 51), node.endpoint, uri, end, 40)
+    assert broker.status().watermark == 51
+    assert attached_seqs(broker) == list(range(2, 51))
+    compact.extend(Overtaken(node, uri, end), node.endpoint, uri, end, 40)
+    assert attached_seqs(broker) == list(range(2, 102)), "what the other has attached whole changes nothing"
+    assert compact.extend(InProcess(), node.endpoint, uri, end, 50) == 0
+
+
+def test_an_epoch_without_promises_moves_the_watermark(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 10)
+    drain(InProcess(), node)
+    begin, end = broker.status().watermark, broker.status().log.durable_seq
+    assert begin < end  # the TABLE row itself
+    drain(InProcess(), node)
+    assert broker.status().watermark == end
+    assert len(attached_seqs(broker)) == 10
+
+
+def test_a_failed_task_leaves_no_files(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:
+    send(node.endpoint, 50)  # due on three days or more: as many buckets
+    whole = compact.write_piece(node.endpoint, str(tmp_path / "whole"), (1, 51))
+    buckets = [entry.bucket for entry in whole]
+    assert len(buckets) >= 3
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / f"bucket={buckets[-1]}").write_text("a file where a folder should be")
+    with pytest.raises(StorageError):
+        compact.write_piece(node.endpoint, str(tmp_path / "broken"), (1, 51))
+    assert list((tmp_path / "broken").glob("*/*.parquet")) == []
 
 
 @pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])

@@ -17,14 +17,16 @@ from timeball.clock import SystemClock
 from timeball.errors import SetupError, StorageError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
+from timeball.pipeline.jobs.engine import Engine
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 
 pytestmark = pytest.mark.spark
 
 
-def drain(spark: SparkSession, node: RunningNode, folder: Path, **options: str) -> None:
-    ledger.start(spark, node.endpoint, str(folder), once=True, options=options).awaitTermination()
+def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+    ledger.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
 
 
 def recorded(broker: Endpoint) -> list[dict[str, object]]:
@@ -32,15 +34,15 @@ def recorded(broker: Endpoint) -> list[dict[str, object]]:
 
 
 def test_every_event_is_recorded_once_over_restarts(
-    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+    engine: OnSpark, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
     with Timeball(node.endpoint) as ball:
         doomed = ball.send("orders", b"x", after="1d")
         ball.cancel(doomed.id)
-    drain(spark, node, tmp_path / "c", max_rows_per_batch="10")
-    drain(spark, node, tmp_path / "lost")  # a new checkpoint begins at row 1 again
+    drain(engine, node, max_rows_per_batch="10", rows_per_partition="4")
+    drain(engine, node)  # nothing is left to do
     found = recorded(broker)
     assert sorted(e["event"] for e in found) == ["accepted"] * 26 + ["cancelled"] + ["released"] * 5
     assert len({(e["event"], e["first_seq"]) for e in found}) == 32
@@ -60,7 +62,7 @@ def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpo
     written = PromiseTask(options).write(iter(bulk.to_batches()))
     attach_all([written], options, "job", 0)
     uri = ledger.ledger_uri(broker.status().table.uri)
-    ledger.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+    ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
     assert len(rows) == 5
     assert rows[kept.seq].due_ms == kept.due_ms
@@ -83,7 +85,7 @@ def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: Running
     """It would take none of this log's events, in silence, until the log is as long as the other was."""
     ledger.open_ledger(str(tmp_path / "ledger"), 1_000)
     with pytest.raises(SetupError, match="has come to row 1000 but the broker's log ends at"):
-        ledger.extend(spark, node.endpoint, str(tmp_path / "ledger"), 5)
+        ledger.extend(OnSpark(spark), node.endpoint, str(tmp_path / "ledger"), 5)
 
 
 def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
@@ -101,7 +103,7 @@ def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
             uri = ledger.ledger_uri(broker.status().table.uri)
             end = broker.status().log.durable_seq
         for to_seq in (end - 1, end, end):  # in steps, and once more
-            ledger.extend(spark, second.endpoint, uri, to_seq)
+            ledger.extend(OnSpark(spark), second.endpoint, uri, to_seq)
         found = DeltaTable(uri).to_pyarrow_table().to_pylist()
         (row,) = ledger.promises(spark, second.endpoint).where("lateness_ms > 0").collect()
         assert audit.run(spark, second.endpoint).ok

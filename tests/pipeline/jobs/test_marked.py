@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
+from deltalake import DeltaTable
+from tests.node_fixture import RunningNode, eventually
+from tests.pipeline.traffic import send
 from tests.pipeline.two_groups import two_groups
 
-from timeball.errors import OutOfRange, SetupError
-from timeball.pipeline.jobs.marked import Places, check_mark, epoch_writer, places
+from timeball.errors import OutOfRange, SetupError, Unavailable
+from timeball.pipeline.endpoint import Endpoint, group_statuses
+from timeball.pipeline.jobs import ledger
+from timeball.pipeline.jobs.engine import InProcess
+from timeball.pipeline.jobs.marked import Places, check_mark
+from timeball.pipeline.run.job_status import epoch_of
 from timeball.wire import LogStatus
 
 
@@ -32,52 +40,78 @@ def test_a_table_that_does_not_fit_the_log_is_refused(mark: int, error: type[Exc
         check_mark("ledger", "file:///ledger", fits, LogStatus(10, 100, 100), 50)
 
 
-@pytest.mark.spark
-def test_only_the_end_of_an_epoch_counts(spark: SparkSession) -> None:
-    asked: list[tuple[str, str, int]] = []
-
-    def extend(_: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
-        asked.append((endpoint, uri, to_seq))
-        return 0
-
-    where: Places = {
-        None: ("grpc://x:1", "table"),
-        "g1": ("grpc://x:1#g1", "t1"),
-        "g2": ("grpc://y:1#g2", "t2"),
-    }
-    write = epoch_writer("job", extend, lambda: where)
-    rows = [(5, 9, None), (1, 5, None), (1, 3, "g2"), (3, 8, "g1"), (3, 5, "g2")]
-    ranges = spark.createDataFrame(rows, "from_seq bigint, to_seq bigint, group string")
-    write(ranges.where("group is null"), 0)
-    write(ranges.where("from_seq > 9"), 1)
-    assert asked == [("grpc://x:1", "table", 9)]
-    write(ranges.where("group is not null"), 2)
-    assert asked[1:] == [("grpc://x:1#g1", "t1", 8), ("grpc://y:1#g2", "t2", 5)]
+def test_a_table_of_another_log_ends_the_loop(node: RunningNode, tmp_path: Path) -> None:
+    """It would take none of this log's rows, in silence, until the log is as long as the other was."""
+    ledger.open_ledger(str(tmp_path / "ledger"), 1_000)
+    loop = ledger.JOB.start(InProcess(), node.endpoint, uri=str(tmp_path / "ledger"))
+    with pytest.raises(SetupError, match="has come to row 1000 but the broker's log ends at"):
+        loop.awaitTermination()
 
 
-@pytest.mark.spark
-def test_a_refusal_is_the_sentence_alone(spark: SparkSession) -> None:
-    def extend(*_: object) -> int:
-        raise OutOfRange("events are lost") from ValueError("below")
+class Failing(InProcess):
+    """Fails with an error of a library."""
 
-    ranges = spark.createDataFrame([(1, 2, None)], "from_seq bigint, to_seq bigint, group string")
-    with pytest.raises(OutOfRange, match="events are lost") as caught:
-        epoch_writer("job", extend, lambda: {None: ("grpc://x:1", "table")})(ranges, 0)
-    assert caught.value.__cause__ is None
+    def run(self, *_: object) -> list[Any]:
+        raise KeyError("of a library")
+
+
+def test_what_a_library_raises_is_told_and_may_be_tried_again(node: RunningNode) -> None:
+    send(node.endpoint, 1)
+    loop = ledger.JOB.start(Failing(), node.endpoint)
+    with pytest.raises(Unavailable, match="ledger failed: KeyError: 'of a library'"):
+        loop.awaitTermination()
+    assert not loop.isActive
+
+
+def test_a_loop_follows_the_log_and_says_where_it_is(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 25)
+    job = dataclasses.replace(ledger.JOB, trigger_s=0.01)
+    loop = job.start(InProcess(), node.endpoint, options={"max_rows_per_batch": "10"})
+    try:
+        eventually(lambda: len(loop.recentProgress) == 3, "three epochs")
+        send(node.endpoint, 5)
+        eventually(lambda: len(loop.recentProgress) == 4, "one more")
+    finally:
+        loop.stop()
+    assert not loop.isActive and loop.exception() is None
+    epochs = [epoch_of(progress) for progress in loop.recentProgress]
+    assert [(each.epoch, each.rows, each.unit) for each in epochs if each] == [
+        (0, 10, "seq"),
+        (1, 10, "seq"),
+        (2, 6, "seq"),
+        (3, 5, "seq"),
+    ]
+    assert epochs[3] and epochs[3].position == broker.status().log.durable_seq and epochs[0]
+    assert epochs[0].lag == 16, "as it was when the epoch was planned"
+
+
+def test_each_group_is_brought_to_its_own_end(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        groups.add()
+        for number, node in enumerate((groups.one, groups.other), 1):
+            send(node.endpoint, 10 * number)
+        ledger.JOB.start(InProcess(), groups.endpoint, once=True).awaitTermination()
+        found = ledger.JOB.places(group_statuses(groups.endpoint), None)
+        rows = {name: DeltaTable(uri).to_pyarrow_table().num_rows for name, (_, uri) in found.items()}
+    assert rows == {"g1": 10, "g2": 20}
+
+
+def places(endpoint: str, uri: str | None) -> Places:
+    return ledger.JOB.places(group_statuses(endpoint), uri)
 
 
 def test_each_group_has_a_table_beside_its_pending_table(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
-        assert places("ledger", groups.endpoint, "/x/ledger") == {"g1": (groups.endpoint, "/x/ledger")}
+        assert places(groups.endpoint, "/x/ledger") == {"g1": (groups.endpoint, "/x/ledger")}
         groups.add()
-        found = places("ledger", groups.endpoint, None)
+        found = places(groups.endpoint, None)
         assert list(found) == ["g1", "g2"]
         assert [uri.removeprefix("file://") for _, uri in found.values()] == [
             str(tmp_path / "g1" / "ledger"),
             str(tmp_path / "g2" / "ledger"),
         ]
-        assert places("ledger", groups.endpoint, "/x/{group}/ledger")["g2"][1] == "/x/g2/ledger"
+        assert places(groups.endpoint, "/x/{group}/ledger")["g2"][1] == "/x/g2/ledger"
         with pytest.raises(SetupError, match="--ledger=/x/ledger: each of the 2 groups"):
-            places("ledger", groups.endpoint, "/x/ledger")
+            places(groups.endpoint, "/x/ledger")
         groups.leave()
-        assert list(places("ledger", groups.endpoint, None)) == [None]
+        assert list(places(groups.endpoint, None)) == [None]

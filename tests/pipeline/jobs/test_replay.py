@@ -24,6 +24,7 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, replay
 from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.jobs.replay import REPLAY_OF, Sources, Window
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.spark_api import spark_schema
 
 WINDOW = Window(from_ms=1_000, until_ms=2_000, start_ms=50_000)
@@ -235,7 +236,7 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
     send(node.endpoint, 7)
     send_due_now(node.endpoint, 3)
     uri = archive.archive_uri(broker.status().table.uri)
-    archive.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+    archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     send_due_now(node.endpoint, 4, "news")
     with Timeball(node.endpoint) as ball:
         ball.send("orders", b"at once", tag="red")

@@ -159,6 +159,31 @@ def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> 
     assert (job.state, job.error) == ("waiting", "not here")
 
 
+NO_SPARK = """
+import sys
+from timeball.pipeline.run import runner
+runner.run(["ledger", "archive"], endpoint=sys.argv[1], once=True, with_spark=False)
+print([name for name in sys.modules if name.partition(".")[0] in ("pyspark", "py4j")])
+"""
+
+
+def test_without_spark_none_of_it_is_imported(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 5)
+    env = {**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[3]), "JAVA_HOME": "/nowhere"}
+    command = [sys.executable, "-c", NO_SPARK, node.endpoint]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    data = Path(broker.status().table.uri).parent
+    assert (data / "ledger/_delta_log").is_dir() and (data / "archive/_delta_log").is_dir()
+
+
+def test_a_job_without_work_sees_that_spark_is_lost() -> None:
+    job = refused(Unavailable("it was not asked"))
+    job.spark_lives = lambda: False
+    with pytest.raises(Unavailable, match="JVM has ended"):
+        job.tick(0, once=False)
+
+
 @pytest.mark.smoke
 @pytest.mark.spark
 def test_once_does_what_there_is(
@@ -170,7 +195,7 @@ def test_once_does_what_there_is(
     assert attached_seqs(broker) == list(range(2, 202))
     data = Path(broker.status().table.uri).parent
     assert (data / "ledger/_delta_log").is_dir()
-    assert (data / "pipeline/compact/offsets").is_dir()
+    assert [path.name for path in (data / "pipeline").iterdir()] == ["status"], "no checkpoint"
     assert "epoch done job=ledger epoch=0" in caplog.text
     compacted, written = read_statuses(str(data / "pipeline"))
     assert (compacted.job, written.job) == ("compact", "ledger")

@@ -17,6 +17,7 @@ from timeball.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.log_events import EVENT_SCHEMA
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.data_source import in_one_group
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.spark_errors import spark_errors
@@ -135,7 +136,7 @@ def test_the_ledger(spark: SparkSession, node: RunningNode, broker: Endpoint) ->
     with pytest.raises(NotFound, match=r"no Delta table at .*ledger"), spark_errors():
         read(spark, node, read="ledger").count()
     status = broker.status()
-    ledger.extend(spark, node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
+    ledger.extend(OnSpark(spark), node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
     events = read(spark, node, read="ledger")
     assert events.columns == EVENT_SCHEMA.names
     counts = {

@@ -10,7 +10,8 @@ from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 
 from timeball.errors import NotFound, OutOfRange, SetupError
-from timeball.pipeline.source.delta_writer import DeltaDataSource, app_version
+from timeball.pipeline.delta_append import app_version
+from timeball.pipeline.source.delta_writer import DeltaDataSource
 from timeball.pipeline.spark_errors import spark_errors
 
 SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.string())])

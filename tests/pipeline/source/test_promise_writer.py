@@ -18,9 +18,8 @@ from timeball.limits import DAY_MS
 from timeball.pipeline import table_store
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source import promise_writer as sink
-from timeball.pipeline.source.compact_writer import CompactWriter
 from timeball.pipeline.source.data_source import TimeballDataSource
-from timeball.pipeline.source.options import RANGE_SCHEMA, write_options
+from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, PromiseWriter, Written
 from timeball.pipeline.source.spark_api import spark_schema
 from timeball.pipeline.spark_errors import spark_errors
@@ -140,13 +139,11 @@ def test_after_a_failed_task_the_others_files_go(node: RunningNode, broker: Endp
 
 
 def test_the_sink_fits_the_stream() -> None:
-    ranges = spark_schema(RANGE_SCHEMA)
-    assert isinstance(sink.stream_writer(ranges, write_options({})), CompactWriter)
     messages = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
     with pytest.raises(SetupError, match="option epoch: not for a stream"):
-        sink.stream_writer(messages, write_options({"job_id": "import", "epoch": "1"}))
+        sink.PromiseStreamWriter(messages, write_options({"job_id": "import", "epoch": "1"}))
     with pytest.raises(SetupError, match=r"no sql\.streaming\.queryId: .*foreachBatch"):
-        sink.stream_writer(messages, write_options({})).write(iter([]))
+        sink.PromiseStreamWriter(messages, write_options({})).write(iter([]))
     with pytest.raises(SetupError, match="mode overwrite"):
         TimeballDataSource({}).writer(messages, True)
     assert (

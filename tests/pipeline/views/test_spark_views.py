@@ -22,6 +22,7 @@ from timeball.config import MIB
 from timeball.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, ledger
+from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
 from timeball.pipeline.table_store import Due
@@ -133,8 +134,8 @@ def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice_and_an_archive
         status = broker.status()
     places = ledger.ledger_uri(status.table.uri), archive.archive_uri(status.table.uri)
     try:
-        ledger.extend(spark, story.endpoint, places[0], status.log.durable_seq - 4)
-        archive.extend(spark, story.endpoint, places[1], status.log.durable_seq)
+        ledger.extend(OnSpark(spark), story.endpoint, places[0], status.log.durable_seq - 4)
+        archive.extend(OnSpark(spark), story.endpoint, places[1], status.log.durable_seq)
         shown = spark_views.register(spark, story.endpoint)
         assert shown.ledger is not None and shown.archive is not None
         assert by_duckdb(story, happened) == before

@@ -3,9 +3,8 @@
 The archive has one row for each message that became visible in a queue: MESSAGE and RELEASE rows with all columns of
 the log (`store_ms` is the instant at which it became visible). A cancelled promise never passed; the ledger has it.
 
-The stream carries only ranges of the log; each micro-batch is a batch query from the archive's own mark to the end of
-the range (archive_writer.py). So the table alone tells its contents: a repeated micro-batch adds nothing, and neither a
-lost checkpoint nor retention leaves a hole without an error.
+Each epoch goes from the archive's own mark to the end of the log (archive_writer.py). So the table alone tells its
+contents: a repeated epoch adds nothing, and retention leaves no hole without an error.
 
 Every TIDY_EVERY versions the job joins small files, neighbours of one day into one sorted file. It removes what was
 replaced, and what a dead task left behind, a week later, so that no reader loses a file while reading it.
@@ -16,7 +15,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.fs as fs
@@ -24,22 +24,25 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as f
-from pyspark.sql.streaming.query import StreamingQuery
 
 from timeball.clock import SystemClock
 from timeball.errors import NotFound, StorageError
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.delta_append import app_version
+from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.groups import PLACEHOLDER
 from timeball.pipeline.jobs import archive_writer, marked
-from timeball.pipeline.jobs.archive_writer import APP_ID, PARTITION, ArchiveDataSource
+from timeball.pipeline.jobs.archive_writer import APP_ID, PARTITION
+from timeball.pipeline.jobs.engine import Engine
+from timeball.pipeline.jobs.marked import MarkedJob
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
-from timeball.pipeline.source.delta_writer import app_version
-from timeball.pipeline.source.pushdown import Bounds
-from timeball.pipeline.source.spark_api import spark_schema, unite
-from timeball.pipeline.source.table_reader import read_delta
+from timeball.pipeline.source.pacing import split_range
 from timeball.pipeline.table_store import Store, open_table, sibling
+from timeball.wire import Status
+
+if TYPE_CHECKING:  # a job without Spark imports none of it
+    from pyspark.sql import DataFrame, SparkSession
+
+    from timeball.pipeline.source.pushdown import Bounds
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -51,7 +54,7 @@ PIECE_ROWS = 500_000  # of the log, for one task: a file
 # An archive is not urgent, and each micro-batch is a file or two: one a minute, or half a million rows.
 OPTIONS = {
     "max_rows_per_batch": str(EPOCH_ROWS),
-    "rows_per_partition": str(EPOCH_ROWS),
+    "rows_per_partition": str(PIECE_ROWS),
     "min_rows_per_batch": "500000",
     "max_trigger_delay_ms": "60000",
     "few_rows": "1",
@@ -59,9 +62,6 @@ OPTIONS = {
 TIDY_EVERY = 100  # versions
 JOINED_ROWS = 1_000_000
 JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; some times that in memory while they are joined
-
-
-ALWAYS = Bounds()
 
 
 # ---- the table --------------------------------------------------------------------------------------------
@@ -124,15 +124,22 @@ def reach(table: DeltaTable) -> Reach:
 
 
 def files(
-    table: DeltaTable, passed_ms: Bounds = ALWAYS, due_ms: Bounds = ALWAYS, topics: Sequence[str] = ()
+    table: DeltaTable,
+    passed_ms: Bounds | None = None,
+    due_ms: Bounds | None = None,
+    topics: Sequence[str] = (),
 ) -> list[str]:
     """Return URIs of files that can hold rows of these topics (none: all) that passed, or were due, within bounds."""
 
     def may_hold(action: dict[str, Any]) -> bool:
         low, high = action.get("min.topic"), action.get("max.topic")
         named = not topics or low is None or high is None or any(low <= topic <= high for topic in topics)
-        held = passed_ms.may_hold(action.get("min.store_ms"), action.get("max.store_ms"))
-        return named and held and due_ms.may_hold(action.get("min.due_ms"), action.get("max.due_ms"))
+        asked = {"store_ms": passed_ms, "due_ms": due_ms}
+        return named and all(
+            bounds.may_hold(action.get(f"min.{name}"), action.get(f"max.{name}"))
+            for name, bounds in asked.items()
+            if bounds is not None
+        )
 
     actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
     return [f"{table.table_uri.rstrip('/')}/{action['path']}" for action in actions if may_hold(action)]
@@ -140,6 +147,9 @@ def files(
 
 def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
     """Return all of one version of the archive, or some of its files: the log's columns, and `day`."""
+    from timeball.pipeline.source.spark_api import spark_schema
+    from timeball.pipeline.source.table_reader import read_delta
+
     return read_delta(spark, table, spark_schema(ARCHIVE_SCHEMA), uris)
 
 
@@ -156,9 +166,11 @@ def messages(
 
     Only files that can hold some of them are read. Of several groups each message has a column `group` besides.
     """
+    from timeball.pipeline.source.spark_api import unite
+
     if uri is not None and PLACEHOLDER not in uri:
         return _messages(spark, uri, from_ms, until_ms, topics)
-    where = marked.places(NAME, endpoint, uri)
+    where = JOB.places(group_statuses(endpoint), uri)
     found = {group: _messages(spark, uri, from_ms, until_ms, topics) for group, (_, uri) in where.items()}
     return unite(found)
 
@@ -166,53 +178,47 @@ def messages(
 def _messages(
     spark: SparkSession, uri: str, from_ms: int | None, until_ms: int | None, topics: Sequence[str]
 ) -> DataFrame:
+    from timeball.pipeline.source.pushdown import Bounds
+
     table = open_table(uri)
     found = read_archive(
         spark, table, files(table, Bounds(from_ms, None if until_ms is None else until_ms - 1), topics=topics)
     )
     if from_ms is not None:
-        found = found.where(f.col("store_ms") >= from_ms)
+        found = found.where(found["store_ms"] >= from_ms)
     if until_ms is not None:
-        found = found.where(f.col("store_ms") < until_ms)
-    return found.where(f.col("topic").isin(*topics)) if topics else found
+        found = found.where(found["store_ms"] < until_ms)
+    return found.where(found["topic"].isin(*topics)) if topics else found
 
 
 # ---- from the log to the archive --------------------------------------------------------------------------
 
 
-def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
+def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = PIECE_ROWS) -> int:
     """Bring the archive up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
-    spark.dataSource.register(ArchiveDataSource)
     with Endpoint(endpoint) as broker:
         begin = reach(open_archive(uri, broker)).mark
         marked.check_mark(NAME, uri, begin, broker.status().log, to_seq)
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
-        place = {"endpoint": endpoint, "from_seq": str(low), "to_seq": str(high)}
-        source = spark.read.format("timeball").option("read", "ranges").options(**place)
-        ranges = source.option("rows_per_partition", str(PIECE_ROWS)).option("min_partitions", "1").load()
-        ranges.write.format("timeball_archive").options(**place, uri=uri).mode("append").save()
+        work = f"what passed in rows {low:,} to {high:,} of the log"
+        written = engine.run(
+            NAME,
+            work,
+            partial(archive_writer.write_piece, endpoint, uri),
+            split_range(low, high, piece_rows),
+        )
+        archive_writer.commit_epoch(uri, low, high, [entry for each in written for entry in each])
     if begin < to_seq:
         tidy(uri)
     return max(0, to_seq - begin)
 
 
-def start(
-    spark: SparkSession,
-    endpoint: str,
-    checkpoint: str,
-    *,
-    uri: str | None = None,
-    once: bool = False,
-    options: dict[str, str] | None = None,
-) -> StreamingQuery:
-    """Start the query; with `once` it stops when all rows that are durable now are in the archive.
+def _mark(broker: Endpoint, status: Status, uri: str) -> int:
+    return reach(open_archive(uri, broker)).mark
 
-    `uri`, or `uri` among the options, is where the archive lies if not beside the pending table.
-    """
-    chosen = {**OPTIONS, **(options or {})}
-    uri = chosen.pop("uri", uri)
-    return marked.start(spark, endpoint, checkpoint, NAME, extend, uri=uri, once=once, options=chosen)
+
+JOB = MarkedJob(NAME, OPTIONS, extend, mark=_mark, place=archive_uri)
 
 
 # ---- few files --------------------------------------------------------------------------------------------

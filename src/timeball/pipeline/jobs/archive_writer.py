@@ -1,7 +1,7 @@
-"""The sink of the job `archive`: tasks write ranges of the log as sorted files, one Delta commit adds them.
+"""The tasks of the job `archive` write ranges of the log as sorted files, one Delta commit adds them.
 
-The sink receives pointers, (from_seq, to_seq). The task fetches the rows of its range over Flight and writes them, so
-bodies never enter the JVM. Files and their order:
+A task gets a range, (from_seq, to_seq), fetches its rows over Flight and writes them: on Spark's executors, or in the
+job's own process without Spark. Bodies never enter the JVM. Files and their order:
 
     day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one range of the log, by (topic, seq)
 
@@ -24,7 +24,7 @@ import json
 import logging
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date, timedelta
 
 import numpy as np
@@ -34,17 +34,14 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction, RemoveAction
-from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
-from pyspark.sql.types import StructType
 
 from timeball.clock import SystemClock
-from timeball.errors import OutOfRange, SetupError
+from timeball.errors import OutOfRange
 from timeball.limits import DAY_MS
 from timeball.message import READ_SCHEMA, Kind, int64
+from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
-from timeball.pipeline.source.delta_writer import app_version
-from timeball.pipeline.source.options import RANGE_COLUMNS
 from timeball.pipeline.table_store import Store, chunks, open_table
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -54,7 +51,6 @@ PARTITION = "day"
 PASSED = (Kind.MESSAGE, Kind.RELEASE)  # what stands in a queue where a consumer can read it
 FILE_SCHEMA = READ_SCHEMA
 ROW_GROUP_ROWS = 65_536
-OPTIONS = ("endpoint", "uri", "from_seq", "to_seq")
 _BOUNDED = ("seq", "topic", "store_ms", "due_ms")  # columns with statistics: what readers search by
 _EPOCH_DAY = date(1970, 1, 1)
 
@@ -72,13 +68,6 @@ class ArchiveFile:
     def add(self, now_ms: int, *, data_change: bool = True) -> AddAction:
         """Return it as an entry of the Delta log."""
         return AddAction(self.path, self.size_bytes, {PARTITION: self.day}, now_ms, data_change, self.stats)
-
-
-@dataclass
-class Archived(WriterCommitMessage):
-    """The files that one task wrote."""
-
-    files: list[ArchiveFile] = field(default_factory=list)
 
 
 # ---- rows -> files ----------------------------------------------------------------------------------------
@@ -140,77 +129,37 @@ def statistics(rows: pa.Table) -> str:
     )
 
 
-# ---- the sink ---------------------------------------------------------------------------------------------
+# ---- an epoch ---------------------------------------------------------------------------------------------
 
 
-class ArchiveDataSource(DataSource):
-    """`format("timeball_archive")`, for writing only; takes the rows of `read=ranges`."""
-
-    @classmethod
-    def name(cls) -> str:
-        """See DataSource."""
-        return "timeball_archive"
-
-    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        """See DataSource."""
-        given = {key.lower(): value for key, value in self.options.items()}
-        for name in OPTIONS:
-            if not given.get(name):
-                raise SetupError(f"option {name}: missing; timeball_archive needs {', '.join(OPTIONS)}")
-        if overwrite:
-            raise SetupError("mode overwrite: timeball_archive only appends")
-        if tuple(schema.fieldNames()) != RANGE_COLUMNS:
-            raise SetupError(f"timeball_archive takes ({', '.join(RANGE_COLUMNS)}), the rows of read=ranges")
-        return ArchiveWriter(given["endpoint"], given["uri"], int(given["from_seq"]), int(given["to_seq"]))
+def write_piece(endpoint: str, uri: str, piece: tuple[int, int]) -> list[ArchiveFile]:
+    """Write what passed in rows from <= seq < to of the log; on failure the files are removed again."""
+    written: list[ArchiveFile] = []
+    store = Store(uri)
+    try:
+        with Endpoint(endpoint) as broker:
+            for rows in chunks(broker.read_log(*piece, PASSED)):
+                written.extend(write_files(store, rows))
+    except BaseException:  # an interrupt leaves orphans behind just as an error does
+        store.remove(entry.path for entry in written)
+        raise
+    return written
 
 
-class ArchiveWriter(DataSourceArrowWriter):
-    """The sink of an epoch. Writes what passed in rows from_seq <= seq < to_seq of the log."""
-
-    def __init__(self, endpoint: str, uri: str, from_seq: int, to_seq: int) -> None:
-        self.endpoint, self.uri, self.from_seq, self.to_seq = endpoint, uri, from_seq, to_seq
-
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """See DataSourceArrowWriter; on failure the task's own files are removed again."""
-        written = Archived()
-        store = Store(self.uri)
-        try:
-            with Endpoint(self.endpoint) as endpoint:
-                for rows in chunks(passed(endpoint, iterator)):
-                    written.files.extend(write_files(store, rows))
-        except BaseException:  # an interrupt leaves orphans behind just as an error does
-            store.remove(entry.path for entry in written.files)
-            raise
-        return written
-
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Commit once, also for an epoch without rows: the mark must move."""
-        files = [entry for message in messages if isinstance(message, Archived) for entry in message.files]
-        table = open_table(self.uri)
-        mark = app_version(table, APP_ID) or 0
-        if self.to_seq <= mark:
-            LOG.info("epoch archived before job=archive to_seq=%d mark=%d", self.to_seq, mark)
-            return
-        try:
-            if mark != self.from_seq:
-                raise OutOfRange(f"the archive ends at row {mark}, this epoch begins at {self.from_seq}")
-            add(table, files, self.to_seq)
-        except (OutOfRange, CommitFailedError) as error:
-            Store(self.uri).remove(entry.path for entry in files)
-            raise OutOfRange(f"another archive job was at work: {error}; planned again") from error
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Remove what the others wrote after a failed task. When all messages are present a commit was tried."""
-        if any(message is None for message in messages):
-            written = [message for message in messages if isinstance(message, Archived)]
-            Store(self.uri).remove(entry.path for message in written for entry in message.files)
-
-
-def passed(endpoint: Endpoint, ranges: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Read rows of the log that consumers could read, of all ranges (from_seq, to_seq)."""
-    for batch in ranges:
-        for row in batch.to_pylist():  # a handful: one row is half a million of the log
-            yield from endpoint.read_log(row["from_seq"], row["to_seq"], PASSED)
+def commit_epoch(uri: str, from_seq: int, to_seq: int, files: list[ArchiveFile]) -> None:
+    """Commit the files of rows from_seq <= seq < to_seq once, also when there are none: the mark must move."""
+    table = open_table(uri)
+    mark = app_version(table, APP_ID) or 0
+    if to_seq <= mark:
+        LOG.info("epoch archived before job=archive to_seq=%d mark=%d", to_seq, mark)
+        return
+    try:
+        if mark != from_seq:
+            raise OutOfRange(f"the archive ends at row {mark}, this epoch begins at {from_seq}")
+        add(table, files, to_seq)
+    except (OutOfRange, CommitFailedError) as error:
+        Store(uri).remove(entry.path for entry in files)
+        raise OutOfRange(f"another archive job was at work: {error}; planned again") from error
 
 
 def add(table: DeltaTable, files: list[ArchiveFile], mark: int) -> None:

@@ -6,29 +6,34 @@ once, and waits.
 A promise's number is its sequence number in the log. Rows of a bulk attach never pass through the log one by one,
 so their topic and due instant are known here only once they are released; until then the pending table has them.
 
-The stream carries only ranges of the log; each epoch is a batch query from the ledger's own mark (the Delta table's
-application version) to the end of the range. So the table alone tells its contents: a repeated epoch adds nothing,
-and neither a lost checkpoint nor a lost table leaves a hole without an error.
+Each epoch goes from the ledger's own mark (the Delta table's application version) to the end of the log. So the table
+alone tells its contents: a repeated epoch adds nothing, and a lost table leaves no hole without an error. A task reads
+the rows of a range over Flight, and writes their events as a file; Spark's executors do it, or this process.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import TYPE_CHECKING
 
 from deltalake import CommitProperties, DeltaTable, Transaction
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
+from deltalake.exceptions import DeltaError
 
 from timeball.errors import NotFound, StorageError
-from timeball.pipeline.endpoint import Endpoint
+from timeball.pipeline.delta_append import DeltaFile, app_version, append_once, write_file
+from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.jobs import marked
-from timeball.pipeline.log_events import EVENT_SCHEMA, LEDGER_APP_ID
-from timeball.pipeline.source.delta_writer import app_version
-from timeball.pipeline.source.spark_api import spark_schema, unite
-from timeball.pipeline.source.table_reader import read_delta
+from timeball.pipeline.jobs.engine import Engine, Piece
+from timeball.pipeline.jobs.marked import MarkedJob
+from timeball.pipeline.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_events
+from timeball.pipeline.source.pacing import split_range
 from timeball.pipeline.table_store import open_table, sibling
-from timeball.pipeline.views.spark_views import read_events
 from timeball.pipeline.views.view_sql import promises_sql
+from timeball.wire import Status
+
+if TYPE_CHECKING:  # a job without Spark imports none of it
+    from pyspark.sql import DataFrame, SparkSession
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -74,12 +79,13 @@ def bounds(table: DeltaTable) -> tuple[int, int]:
     return int(since), watermark
 
 
-def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
-    """Return all events of one version of the ledger."""
-    return read_delta(spark, table, spark_schema(EVENT_SCHEMA))
+def write_events(endpoint: str, uri: str, piece: Piece) -> DeltaFile:
+    """Write the events of one range of the log as one file of the ledger: the work of a task."""
+    with Endpoint(endpoint) as broker:
+        return write_file(uri, EVENT_SCHEMA, read_events(broker, *piece))
 
 
-def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
+def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = EPOCH_ROWS) -> int:
     """Bring the ledger up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
     with Endpoint(endpoint) as broker:
         log = broker.status().log
@@ -87,48 +93,48 @@ def extend(spark: SparkSession, endpoint: str, uri: str, to_seq: int) -> int:
     marked.check_mark(NAME, uri, begin, log, to_seq)
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
-        writer = (
-            read_events(spark, endpoint, low, high)
-            .write.format("timeball_delta")
-            .option("uri", uri)
-            .option("app_id", LEDGER_APP_ID)
+        work = f"events of rows {low:,} to {high:,} of the log"
+        written = engine.run(
+            NAME, work, partial(write_events, endpoint, uri), split_range(low, high, piece_rows)
         )
         # Two ledgers that began at the same row must not both add what lies behind it.
-        writer = writer.option("app_since", str(low)).option("app_version", str(high))
-        writer.mode("append").save()
+        append_once(uri, LEDGER_APP_ID, low, high, written)
     _tidy(uri)
     return max(0, to_seq - begin)
 
 
 def _tidy(uri: str) -> None:
+    """Every TIDY_EVERY versions, join files and remove those that no version has named for a week."""
     table = open_table(uri)
-    if table.version() % TIDY_EVERY == TIDY_EVERY - 1:
+    if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
+        return
+    try:
         table.optimize.compact()
+        table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
+    except DeltaError as error:  # another process has committed; the next time will do
+        LOG.warning("ledger not tidied job=ledger reason=%s", error)
 
 
-# ---- the stream -------------------------------------------------------------------------------------------
+# ---- the job ----------------------------------------------------------------------------------------------
 
 
-def start(
-    spark: SparkSession,
-    endpoint: str,
-    checkpoint: str,
-    *,
-    uri: str | None = None,
-    once: bool = False,
-    options: dict[str, str] | None = None,
-) -> StreamingQuery:
-    """Start the query; with `once` it stops when all rows that are durable now are in the ledger.
+def _mark(broker: Endpoint, status: Status, uri: str) -> int:
+    return bounds(open_ledger(uri, status.log.first_seq))[1]
 
-    `uri`, or `uri` among the options, is where the ledger lies if not beside the pending table.
-    """
-    chosen = {**OPTIONS, **(options or {})}
-    uri = chosen.pop("uri", uri)
-    return marked.start(spark, endpoint, checkpoint, NAME, extend, uri=uri, once=once, options=chosen)
+
+JOB = MarkedJob(NAME, OPTIONS, extend, mark=_mark, place=ledger_uri)
 
 
 # ---- the view ---------------------------------------------------------------------------------------------
+
+
+def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
+    """Return all events of one version of the ledger."""
+    from timeball.pipeline.source.spark_api import spark_schema
+    from timeball.pipeline.source.table_reader import read_delta
+
+    return read_delta(spark, table, spark_schema(EVENT_SCHEMA))
 
 
 def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
@@ -137,7 +143,9 @@ def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> Data
     From the ledger as far as it reaches; the due instants of bulk promises that still wait come from the pending table.
     Of several groups each promise has a column `group` besides.
     """
-    where = marked.places(NAME, endpoint, uri)
+    from timeball.pipeline.source.spark_api import unite
+
+    where = JOB.places(group_statuses(endpoint), uri)
     return unite({group: _promises(spark, *place) for group, place in where.items()})
 
 

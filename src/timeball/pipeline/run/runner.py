@@ -1,12 +1,15 @@
-"""Run the streaming jobs: several queries in one Spark session, until they are done or told to stop.
+"""Run the continuous jobs: several in one Spark session, until they are done or told to stop.
 
-    start     start each job from its checkpoint; its sink's own mark decides which rows are left to do
-    watch     write one log line a micro-batch (rows of the log, rows/s, lag behind the log's end) and a status file
+    start     start each job; its sink's own mark decides which rows are left to do
+    watch     write one log line an epoch (rows of the log, rows/s, lag behind the log's end) and a status file
     restart   start a failed query again, with growing pauses; the other jobs go on
     end       end a job that has nothing to do for this broker, before it starts or when the broker refuses its work
     give up   when Spark itself is lost, as after a kill of its JVM: `timeball up` starts a new process.
               With `once` also on an error that does not pass by itself, and after TRIES_ONCE tries
     stop      on SIGTERM or SIGINT, after the micro-batch at hand, or after 20 s in the midst of it: both are safe
+
+compact, ledger and archive are loops whose tasks an engine runs: Spark, or with `with_spark=False` this process, which
+then needs neither Java nor pyspark. dispatch is a streaming query of Spark's.
 
 When Spark lags or dies no message is late: the broker serves from its own tail, and compacts by itself once the lease
 has run out.
@@ -17,27 +20,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-
-from py4j.protocol import Py4JError
-from pyspark.sql import SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
+from typing import TYPE_CHECKING
 
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
-from timeball.pipeline.dispatch import job as dispatch
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import query_name
 from timeball.pipeline.jobs import archive, compact, ledger
+from timeball.pipeline.jobs.engine import Engine, InProcess
+from timeball.pipeline.jobs.marked import MarkedJob, Query
 from timeball.pipeline.run.job_status import Board, Epoch, JobStatus, State, epoch_of
-from timeball.pipeline.run.session import LOCAL_MASTER, build_session, close, make_active
-from timeball.pipeline.spark_errors import plain, spark_errors
 from timeball.pipeline.table_store import sibling
+
+if TYPE_CHECKING:  # a run without Spark imports none of it
+    from pyspark.sql import SparkSession
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -49,21 +52,14 @@ TRIES_ONCE = 5
 WATCH_EVERY_S = 0.25
 STOP_PATIENCE_S = 20.0
 STOP_LOOK_S = 0.02
+LOST = "Spark's JVM has ended or was killed: it needs a new process"
 
-StartJob = Callable[..., StreamingQuery]
-JOBS: dict[str, StartJob] = {
-    compact.NAME: compact.start,
-    ledger.NAME: ledger.start,
-    archive.NAME: archive.start,
-    dispatch.NAME: dispatch.start,
-}
-HoldLease = Callable[[str, Callable[[], bool]], contextlib.AbstractContextManager[object]]
-LEASES: dict[str, HoldLease] = {compact.NAME: compact.lease, dispatch.NAME: dispatch.lease}
+DISPATCH = "dispatch"
+LOOPS: dict[str, MarkedJob] = {job.name: job for job in (compact.JOB, ledger.JOB, archive.JOB)}
+JOBS = (*LOOPS, DISPATCH)
+LOCAL_MASTER = "local[2]"
 SUPERFLUOUS = {compact.NAME: compact.superfluous}
-BY_GROUP = (
-    compact.NAME,
-    dispatch.NAME,
-)  # what they read is one group's; the others read all groups in one query
+BY_GROUP = (compact.NAME, DISPATCH)  # what they read is one group's; the others read all groups together
 
 
 @dataclass
@@ -71,8 +67,8 @@ class Job:
     """One streaming job over its restarts. `superfluous` says why it has nothing to do, if that is so."""
 
     name: str
-    start: Callable[[], StreamingQuery]
-    query: StreamingQuery | None = None
+    start: Callable[[], Query]
+    query: Query | None = None
     last_epoch: int = -1
     failures: int = 0
     started_ns: int = 0
@@ -102,13 +98,15 @@ class Job:
             if now_ns >= self.wake_ns:
                 self._begin(now_ns, once)
             return
+        if not self.spark_lives():  # a job that waits for rows would not notice
+            raise Unavailable(LOST)
         self._report()
         if self.query.isActive:
             return
         failure = self.query.exception()
         self.query = None
         if failure is not None:
-            self._failed(plain(failure), failure, now_ns, once)
+            self._failed(_told(failure), failure, now_ns, once)
         elif once:
             self.done = True
         else:
@@ -117,7 +115,7 @@ class Job:
     def _begin(self, now_ns: int, once: bool) -> None:
         self.last_epoch, self.started_ns = -1, now_ns
         try:
-            with spark_errors():
+            with _spark_errors():
                 if not self._end_if_superfluous():
                     self.query = self.start()
         except TimeballError as error:
@@ -206,40 +204,66 @@ def run(
     options: Mapping[str, Mapping[str, str]] | None = None,
     stop: threading.Event | None = None,
     spark: SparkSession | None = None,
+    with_spark: bool = True,
     clock: Clock | None = None,
 ) -> None:
     """Run `jobs` by name until SIGTERM, SIGINT or `stop`; with `once`, until they have done what there is now.
 
-    `checkpoint` is a folder for Spark's notes, by default `pipeline` beside the pending table; `options` are
-    options of the source for one job. A given `spark` is used and left running. Raises what made a job give up.
+    `checkpoint` is a folder for the jobs' statuses and the checkpoint of dispatch, by default `pipeline` beside the
+    pending table; `options` are options of one job. A given `spark` is used and left running; without Spark the tasks
+    run here. Raises what made a job give up.
     """
-    check_names(jobs)
+    check_names(jobs, with_spark=with_spark)
     stop = stop or threading.Event()
     # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     folder = checkpoint or default_folder(endpoint)  # first: without a broker, do not wait for Spark
+    with _engine(jobs, spark, master, conf, with_spark=with_spark) as engine, _signals(stop), _spark_errors():
+        running = [
+            _job(name, engine, where, folder, once, (options or {}).get(name))
+            for name in jobs
+            for where in job_endpoints(name, endpoint)
+        ]
+        _watch(running, stop, once, clock or SystemClock(), Board(folder))
+
+
+@contextlib.contextmanager
+def _engine(
+    jobs: Sequence[str],
+    spark: SparkSession | None,
+    master: str,
+    conf: Mapping[str, str] | None,
+    *,
+    with_spark: bool,
+) -> Iterator[Engine]:
+    """Bring what runs the tasks: this process, a given session, or one that ends with the block."""
+    if not with_spark:
+        yield InProcess()
+        return
+    from timeball.pipeline.run.on_spark import OnSpark
+    from timeball.pipeline.run.session import build_session, close, make_active
+
     session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
-    make_active(session)
     try:
-        with _signals(stop), spark_errors():
-            running = [
-                _job(name, session, where, folder, once, (options or {}).get(name))
-                for name in jobs
-                for where in job_endpoints(name, endpoint)
-            ]
-            _watch(running, stop, once, clock or SystemClock(), Board(folder))
+        if DISPATCH in jobs:
+            make_active(session)
+        yield OnSpark(session)
     finally:
         if spark is None:
             close(session)
 
 
-def check_names(jobs: Sequence[str]) -> None:
-    """Raise SetupError for a name that is no streaming job, or is there twice."""
+def check_names(jobs: Sequence[str], *, with_spark: bool = True) -> None:
+    """Raise SetupError for a name that is no continuous job, is there twice, or needs the Spark that there is not."""
     for name in jobs:
         if name not in JOBS:
             raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
     if not jobs or len(set(jobs)) != len(jobs):
         raise SetupError("name at least one job, each once")
+    if DISPATCH in jobs and not with_spark:
+        raise SetupError(
+            "dispatch is a query of Spark's: leave --no-spark out, or the job; the broker does its work"
+        )
 
 
 def job_endpoints(name: str, endpoint: str) -> list[str]:
@@ -257,32 +281,50 @@ def default_folder(endpoint: str) -> str:
 
 
 def _job(
-    name: str, spark: SparkSession, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
+    name: str, engine: Engine, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
 ) -> Job:
     label = query_name(name, endpoint) if name in BY_GROUP else name
-    place = f"{folder.rstrip('/')}/{label}"
     reason = SUPERFLUOUS.get(name, lambda _: None)
-    return Job(
-        label,
-        lambda: JOBS[name](spark, endpoint, place, once=once, options=dict(options or {})),
-        hold_lease=partial(LEASES[name], endpoint) if name in LEASES else None,
-        superfluous=lambda: reason(endpoint),
-        spark_lives=partial(_lives, spark),
-    )
+    start: Callable[[], Query]
+    lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None
+    if name == DISPATCH:
+        from timeball.pipeline.dispatch import job as dispatch
+        from timeball.pipeline.run.on_spark import OnSpark
+
+        assert isinstance(engine, OnSpark)
+        place = f"{folder.rstrip('/')}/{label}"
+        start = partial(
+            dispatch.start, engine.session, endpoint, place, once=once, options=dict(options or {})
+        )
+        lease = partial(dispatch.lease, endpoint)
+    else:
+        start = partial(LOOPS[name].start, engine, endpoint, once=once, options=options)
+        lease = partial(compact.lease, endpoint) if name == compact.NAME else None
+    return Job(label, start, hold_lease=lease, superfluous=lambda: reason(endpoint), spark_lives=engine.lives)
 
 
-def _lives(spark: SparkSession) -> bool:
-    """Return whether the JVM is there and its context was not stopped: no query starts in a stopped one."""
-    try:
-        return not spark.sparkContext._jsc.sc().isStopped()
-    except (Py4JError, OSError, AttributeError):  # the last one, when this side has noticed the stop
-        return False
+def _spark_errors() -> contextlib.AbstractContextManager[None]:
+    """Raise Spark's failures as ours, if Spark is there."""
+    if "pyspark" not in sys.modules:
+        return contextlib.nullcontext()
+    from timeball.pipeline.spark_errors import spark_errors
+
+    return spark_errors()
 
 
-def _finish(job: Job, query: StreamingQuery) -> None:
+def _told(failure: Exception) -> TimeballError:
+    """Return our error for what a query ended with."""
+    if isinstance(failure, TimeballError):
+        return failure
+    from timeball.pipeline.spark_errors import plain
+
+    return plain(failure)
+
+
+def _finish(job: Job, query: Query) -> None:
     """End a query; one that is lost with its JVM is no failure of its own."""
     try:
-        with spark_errors():
+        with _spark_errors():
             finish(query)
         LOG.info("job stopped job=%s", job.name)
     except TimeballError as error:
@@ -298,15 +340,13 @@ def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, boa
         try:
             while not stop.is_set() and not all(job.done for job in jobs):
                 for job in jobs:
-                    with spark_errors():
+                    with _spark_errors():
                         job.tick(clock.monotonic_ns(), once=once)
                     board.write_status(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
         except TimeballError as error:
             lost = not job.spark_lives()
-            told = (
-                Unavailable("Spark's JVM has ended or was killed: it needs a new process") if lost else error
-            )
+            told = Unavailable(LOST) if lost else error
             for each in jobs if lost else [job]:
                 each.ended, each.error = "failed", str(told)
             raise told from error
@@ -318,7 +358,7 @@ def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, boa
                 board.write_status(job.status(started_ms), clock.monotonic_ns())
 
 
-def finish(query: StreamingQuery, patience_s: float = STOP_PATIENCE_S) -> None:
+def finish(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
     """Stop a query between two epochs; after `patience_s` in the midst of one, which is safe but loud."""
     if not query.isActive:
         return

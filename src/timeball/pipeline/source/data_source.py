@@ -93,11 +93,11 @@ class TimeballDataSource(DataSource):
         return PromiseWriter(schema, in_one_group(write_options(self.options)))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
-        """See DataSource; a stream of ranges is compacted, any other becomes promises."""
-        from timeball.pipeline.source.promise_writer import stream_writer
+        """See DataSource; the stream's rows become promises."""
+        from timeball.pipeline.source.promise_writer import PromiseStreamWriter
 
         check_streams()
-        return stream_writer(schema, in_one_group(write_options(self.options)))
+        return PromiseStreamWriter(schema, in_one_group(write_options(self.options)))
 
 
 def in_one_group(options: WriteOptions) -> WriteOptions:

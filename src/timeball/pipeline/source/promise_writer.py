@@ -32,8 +32,7 @@ from timeball import limits, rules
 from timeball.errors import InvalidMessage, OverLimit, SetupError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source import promise_columns
-from timeball.pipeline.source.compact_writer import CompactWriter
-from timeball.pipeline.source.options import RANGE_COLUMNS, WriteOptions
+from timeball.pipeline.source.options import WriteOptions
 from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
 from timeball.pipeline.table_store import Store, chunks
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
@@ -53,13 +52,6 @@ class Written(WriterCommitMessage):
     given: int = 0  # rows, with those dropped
     checksum: int = 0  # of these
     query_id: str | None = None  # of the stream
-
-
-def stream_writer(schema: StructType, options: WriteOptions) -> DataSourceStreamArrowWriter:
-    """Return the sink of a stream: compaction for (from_seq, to_seq), promises for everything else."""
-    if tuple(schema.fieldNames()) == RANGE_COLUMNS:
-        return CompactWriter(options)
-    return PromiseStreamWriter(schema, options)
 
 
 class PromiseTask:
