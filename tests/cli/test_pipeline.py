@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from deltalake import DeltaTable
 from tests.cli.in_process import run_here
 from tests.cli.processes import SRC, serving, timeball
 from tests.cli.unreachable import NOWHERE
@@ -113,6 +114,17 @@ def test_no_java_is_a_set_up_error_with_a_way_out(tmp_path: Path) -> None:
     assert ended.returncode == 4, ended.stderr
     assert "Java 17" in ended.stderr and "JAVA_HOME" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_without_spark_dispatch_is_refused_and_the_ledger_is_kept(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node:
+        send(node.endpoint, 5)
+        refused = run_here("pipeline", "run", "dispatch", "--no-spark", "--endpoint", node.endpoint)
+        assert (refused.returncode, refused.stdout) == (4, "")
+        assert "dispatch is a query of Spark's: leave --no-spark out" in refused.stderr
+        ended = run_here("pipeline", "run", "ledger", "--no-spark", "--once", "--endpoint", node.endpoint)
+        assert ended.returncode == 0, ended.stderr
+    assert DeltaTable(str(tmp_path / "data/ledger")).to_pyarrow_table().num_rows == 5
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import TableNotFoundError
 from tests.accounts import SECRETS, access_file
 from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
@@ -19,25 +21,34 @@ from tests.node_fixture import eventually
 
 from timeball import Timeball
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.up import Supervisor, pipeline_command
+from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
 from timeball.clock import ManualClock
 from timeball.config import Settings
 
 
 def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
     """And reaches the broker where it listens."""
-    command = pipeline_command(
-        Settings(data=Path("d"), compact_rows=7, compact_rows_min=3), "grpc://h:1", "m"
-    )
+    settings = Settings(data=Path("d"), compact_rows=7, compact_rows_min=3)
+    command = pipeline_command(settings, "grpc://h:1", "m", pipeline_jobs(settings))
     assert command[:3] == [sys.executable, "-m", "timeball"]
     assert command[command.index("--endpoint") + 1] == "grpc://h:1"
     assert command[command.index("--master") + 1] == "m"
     assert "compact.min_rows_per_batch=7" in command and "compact.few_rows=3" in command
 
 
+def test_without_spark_the_broker_compacts_and_no_master_is_named() -> None:
+    settings = Settings(data=Path("d"))
+    assert pipeline_jobs(settings, archive=True) == ["compact", "ledger", "archive"]
+    jobs = pipeline_jobs(settings, archive=True, no_spark=True)
+    command = pipeline_command(settings, "grpc://h:1", None, jobs)
+    assert command[5:7] == ["ledger", "archive"] and command[-1] == "--no-spark"
+    assert "--master" not in command
+
+
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
 def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
-    command = pipeline_command(Settings(data=Path("d"), strategy=schedule), "grpc://h:1", "m")  # type: ignore[arg-type]
+    settings = Settings(data=Path("d"), strategy=schedule)  # type: ignore[arg-type]
+    command = pipeline_command(settings, "grpc://h:1", "m", pipeline_jobs(settings))
     assert command[5:7] == ["ledger", "--log-level"]
     assert not [word for word in command if "compact" in word]
 
@@ -71,12 +82,40 @@ def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, s
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), **bare) as up:
         ready = up.wait_line(event="ready")
         said = up.wait_line(event="pipeline", state="given_up")
-        assert "compacts by itself" in said["text"]
+        assert "compacts by itself" in said["text"] and "--no-spark" in said["text"]
         with Timeball(ready["endpoint"]) as ball:
             ball.send("orders", "x", after="1h")
             assert ball.compact() is not None
         assert any("Java" in line for line in up.errors)
         assert up.end() == 0
+
+
+def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare: dict[str, str]) -> None:
+    """By one child, which looks for no Java; the broker compacts."""
+    options = ["--no-spark", "--archive", "--compact-rows", "10", "--compact-interval-ms", "100ms"]
+    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options, **bare) as up:
+        uri = up.wait_line(event="ready")["endpoint"]
+        with Timeball(uri) as ball:
+            ball.send_many([{"body": "x", "after": 3_600} for _ in range(50)], topic="orders")
+            ball.send("orders", "at once")
+            _await_table(ball, 50)
+            end = ball.status()["log"]["durable_seq"]
+        folder = tmp_path / "d"
+        eventually(lambda: reached(folder / "ledger", "timeball-ledger") >= end, "the ledger follows")
+        eventually(lambda: reached(folder / "archive", "timeball-archive") >= end, "the archive follows")
+        assert DeltaTable(str(folder / "archive")).to_pyarrow_table().num_rows == 1
+        [child] = psutil.Process(up.pid).children(recursive=True)
+        assert "--no-spark" in child.cmdline()
+        assert not [line for line in up.errors if "Java" in line]
+        assert up.end() == 0
+
+
+def reached(folder: Path, app_id: str) -> int:
+    """Return the row up to which a table has the log; 0 without a table."""
+    try:
+        return int(DeltaTable(str(folder)).transaction_version(app_id) or 0)
+    except TableNotFoundError:
+        return 0
 
 
 def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint: str) -> None:

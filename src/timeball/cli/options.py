@@ -34,6 +34,15 @@ EndpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one document a line.")]
 MasterOption = Annotated[str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")]
+NoSparkOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-spark",
+        envvar="TIMEBALL_NO_SPARK",
+        show_envvar=False,
+        help="Do the work of ledger and archive in one process, without Java: same files.",
+    ),
+]
 CLUSTER_NAMES = [
     "cluster", "group", "etcd", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file",
 ]  # fmt: skip

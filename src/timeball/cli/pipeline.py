@@ -27,6 +27,7 @@ from timeball.cli.options import (
     EndpointOption,
     JsonOption,
     MasterOption,
+    NoSparkOption,
     addresses_of,
     connect,
 )
@@ -64,9 +65,12 @@ def run(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            "--checkpoint", metavar="URI", help="Where Spark keeps its place; by default beside the data."
+            "--checkpoint",
+            metavar="URI",
+            help="Where jobs say how they are, and dispatch keeps its place; by default beside the data.",
         ),
     ] = None,
+    no_spark: NoSparkOption = False,
     options: Annotated[
         list[str] | None,
         typer.Option("--option", metavar="JOB.NAME=VALUE", help="An option of one job; may be repeated."),
@@ -92,6 +96,7 @@ def run(
       timeball pipeline run compact ledger
       timeball pipeline run ledger --once
       timeball pipeline run compact --option compact.min_rows_per_batch=100000
+      timeball pipeline run ledger archive --no-spark
       timeball pipeline run compact --master spark://head:7077 --endpoint grpc://broker:7400
       timeball pipeline run dispatch --option dispatch.lead_ms=500 --master spark://head:7077
     """
@@ -101,12 +106,16 @@ def run(
     log_lines.configure(log_level, log_format)
     from timeball.cli.spark import load_runner, spark_session
 
-    runner = load_runner()
+    runner = load_runner(with_spark=not no_spark)
     if stop_on_eof:
         _stop_on_eof()
     names = [job.value for job in jobs]
+    asked = {"endpoint": endpoint, "once": once, "checkpoint": checkpoint, "options": chosen}
+    if no_spark:
+        runner.run(names, with_spark=False, **asked)
+        return
     with spark_session(master, "timeball " + " ".join(names)) as session:
-        runner.run(names, spark=session, endpoint=endpoint, once=once, checkpoint=checkpoint, options=chosen)
+        runner.run(names, spark=session, **asked)
 
 
 def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from timeball.cli.extras import SPARK, not_installed
+from timeball.cli.extras import BROKER, SPARK, not_installed
 from timeball.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 STDERR = 2
 
 
-def load_runner() -> ModuleType:
-    """The module that runs streaming jobs; SetupError when pyspark is missing."""
+def load_runner(*, with_spark: bool = True) -> ModuleType:
+    """The module that runs continuous jobs; SetupError when what it needs is missing."""
     try:
+        if with_spark:
+            import pyspark  # noqa: F401 - only asked for: it is imported when a session is built
         from timeball.pipeline.run import runner
     except ModuleNotFoundError as error:
-        raise not_installed(error, SPARK) from error
+        raise not_installed(error, SPARK if with_spark else BROKER) from error
     return runner
 
 

@@ -4,6 +4,9 @@ The broker serves first; Spark starts behind it and needs some seconds, in which
 SIGTERM or Ctrl-C the pipeline goes first, because it is a client of the broker. Only what an `hour_log` keeps is
 compacted: with another schedule the pipeline is the ledger alone.
 
+With `--no-spark` the pipeline is ledger and archive in one process without Java: the same files by the same functions,
+and the broker compacts by itself. `--archive` keeps what passed, too.
+
 Spark is never in the way of a promise. So the pipeline runs in a process of its own, is started once the broker serves,
 is started again with a growing pause when it ends, and is never a reason for the broker to end. Only what a new start
 cannot mend (no Java, no pyspark: exit code 4) is said once, and the broker goes on alone. The child holds the read end
@@ -15,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.options import DEFAULT_MASTER, JsonOption, MasterOption, settings_options
+from timeball.cli.options import DEFAULT_MASTER, JsonOption, MasterOption, NoSparkOption, settings_options
 from timeball.cli.output import print_json, print_note
 from timeball.cli.serve import local_endpoint, run_broker
 from timeball.clock import Clock, SystemClock
@@ -41,31 +46,39 @@ Say = Callable[[str, str], None]
 def up(
     settings: Settings,
     master: MasterOption = DEFAULT_MASTER,
+    archive: Annotated[
+        bool, typer.Option("--archive", help="Keep every message that passed, too: the job archive.")
+    ] = False,
+    no_spark: NoSparkOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the broker with its Spark pipeline (jobs compact and ledger), until Ctrl-C.
 
     The broker serves at once; the pipeline follows some seconds later in a process of its own. If it dies it
-    is started again; without Java or pyspark the broker says so, goes on, and compacts by itself. With another
-    --strategy than hour_log there is nothing to compact.
+    is started again; without Java or pyspark the broker says so, goes on, and compacts by itself. With --no-spark
+    the ledger is kept without them. With another --strategy than hour_log there is nothing to compact.
 
     \b
     Examples:
       timeball up
       timeball up --data /var/lib/timeball --durability sync
       timeball up --strategy timer_wheel
+      timeball up --no-spark --archive
       timeball up --port 0 --json | jq -c .
       timeball up --master spark://head:7077
     """
 
     def start_pipeline(node: Node) -> Callable[[], Awaitable[None]]:
-        return _start_pipeline(settings, local_endpoint(settings, node.port), master, _speaker(as_json))
+        endpoint = local_endpoint(settings, node.port)
+        jobs = pipeline_jobs(settings, archive=archive, no_spark=no_spark)
+        command = pipeline_command(settings, endpoint, None if no_spark else master, jobs)
+        return _start_pipeline(settings, command, _speaker(as_json), no_spark=no_spark)
 
     asyncio.run(run_broker(settings, as_json, start_pipeline))
 
 
 def _start_pipeline(
-    settings: Settings, endpoint: str, master: str, say: Say
+    settings: Settings, command: list[str], say: Say, *, no_spark: bool
 ) -> Callable[[], Awaitable[None]]:
     """Keep the pipeline running from now on; return what ends it."""
     compacts = settings.strategy == "hour_log"
@@ -73,7 +86,9 @@ def _start_pipeline(
         why = f"with the strategy {settings.strategy} messages wait in the log"
         say("ledger_only", f"nothing to compact: {why}; the pipeline keeps the ledger")
     alone = "goes on and compacts by itself" if compacts else "goes on"
-    pipeline = Supervisor(pipeline_command(settings, endpoint, master), say, alone=alone)
+    if not no_spark:
+        alone += "; with --no-spark the ledger is kept without Java"
+    pipeline = Supervisor(command, say, alone=alone)
     supervising = asyncio.create_task(pipeline.run())
 
     async def stop_pipeline() -> None:
@@ -83,19 +98,24 @@ def _start_pipeline(
     return stop_pipeline
 
 
-def pipeline_command(settings: Settings, endpoint: str, master: str) -> list[str]:
-    """The child's command line: compaction, where there is any, by the broker's own settings."""
-    compacts = settings.strategy == "hour_log"
+def pipeline_jobs(settings: Settings, *, archive: bool = False, no_spark: bool = False) -> list[str]:
+    """Return the jobs of the child: compaction where there is any, and where Spark spares the broker its cost."""
+    compacts = settings.strategy == "hour_log" and not no_spark
+    return [*(["compact"] if compacts else []), "ledger", *(["archive"] if archive else [])]
+
+
+def pipeline_command(settings: Settings, endpoint: str, master: str | None, jobs: Sequence[str]) -> list[str]:
+    """Return the child's command line, compaction by the broker's own settings; `master` None: without Spark."""
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,
         "few_rows": settings.compact_rows_min,
     }
-    jobs = ["compact", "ledger"] if compacts else ["ledger"]
     command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs]
     command += ["--log-level", settings.log_level, "--log-format", settings.log_format]
-    command += ["--endpoint", endpoint, "--master", master, "--stop-on-eof"]
-    for name, value in compact.items() if compacts else ():
+    command += ["--endpoint", endpoint, "--stop-on-eof"]
+    command += ["--no-spark"] if master is None else ["--master", master]
+    for name, value in compact.items() if "compact" in jobs else ():
         command += ["--option", f"compact.{name}={value}"]
     return command
 
