@@ -19,6 +19,7 @@ NAMES = [
     "restart",
     "compact",
     "pipeline",
+    "up",
     "designs",
     "cluster",
     "soak",

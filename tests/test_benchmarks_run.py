@@ -17,6 +17,7 @@ import pytest
 from benchmarks import NAMES
 from benchmarks.profiled import LOOP, OTHER_THREADS, PACKAGE, stage_of
 from benchmarks.report import Report, Spent
+from benchmarks.up import kind_of
 from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
 
@@ -34,9 +35,10 @@ SLOW = {
     "memory",
     "compact",
     "pipeline",
+    "up",
     "cluster",
 }
-SPARK = {"compact", "pipeline"}
+SPARK = {"compact", "pipeline", "up"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
 WANTED = {
@@ -150,6 +152,13 @@ WANTED = {
         "dispatch, burst: last release after it began",
         "dispatch, burst: missing or doubled",
     ],
+    "up": [
+        "broker: ready",
+        "pipeline: has worked off the first messages",
+        "running: all, PSS",
+        "idle: JVM",
+        "CPU of all",
+    ],
 }
 
 
@@ -209,6 +218,19 @@ def test_a_faulty_figure_is_noticed() -> None:
     assert faults_of("the whole job", "s", 0)
     assert not faults_of("one instant: last release", "s", 0)
     assert not faults_of("lateness p50", "ms", 0)
+
+
+def test_a_process_is_known_by_its_command_and_its_parents() -> None:
+    java, up = ["/usr/bin/java", "-cp"], ["python", "-m", "timeball", "up"]
+    run = ["python", "-m", "timeball", "pipeline", "run"]
+    daemon = ["python", "-m", "timeball.pipeline.run.worker_daemon", "pyspark.worker"]
+    assert kind_of(up, is_root=True, parents=[["bash"]]) == "broker"
+    assert kind_of(run, is_root=False, parents=[up]) == "pipeline"
+    assert kind_of(java, is_root=False, parents=[run, up]) == "JVM"
+    assert kind_of(daemon, is_root=False, parents=[java, run, up]) == "Python daemons"
+    assert kind_of(daemon, is_root=False, parents=[daemon, java, run, up]) == "Python workers"
+    planner = ["python", "-m", "pyspark.sql.streaming.python_streaming_source_runner"]
+    assert kind_of(planner, is_root=False, parents=[java, run, up]) == "Python workers"
 
 
 @pytest.mark.parametrize("name", NAMES)
