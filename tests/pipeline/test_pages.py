@@ -266,7 +266,7 @@ def test_the_examples_of_the_archive_run(
 ) -> None:
     send_due_now(node.endpoint, 10)
     uri = archive.archive_uri(broker.status().table.uri)
-    archive.extend(spark, node.endpoint, uri, broker.status().log.durable_seq)
+    archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     with Timeball(node.endpoint) as ball:
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "the window is over")

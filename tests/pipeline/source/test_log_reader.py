@@ -233,21 +233,6 @@ def test_only_rows_of_the_topic_reach_a_task(node: RunningNode) -> None:
     source.stop()
 
 
-def test_ranges_begin_at_the_watermark_whatever_the_checkpoint_says(
-    node: RunningNode, broker: Endpoint
-) -> None:
-    send(node.endpoint, 100)
-    node.run(node.broker.compact())
-    send(node.endpoint, 50)
-    watermark, end = broker.status().watermark, broker.status().log.durable_seq
-    source = stream(node, read="ranges", from_seq="watermark")
-    for start in (1, watermark, end - 1):
-        parts = source.partitions({"seq": start}, {"seq": end})
-        assert [(p.from_seq, p.to_seq) for p in parts] == [(watermark, end)]
-    assert source.partitions({"seq": 1}, {"seq": watermark}) == []
-    source.stop()
-
-
 def test_a_checkpoint_of_another_log_is_refused(node: RunningNode) -> None:
     source = stream(node)
     with pytest.raises(SetupError, match=r"stands at row 10000 .* remove the checkpoint"):
@@ -367,17 +352,13 @@ def test_what_was_there_at_the_start_of_a_run_that_ends(tmp_path: Path) -> None:
         source.stop()
 
 
-def test_compaction_is_of_one_group(tmp_path: Path) -> None:
+def test_a_stream_may_be_of_one_group(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         groups.add()
         send(groups.other.endpoint, 20)
-        given = {"endpoint": groups.endpoint, "read": "ranges", "from_seq": "watermark"}
+        given = {"endpoint": groups.endpoint, "read": "ranges"}
         one = LogStream(read_options({**given, "group": "g2"}))
         start = one.initialOffset()
         end = one.latestOffset(start, ReadAllAvailable())
         assert [part.group.name for part in one.partitions(start, end)] == ["g2"]
         one.stop()
-        both = LogStream(read_options(given))
-        with pytest.raises(SetupError, match="from_seq=watermark: each of the 2 groups has its own"):
-            both.partitions({"g1": 1, "g2": 1}, {"g1": 1, "g2": 5})
-        both.stop()

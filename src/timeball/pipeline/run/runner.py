@@ -57,7 +57,6 @@ LOST = "Spark's JVM has ended or was killed: it needs a new process"
 DISPATCH = "dispatch"
 LOOPS: dict[str, MarkedJob] = {job.name: job for job in (compact.JOB, ledger.JOB, archive.JOB)}
 JOBS = (*LOOPS, DISPATCH)
-LOCAL_MASTER = "local[2]"
 SUPERFLUOUS = {compact.NAME: compact.superfluous}
 BY_GROUP = (compact.NAME, DISPATCH)  # what they read is one group's; the others read all groups together
 
@@ -196,7 +195,7 @@ class Job:
 def run(
     jobs: Sequence[str],
     *,
-    master: str = LOCAL_MASTER,
+    master: str | None = None,
     endpoint: str = "grpc://127.0.0.1:7400",
     once: bool = False,
     checkpoint: str | None = None,
@@ -231,7 +230,7 @@ def run(
 def _engine(
     jobs: Sequence[str],
     spark: SparkSession | None,
-    master: str,
+    master: str | None,
     conf: Mapping[str, str] | None,
     *,
     with_spark: bool,
@@ -241,9 +240,9 @@ def _engine(
         yield InProcess()
         return
     from timeball.pipeline.run.on_spark import OnSpark
-    from timeball.pipeline.run.session import build_session, close, make_active
+    from timeball.pipeline.run.session import LOCAL_MASTER, build_session, close, make_active
 
-    session = spark or build_session(master, "timeball " + " ".join(jobs), conf)
+    session = spark or build_session(master or LOCAL_MASTER, "timeball " + " ".join(jobs), conf)
     try:
         if DISPATCH in jobs:
             make_active(session)

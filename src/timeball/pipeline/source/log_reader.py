@@ -14,10 +14,6 @@ A group that is not in an offset is read from its first row. An idle log starts 
 the start itself while there is too little for a micro-batch, which tells Spark to rest. Enough is `min_rows_per_batch`
 new rows, or `few_rows` after `max_trigger_delay_ms`: a query that itself appends to the log (compaction does: one
 TABLE row) would otherwise wake itself up for ever.
-
-With read=ranges and from_seq=watermark a micro-batch covers [watermark, end), independent of the start in Spark's
-checkpoint. The sink's own mark says from where, the offset only how far; so a checkpoint that was lost, is older, or
-belongs to a time when another compactor was at work cannot open a hole or attach a row twice.
 """
 
 from __future__ import annotations
@@ -250,11 +246,7 @@ class LogStream(PacedStream):
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """See DataSourceStreamReader."""
         found = self.statuses()
-        if self.options.read == "ranges" and self.options.from_seq == "watermark":
-            check_compacted(len(found))
-            begin = {group.name: status.watermark for group, status in found}
-        else:
-            begin = from_json(start, found)
+        begin = from_json(start, found)
         stop = {name: seq for name, seq in from_json(end, found).items() if begin[name] < seq}
         total = sum(seq - begin[name] for name, seq in stop.items())
         parts = []
@@ -268,14 +260,6 @@ class LogStream(PacedStream):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """See DataSourceStreamReader."""
         return read_part(self.options, partition, self._rows) if isinstance(partition, LogPart) else iter(())
-
-
-def check_compacted(groups: int) -> None:
-    """Refuse a stream from the watermark over several groups: what is compacted belongs to one table."""
-    if groups > 1:
-        raise SetupError(
-            f"option from_seq=watermark: each of the {groups} groups has its own; name one: group"
-        )
 
 
 def check_same(begin: Seqs, durable: Seqs) -> None:

@@ -37,7 +37,6 @@ ALL_COLUMNS = "*"
 STREAMED = ("log", "queue", "ranges")  # what can be read as a stream too
 STARTS = ("first", "latest", "watermark")
 OFFSET_STARTS = ("first", "latest")
-RANGE_COLUMNS = tuple(RANGE_SCHEMA.names)
 # Spark's own words, which it passes on to the sink of a stream.
 SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
 
