@@ -177,7 +177,7 @@ def test_without_spark_none_of_it_is_imported(node: RunningNode, broker: Endpoin
     assert (data / "ledger/_delta_log").is_dir() and (data / "archive/_delta_log").is_dir()
 
 
-def test_a_job_without_work_sees_that_spark_is_lost() -> None:
+def test_a_job_without_work_ends_when_spark_is_lost() -> None:
     job = refused(Unavailable("it was not asked"))
     job.spark_lives = lambda: False
     with pytest.raises(Unavailable, match="JVM has ended"):
