@@ -114,7 +114,9 @@ def run(
     if no_spark:
         runner.run(names, with_spark=False, **asked)
         return
-    with spark_session(master, "timeball " + " ".join(names)) as session:
+    from timeball.pipeline.run.session import continuous
+
+    with spark_session(master, "timeball " + " ".join(names), continuous(master)) as session:
         runner.run(names, spark=session, **asked)
 
 

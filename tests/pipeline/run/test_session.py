@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from timeball.errors import SetupError
 from timeball.pipeline.run import session as module
-from timeball.pipeline.run.session import LOCAL, settings
+from timeball.pipeline.run.session import LOCAL, continuous, settings
 from timeball.pipeline.spark_errors import spark_errors
 
 
@@ -20,6 +20,14 @@ def test_local_settings_stay_local() -> None:
     assert local["spark.driver.host"] == "127.0.0.1"
     assert not set(cluster) & (set(LOCAL) - {"spark.driver.extraJavaOptions"})
     assert "SerialGC" not in cluster["spark.driver.extraJavaOptions"]
+
+
+def test_a_session_of_continuous_jobs_gives_its_heap_back() -> None:
+    option = "spark.driver.extraJavaOptions"
+    assert "MaxHeapFreeRatio" in settings("local[2]", continuous("local[2]"))[option]
+    assert "MaxHeapFreeRatio" not in settings("local[2]")[option], "a batch does not"
+    assert continuous("spark://host:7077") == {}
+    assert continuous("local[2]", {option: "-Dmine=1"})[option] == "-Dmine=1"
 
 
 def test_the_caller_has_the_last_word() -> None:

@@ -240,9 +240,10 @@ def _engine(
         yield InProcess()
         return
     from timeball.pipeline.run.on_spark import OnSpark
-    from timeball.pipeline.run.session import LOCAL_MASTER, build_session, close, make_active
+    from timeball.pipeline.run.session import LOCAL_MASTER, build_session, close, continuous, make_active
 
-    session = spark or build_session(master or LOCAL_MASTER, "timeball " + " ".join(jobs), conf)
+    chosen = master or LOCAL_MASTER
+    session = spark or build_session(chosen, "timeball " + " ".join(jobs), continuous(chosen, conf))
     try:
         if DISPATCH in jobs:
             make_active(session)

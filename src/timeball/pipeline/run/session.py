@@ -55,11 +55,7 @@ LOCAL = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1g",
-    # The heap begins small and gives back what a collection finds free; a collection comes each minute, not each half
-    # hour. Compiled code and stacks have bounds, since a job is a loop of small tasks.
-    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Xms48m -XX:MinHeapFreeRatio=10 -XX:MaxHeapFreeRatio=20 "
-    "-XX:ReservedCodeCacheSize=96m -Xss512k",
-    "spark.cleaner.periodicGC.interval": "60s",
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
     # One process imports what tasks need, and workers share its memory; Spark ends a worker that rests for a minute.
     "spark.python.daemon.module": "timeball.pipeline.run.worker_daemon",
     "spark.executorEnv.MALLOC_ARENA_MAX": "1",
@@ -69,6 +65,15 @@ LOCAL = {
     "spark.sql.streaming.checkpointFileManagerClass": f"{_CHECKPOINTING}.FileSystemBasedCheckpointFileManager",
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     "spark.sql.streaming.pollingDelay": "100ms",
+}
+
+# Of a session that runs for weeks, beside a broker: the heap begins small and gives back what a collection finds free,
+# a collection comes each minute, not each half hour, and compiled code has a bound, since a job is a loop of small
+# tasks. A batch is faster with a heap that grows at once.
+CONTINUOUS = {
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Xms48m -XX:MinHeapFreeRatio=10 -XX:MaxHeapFreeRatio=20 "
+    "-XX:ReservedCodeCacheSize=96m",
+    "spark.cleaner.periodicGC.interval": "60s",
 }
 
 
@@ -90,6 +95,11 @@ def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, st
     java_options = "spark.driver.extraJavaOptions"
     chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
     return chosen
+
+
+def continuous(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a session of continuous jobs asks for on `master`; `conf` has the last word."""
+    return {**(CONTINUOUS if master.startswith("local") else {}), **(conf or {})}
 
 
 def build_session(
