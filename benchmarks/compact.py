@@ -66,7 +66,7 @@ def _by_spark(report: Report, server: Server, ball: Timeball, step_rows: int) ->
     command += ["--endpoint", server.endpoint, "--master", "local[2]"]
     command += ["--option", f"compact.max_rows_per_batch={step_rows}"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    family = _Family(job.pid)
+    family = Family(job.pid)
     moves = _watch(ball, job)
     took_s = time.perf_counter() - begun
     if job.returncode != 0:
@@ -101,7 +101,7 @@ def _watch(ball: Timeball, job: subprocess.Popen[bytes]) -> list[tuple[float, in
     return moves
 
 
-class _Family:
+class Family:
     """CPU of a process and of all its children, sampled until they are gone."""
 
     def __init__(self, pid: int) -> None:

@@ -15,13 +15,13 @@ Not measured: a cluster, where tasks run on more cores than one machine has; mes
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
 
 import numpy as np
 
+from benchmarks.compact import Family
 from benchmarks.harness import CHECKOUT, Server, now_ms, send_promises, serving
 from timeball import Timeball
 
@@ -40,17 +40,13 @@ def fill(ball: Timeball, rows: int) -> None:
 
 def command(server: Server, *words: str) -> tuple[float, float]:
     """Return seconds, and CPU-seconds of the command with all its processes."""
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "timeball", *words, "--endpoint", server.endpoint],
-        cwd=CHECKOUT,
-        stdout=subprocess.DEVNULL,
-        timeout=LONGEST_S,
-        check=True,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - begun, cpu_s
+    begun = time.perf_counter()
+    line = [sys.executable, "-m", "timeball", *words, "--endpoint", server.endpoint]
+    job = subprocess.Popen(line, cwd=CHECKOUT, stdout=subprocess.DEVNULL)
+    family = Family(job.pid)
+    if job.wait(LONGEST_S) != 0:
+        raise RuntimeError(f"{' '.join(words)} ended with code {job.returncode}")
+    return time.perf_counter() - begun, family.cpu_s()
 
 
 def show(rows: int, work: str, engine: str, took: tuple[float, float]) -> None:
