@@ -20,6 +20,7 @@ from timeball.pipeline.jobs import bulk, ledger
 from timeball.pipeline.jobs.bulk_input import Columns
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.run.session import build_session
+from timeball.pipeline.table_store import sibling
 
 MIB = 1024 * 1024
 HOUR_MS = 3_600_000
@@ -86,7 +87,7 @@ def _ledger(spark: SparkSession, endpoint: str) -> Figures:
         status = broker.status()
     begun = time.perf_counter()
     rows = ledger.extend(
-        OnSpark(spark), endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq
+        OnSpark(spark), endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq
     )
     return [("ledger: rate", rows / (time.perf_counter() - begun), "rows/s")]
 

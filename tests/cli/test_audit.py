@@ -18,7 +18,7 @@ from timeball.cli.audit import OFFENDERS_SHOWN, describe
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
 from timeball.pipeline.jobs.audit import AuditReport, Scope, add_up
-from timeball.pipeline.jobs.ledger import ledger_uri
+from timeball.pipeline.table_store import sibling
 
 SCOPE = Scope(since=1, first=1, end=9_000, ledger_end=50, watermark=20, version=3, now_ms=10_000)
 COUNTS = {"accepted": 5_000, "released": 4_000, "cancelled": 700, "expired": 0, "pending": 300}
@@ -89,7 +89,7 @@ def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) ->
         assert kept_audit(tmp_path)["accepted"] == 8
         wrote = run_here("pipeline", "run", "ledger", "--once", "--endpoint", node.endpoint)
         assert (wrote.returncode, wrote.stdout) == (0, ""), wrote.stderr
-        uri = ledger_uri(ball.status()["table"]["uri"])
+        uri = sibling(ball.status()["table"]["uri"], "ledger")
         good = run_here("audit", "--endpoint", node.endpoint, "--ledger", uri)
         assert (good.returncode, good.stdout.splitlines()) == (0, [equation, "it balances"]), good.stderr
         DeltaTable(uri).delete("event = 'accepted' AND unique_key = 'm3'")

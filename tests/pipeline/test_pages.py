@@ -40,6 +40,7 @@ from timeball.pipeline.source.options import (
     WriteOptions,
     describe,
 )
+from timeball.pipeline.table_store import sibling
 from timeball.pipeline.views import spark_views, view_sql
 from timeball.pipeline.views.duckdb_session import SqlSession, view_columns
 
@@ -265,7 +266,7 @@ def test_the_examples_of_the_archive_run(
     spark: SparkSession, node: RunningNode, broker: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     send_due_now(node.endpoint, 10)
-    uri = archive.archive_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "archive")
     archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     with Timeball(node.endpoint) as ball:
         now_ms = ball.status()["now_ms"]

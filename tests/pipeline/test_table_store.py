@@ -11,7 +11,7 @@ from deltalake import DeltaTable, write_deltalake
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import NotFound, StorageError
+from timeball.errors import NotFound, SetupError, StorageError
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline import table_store as module
 from timeball.pipeline.source import promise_columns
@@ -43,7 +43,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write bucket=x/a\.parquet"):
         Store(str(tmp_path / "file")).put("bucket=x/a.parquet", b"")
-    with pytest.raises(StorageError, match="table_uri nosuch://"):
+    with pytest.raises(SetupError, match="nosuch://place/table: not a place"):
         Store("nosuch://place/table")
 
 

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
+from timeball import places
 from timeball.clock import SystemClock
 from timeball.errors import OutOfRange, StorageError
 from timeball.pipeline.table_store import open_table
@@ -47,7 +47,7 @@ def table_schema(table: DeltaTable) -> pa.Schema:
 def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> DeltaFile:
     """Write all batches as one file of the table at `uri`, which no version of it names yet."""
     path = f"{uuid.uuid4().hex}.parquet"
-    files, root = fs.FileSystem.from_uri(uri)
+    files, root = places.arrow(uri)
     rows, sink = 0, None
     try:
         for batch in batches:

@@ -1,28 +1,32 @@
 """Files of the pending table as an executor sees them: put, remove, list, read.
 
-An executor may run on another machine, so the table is a URI and the file system is Arrow's (local folders, S3, GCS,
-HDFS). A file that is never attached is no part of the table: writing needs no protocol, and a dead task leaves only
-bytes, which the broker sweeps. The broker makes files durable: it syncs what it attaches.
+An executor may run on another machine, so the table is a URI, and the file system is Arrow's (timeball/places.py). A
+file that is never attached is no part of the table: writing needs no protocol, and a dead task leaves only bytes, which
+the broker sweeps. The broker makes files durable: it syncs what it attaches.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.fs as fs
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
+from timeball import places
 from timeball.errors import NotFound, OutOfRange, SetupError, StorageError
 from timeball.limits import SECOND_MS
 from timeball.message import TABLE_SCHEMA
+from timeball.pipeline.groups import place_of
 from timeball.table.attachment import FileEntry
 from timeball.table.layout import cut_files
+from timeball.wire import Status
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -38,10 +42,8 @@ class Store:
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
-        try:
-            self._files, self._root = fs.FileSystem.from_uri(uri)
-        except (pa.ArrowException, OSError) as error:
-            raise StorageError(f"table_uri {uri}: not a place that Arrow can write to: {error}") from error
+        self._files, self._root = places.arrow(uri)
+        self._has_folders = not places.in_object_store(uri)
         self._folders: set[str] = set()
 
     def put(self, path: str, data: bytes) -> None:
@@ -49,7 +51,7 @@ class Store:
         target = f"{self._root}/{path}"
         folder = target.rpartition("/")[0]
         try:
-            if folder not in self._folders:
+            if self._has_folders and folder not in self._folders:
                 self._files.create_dir(folder, recursive=True)
                 self._folders.add(folder)
             with self._files.open_output_stream(target) as stream:
@@ -132,7 +134,7 @@ def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
     """Return files of the pending table as one Arrow dataset, empty for no files; OutOfRange when one has gone."""
     if not paths:
         return ds.dataset(TABLE_SCHEMA.empty_table())
-    files, root = fs.FileSystem.from_uri(uri)
+    files, root = places.arrow(uri)
     found = [f"{root}/{path}" for path in paths]
     try:
         return ds.dataset(found, TABLE_SCHEMA, format="parquet", filesystem=files)
@@ -166,12 +168,26 @@ def files_gone(uri: str, error: Exception) -> OutOfRange:
 
 def open_table(uri: str, version: int | None = None) -> DeltaTable:
     """Open the Delta table at `uri`; NotFound when there is none, or not that version."""
+    place, options = places.delta(uri)
     try:
-        return DeltaTable(uri, version=version)
+        return DeltaTable(place, version=version, storage_options=options)
     except TableNotFoundError as error:
         raise NotFound(f"no Delta table at {uri}") from error
     except DeltaError as error:
+        if version is None:  # a store that does not answer has said nothing about the table
+            raise StorageError(f"cannot read the Delta table at {uri}: {error}") from error
         raise NotFound(f"no version {version} of the Delta table at {uri}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read the Delta table at {uri}: {error}") from error
+
+
+def create_table(uri: str, schema: pa.Schema, **how: Any) -> DeltaTable:
+    """Create a Delta table at `uri`; `how` is what DeltaTable.create takes."""
+    place, options = places.delta(uri)
+    try:
+        return DeltaTable.create(place, schema, storage_options=options, **how)
+    except OSError as error:
+        raise StorageError(f"cannot create a Delta table at {uri}: {error}") from error
 
 
 def as_of(table: DeltaTable, instant_ms: int) -> DeltaTable:
@@ -193,20 +209,32 @@ def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
 
     delta-rs brings a file system of its own for this, whose threads may abort a process that ends.
     """
-    found = [fs.FileSystem.from_uri(uri) for uri in table.file_uris()]
-    if not found:
+    return dataset_of(table.file_uris(), schema, table.metadata().partition_columns)
+
+
+def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequence[str]) -> ds.Dataset:
+    """Return the rows of some files of a Delta table, as `as_dataset` does."""
+    if not uris:
         return ds.dataset(schema.empty_table())
-    names = table.metadata().partition_columns
-    folders = ds.partitioning(pa.schema([schema.field(name) for name in names]), flavor="hive")
-    paths = [path for _, path in found]
-    return ds.dataset(
-        paths, schema, format="parquet", filesystem=found[0][0], partitioning=folders if names else None
-    )
+    files, paths = places.arrow_all(uris)
+    columns = pa.schema([schema.field(name) for name in partition_columns])
+    folders = ds.partitioning(columns, flavor="hive") if partition_columns else None
+    return ds.dataset(paths, schema, format="parquet", filesystem=files, partitioning=folders)
 
 
 def sibling(uri: str, name: str) -> str:
     """Return the URI of a folder next to the table: the ledger and the jobs' checkpoints live there."""
     return uri.rstrip("/").rpartition("/")[0] + "/" + name
+
+
+def beside(name: str, table_uri: str, status: Status) -> str:
+    """Return the URI of the ledger or the archive of the group that answered `status`, where no option names it.
+
+    TIMEBALL_LEDGER and TIMEBALL_ARCHIVE say it once for every command and for Spark's readers.
+    """
+    variable = f"TIMEBALL_{name.upper()}"
+    named = place_of(variable, os.environ.get(variable) or None, status.group, len(status.groups or ()))
+    return named or sibling(table_uri, name)
 
 
 # ---- as much as a task holds ----------------------------------------------------------------------------------

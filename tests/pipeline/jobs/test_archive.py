@@ -23,6 +23,7 @@ from timeball.pipeline.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, nei
 from timeball.pipeline.jobs.engine import Engine
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.pushdown import Bounds
+from timeball.pipeline.table_store import sibling
 
 
 def drain(engine: Engine, node: RunningNode, **options: str) -> None:
@@ -30,7 +31,7 @@ def drain(engine: Engine, node: RunningNode, **options: str) -> None:
 
 
 def opened(broker: Endpoint) -> DeltaTable:
-    return DeltaTable(archive.archive_uri(broker.status().table.uri))
+    return DeltaTable(sibling(broker.status().table.uri, "archive"))
 
 
 def archived(broker: Endpoint) -> list[dict[str, object]]:
@@ -97,7 +98,7 @@ def test_an_epoch_that_somebody_else_has_done_meanwhile_is_refused(
     """Two jobs from the same mark to different ends: the second may not add the first one's rows again."""
     traffic(node)
     end = broker.status().log.durable_seq
-    uri = archive.archive_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "archive")
     archive.extend(engine, node.endpoint, uri, end - 5)
     written = archive_writer.write_piece(node.endpoint, uri, (1, end))
     with pytest.raises(OutOfRange, match="another archive job was at work"):
@@ -118,7 +119,7 @@ def test_another_delta_table_is_not_taken_for_an_archive(tmp_path: Path) -> None
 def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    uri = archive.archive_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "archive")
     for topic in ("a", "b", "c"):
         with Timeball(node.endpoint) as ball:
             ball.send(topic, "x")
@@ -146,7 +147,7 @@ def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
 def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
-    uri = archive.archive_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "archive")
     for n in range(4):
         send_due_now(node.endpoint, 2, f"topic{3 - n}")
         archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)

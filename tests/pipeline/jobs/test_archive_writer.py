@@ -22,7 +22,7 @@ from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, archive_writer
 from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA, commit_epoch, write_piece
-from timeball.pipeline.table_store import open_table
+from timeball.pipeline.table_store import open_table, sibling
 
 
 def rows(topics: list[str], store_ms: list[int], **columns: object) -> pa.Table:
@@ -72,7 +72,7 @@ def test_a_file_has_the_logs_columns_and_tells_where_a_topic_lies() -> None:
 def uri(node: RunningNode, broker: Endpoint) -> str:
     """An empty archive of a broker through which five messages have passed."""
     send_due_now(node.endpoint, 5)
-    place = archive.archive_uri(broker.status().table.uri)
+    place = sibling(broker.status().table.uri, "archive")
     archive.open_archive(place, broker)
     return place
 

@@ -28,6 +28,7 @@ from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
+from timeball.pipeline.table_store import sibling
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -117,7 +118,7 @@ def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode
     report = audit.run(spark, node.endpoint)
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (10, 7, 1, 2)
-    uri = ledger.ledger_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "ledger")
     ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     report = audit.run(spark, node.endpoint)
     assert report.ok and report.pending == 2, report
@@ -221,7 +222,7 @@ def small(tmp_path: Path) -> Iterator[RunningNode]:
 def extend_ledger(spark: SparkSession, node: RunningNode) -> None:
     with Endpoint(node.endpoint) as broker:
         status = broker.status()
-    ledger.extend(OnSpark(spark), node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
+    ledger.extend(OnSpark(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq)
 
 
 def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
@@ -373,7 +374,7 @@ def test_a_real_broker_balances_at_every_stage(
     report = audit.run(spark, node.endpoint)  # no ledger yet, nothing compacted
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (146, 5, 1, 140)
-    uri = ledger.ledger_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "ledger")
     ledger.extend(OnSpark(spark), node.endpoint, uri, 60)
     node.run(node.broker.compact())
     send(node.endpoint, 10)

@@ -21,6 +21,7 @@ from timeball.pipeline.jobs.engine import Engine
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
+from timeball.pipeline.table_store import sibling
 
 pytestmark = pytest.mark.spark
 
@@ -30,7 +31,7 @@ def drain(engine: Engine, node: RunningNode, **options: str) -> None:
 
 
 def recorded(broker: Endpoint) -> list[dict[str, object]]:
-    return DeltaTable(ledger.ledger_uri(broker.status().table.uri)).to_pyarrow_table().to_pylist()
+    return DeltaTable(sibling(broker.status().table.uri, "ledger")).to_pyarrow_table().to_pylist()
 
 
 def test_every_event_is_recorded_once_over_restarts(
@@ -46,7 +47,7 @@ def test_every_event_is_recorded_once_over_restarts(
     found = recorded(broker)
     assert sorted(e["event"] for e in found) == ["accepted"] * 26 + ["cancelled"] + ["released"] * 5
     assert len({(e["event"], e["first_seq"]) for e in found}) == 32
-    table = DeltaTable(ledger.ledger_uri(broker.status().table.uri))
+    table = DeltaTable(sibling(broker.status().table.uri, "ledger"))
     assert ledger.bounds(table) == (1, broker.status().log.durable_seq)
 
 
@@ -61,7 +62,7 @@ def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpo
     bulk = pa.table({"topic": ["later"], "body": ["b"], "due_ms": [due_ms]})
     written = PromiseTask(options).write(iter(bulk.to_batches()))
     attach_all([written], options, "job", 0)
-    uri = ledger.ledger_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "ledger")
     ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
     assert len(rows) == 5
@@ -100,7 +101,7 @@ def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
             eventually(lambda: visible(ball, "orders") == 1, "it is released")
             ball.send("orders", b"z", after="1d")
         with Endpoint(second.endpoint) as broker:
-            uri = ledger.ledger_uri(broker.status().table.uri)
+            uri = sibling(broker.status().table.uri, "ledger")
             end = broker.status().log.durable_seq
         for to_seq in (end - 1, end, end):  # in steps, and once more
             ledger.extend(OnSpark(spark), second.endpoint, uri, to_seq)

@@ -26,6 +26,7 @@ from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.jobs.replay import REPLAY_OF, Sources, Window
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.table_store import sibling
 
 WINDOW = Window(from_ms=1_000, until_ms=2_000, start_ms=50_000)
 KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)
@@ -235,7 +236,7 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
     """Half of it from the archive, half from the log behind its mark; what waits or was cancelled has not passed."""
     send(node.endpoint, 7)
     send_due_now(node.endpoint, 3)
-    uri = archive.archive_uri(broker.status().table.uri)
+    uri = sibling(broker.status().table.uri, "archive")
     archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     send_due_now(node.endpoint, 4, "news")
     with Timeball(node.endpoint) as ball:

@@ -21,6 +21,7 @@ from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.data_source import in_one_group
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.spark_errors import spark_errors
+from timeball.pipeline.table_store import sibling
 
 
 def read(spark: SparkSession, node: RunningNode, **options: object) -> DataFrame:
@@ -136,7 +137,7 @@ def test_the_ledger(spark: SparkSession, node: RunningNode, broker: Endpoint) ->
     with pytest.raises(NotFound, match=r"no Delta table at .*ledger"), spark_errors():
         read(spark, node, read="ledger").count()
     status = broker.status()
-    ledger.extend(OnSpark(spark), node.endpoint, ledger.ledger_uri(status.table.uri), status.log.durable_seq)
+    ledger.extend(OnSpark(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq)
     events = read(spark, node, read="ledger")
     assert events.columns == EVENT_SCHEMA.names
     counts = {

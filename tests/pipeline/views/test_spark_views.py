@@ -25,7 +25,7 @@ from timeball.pipeline.jobs import archive, ledger
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
-from timeball.pipeline.table_store import Due
+from timeball.pipeline.table_store import Due, sibling
 from timeball.pipeline.views import due_histogram, spark_views
 from timeball.pipeline.views.duckdb_session import SqlSession, view_columns
 from timeball.pipeline.views.due_histogram import Load, Unit, unlike
@@ -132,7 +132,7 @@ def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice_and_an_archive
     before = by_duckdb(story, happened)
     with Endpoint(story.endpoint) as broker:
         status = broker.status()
-    places = ledger.ledger_uri(status.table.uri), archive.archive_uri(status.table.uri)
+    places = sibling(status.table.uri, "ledger"), sibling(status.table.uri, "archive")
     try:
         ledger.extend(OnSpark(spark), story.endpoint, places[0], status.log.durable_seq - 4)
         archive.extend(OnSpark(spark), story.endpoint, places[1], status.log.durable_seq)

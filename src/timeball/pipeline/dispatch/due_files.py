@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
+from timeball import places
 from timeball.message import Int64Array, int64
 from timeball.pipeline.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
@@ -95,7 +95,7 @@ class DueFiles:
 
 
 def _footer(uri: str) -> _File:
-    files, path = fs.FileSystem.from_uri(uri)
+    files, path = places.arrow(uri)
     with files.open_input_file(path) as source:
         metadata = pq.ParquetFile(source).metadata
     column = metadata.schema.names.index("due_ms")
@@ -109,7 +109,7 @@ def _footer(uri: str) -> _File:
 
 
 def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
-    files, path = fs.FileSystem.from_uri(uri)
+    files, path = places.arrow(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
         for group in groups:
@@ -118,7 +118,7 @@ def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
 
 def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa.Table:
     """Read these rows of a file; only the row groups that hold them are read. Raises OSError."""
-    files, path = fs.FileSystem.from_uri(uri)
+    files, path = places.arrow(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
         counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]

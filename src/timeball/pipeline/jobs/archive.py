@@ -19,12 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
 
+from timeball import places
 from timeball.clock import SystemClock
 from timeball.errors import NotFound, StorageError
 from timeball.pipeline.delta_append import app_version
@@ -36,7 +36,7 @@ from timeball.pipeline.jobs.engine import Engine
 from timeball.pipeline.jobs.marked import MarkedJob
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
 from timeball.pipeline.source.pacing import split_range
-from timeball.pipeline.table_store import Store, open_table, sibling
+from timeball.pipeline.table_store import Store, beside, create_table, open_table
 from timeball.wire import Status
 
 if TYPE_CHECKING:  # a job without Spark imports none of it
@@ -67,11 +67,6 @@ JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; some times that in memory while t
 # ---- the table --------------------------------------------------------------------------------------------
 
 
-def archive_uri(table_uri: str) -> str:
-    """Return where the archive of a broker with this pending table lies unless it is said otherwise."""
-    return sibling(table_uri, NAME)
-
-
 def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
     """Open the archive at `uri`; create it, for what passes from the log's first row on, when there is none."""
     try:
@@ -79,7 +74,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
     except NotFound:
         since, since_ms = beginning(endpoint)
         LOG.info("new archive job=archive uri=%s since_seq=%d", uri, since)
-        return DeltaTable.create(
+        return create_table(
             uri,
             ARCHIVE_SCHEMA,
             partition_by=[PARTITION],
@@ -147,10 +142,9 @@ def files(
 
 def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
     """Return all of one version of the archive, or some of its files: the log's columns, and `day`."""
-    from timeball.pipeline.source.spark_api import spark_schema
     from timeball.pipeline.source.table_reader import read_delta
 
-    return read_delta(spark, table, spark_schema(ARCHIVE_SCHEMA), uris)
+    return read_delta(spark, table, ARCHIVE_SCHEMA, uris)
 
 
 def messages(
@@ -218,7 +212,9 @@ def _mark(broker: Endpoint, status: Status, uri: str) -> int:
     return reach(open_archive(uri, broker)).mark
 
 
-JOB = MarkedJob(NAME, OPTIONS, extend, mark=_mark, place=archive_uri)
+JOB = MarkedJob(
+    NAME, OPTIONS, extend, mark=_mark, place=lambda status: beside(NAME, status.table.uri, status)
+)
 
 
 # ---- few files --------------------------------------------------------------------------------------------
@@ -295,6 +291,6 @@ def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
 
 
 def _rows(uri: str) -> pa.Table:
-    system, path = fs.FileSystem.from_uri(uri)
+    system, path = places.arrow(uri)
     with system.open_input_file(path) as source:
         return pq.ParquetFile(source).read()

@@ -38,7 +38,7 @@ from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import GROUP, place_of
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.spark_errors import spark_errors
-from timeball.pipeline.table_store import open_table
+from timeball.pipeline.table_store import beside, open_table
 from timeball.pipeline.views.snapshot import settled_status
 from timeball.pipeline.views.spark_views import read_events
 
@@ -174,7 +174,7 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
     )
     recorded = None
     try:
-        table = open_table(uri or ledger.ledger_uri(end.table.uri))
+        table = open_table(uri or beside(ledger.NAME, end.table.uri, end))
         since, ledger_end = ledger.bounds(table)
         scope = msgspec.structs.replace(scope, since=since, ledger_end=ledger_end)
         recorded = ledger.read_ledger(spark, table)

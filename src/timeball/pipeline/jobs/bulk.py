@@ -29,7 +29,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import DeltaTable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
@@ -41,7 +40,7 @@ from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
 from timeball.pipeline.jobs.campaign_groups import open_parts
 from timeball.pipeline.spark_errors import spark_errors
-from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, sibling
+from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, create_table, sibling
 from timeball.pipeline.views.due_histogram import Load, merge
 from timeball.rules import check_campaign
 from timeball.table.attachment import Attachment
@@ -224,7 +223,7 @@ class Job:
         writer.option("job_id", self._id).mode("append").save()
 
     def _put_rejects(self, rejected: DataFrame) -> None:
-        DeltaTable.create(
+        create_table(
             self.rejects_uri,
             REJECT_SCHEMA,
             mode="ignore",

@@ -121,7 +121,7 @@ JOB = MarkedJob(
     OPTIONS,
     extend,
     mark=lambda _, status, __: status.watermark,
-    place=lambda table_uri: table_uri,
+    place=lambda status: status.table.uri,
     is_shared=True,
     trigger_s=TRIGGER_S,
 )

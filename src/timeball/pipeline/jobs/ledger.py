@@ -28,7 +28,7 @@ from timeball.pipeline.jobs.engine import Engine, Piece
 from timeball.pipeline.jobs.marked import MarkedJob
 from timeball.pipeline.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_events
 from timeball.pipeline.source.pacing import split_range
-from timeball.pipeline.table_store import open_table, sibling
+from timeball.pipeline.table_store import beside, create_table, open_table
 from timeball.pipeline.views.view_sql import promises_sql
 from timeball.wire import Status
 
@@ -47,17 +47,12 @@ TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
 # ---- the table --------------------------------------------------------------------------------------------
 
 
-def ledger_uri(table_uri: str) -> str:
-    """Return where the ledger of a pending table lies unless it is said otherwise."""
-    return sibling(table_uri, NAME)
-
-
 def open_ledger(uri: str, since: int) -> DeltaTable:
     """Open the ledger at `uri`; create it, for events from row `since` on, when there is none."""
     try:
         return open_table(uri)
     except NotFound:
-        return DeltaTable.create(
+        return create_table(
             uri,
             EVENT_SCHEMA,
             name=NAME,
@@ -123,7 +118,9 @@ def _mark(broker: Endpoint, status: Status, uri: str) -> int:
     return bounds(open_ledger(uri, status.log.first_seq))[1]
 
 
-JOB = MarkedJob(NAME, OPTIONS, extend, mark=_mark, place=ledger_uri)
+JOB = MarkedJob(
+    NAME, OPTIONS, extend, mark=_mark, place=lambda status: beside(NAME, status.table.uri, status)
+)
 
 
 # ---- the view ---------------------------------------------------------------------------------------------
@@ -131,10 +128,9 @@ JOB = MarkedJob(NAME, OPTIONS, extend, mark=_mark, place=ledger_uri)
 
 def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
     """Return all events of one version of the ledger."""
-    from timeball.pipeline.source.spark_api import spark_schema
     from timeball.pipeline.source.table_reader import read_delta
 
-    return read_delta(spark, table, spark_schema(EVENT_SCHEMA))
+    return read_delta(spark, table, EVENT_SCHEMA)
 
 
 def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:

@@ -53,7 +53,7 @@ class MarkedJob:
     options: Mapping[str, str]
     extend: Extend
     mark: Callable[[Endpoint, Status, str], int]  # (broker, its status, uri) -> row
-    place: Callable[[str], str]  # URI of the pending table -> that of the sink, unless it is said otherwise
+    place: Callable[[Status], str]  # status of a broker -> URI of the sink, unless it is said otherwise
     is_shared: bool = False  # the broker moves the mark too, and says in its status where it stands
     trigger_s: float = TRIGGER_S
 
@@ -80,7 +80,7 @@ class MarkedJob:
         return {
             group.name or None: (
                 group.endpoint,
-                place_of(f"--{self.name}", uri, group.name, len(found)) or self.place(status.table.uri),
+                place_of(f"--{self.name}", uri, group.name, len(found)) or self.place(status),
             )
             for group, status in found
         }

@@ -38,7 +38,7 @@ from timeball.pipeline.jobs.archive_writer import PASSED
 from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.source.pushdown import Bounds
 from timeball.pipeline.spark_errors import spark_errors
-from timeball.pipeline.table_store import open_table
+from timeball.pipeline.table_store import beside, open_table
 from timeball.rules import check_campaign
 from timeball.wire import Campaign as Decided
 from timeball.wire import Status
@@ -150,7 +150,7 @@ def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str |
         first = status.log.first_seq
         table, known = None, archive.Reach(first, 0, first)
         try:
-            table = open_table(archive_uri or archive.archive_uri(table_uri or status.table.uri))
+            table = open_table(archive_uri or beside(archive.NAME, table_uri or status.table.uri, status))
             known = archive.reach(table)
         except NotFound:
             if archive_uri is not None:

@@ -21,6 +21,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.fs as fs
 
+from timeball import places
 from timeball.errors import SetupError
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -119,9 +120,9 @@ class Board:
         self._written: dict[str, tuple[int, JobStatus]] = {}
         self._files: fs.FileSystem | None = None
         try:
-            self._files, root = _open(folder)
+            self._files, root = places.arrow(folder)
             self._root = f"{root.rstrip('/')}/{FOLDER}"
-        except (pa.ArrowException, OSError) as error:
+        except SetupError as error:
             self._give_up(error)
 
     def write_status(self, status: JobStatus, now_ns: int) -> None:
@@ -165,7 +166,7 @@ class Board:
 def read_statuses(folder: str) -> Iterator[JobStatus]:
     """Read the statuses in a folder of checkpoints; SetupError when that is no folder."""
     try:
-        files, root = _open(folder)
+        files, root = places.arrow(folder)
         found = files.get_file_info(fs.FileSelector(f"{root.rstrip('/')}/{FOLDER}", allow_not_found=True))
         for info in sorted(found, key=lambda each: str(each.path)):
             if info.path.endswith(".json"):
@@ -173,10 +174,3 @@ def read_statuses(folder: str) -> Iterator[JobStatus]:
                     yield msgspec.json.decode(stream.read(), type=JobStatus)
     except (pa.ArrowException, OSError, msgspec.DecodeError) as error:
         raise SetupError(f"--checkpoint {folder}: {error}") from error
-
-
-def _open(folder: str) -> tuple[fs.FileSystem, str]:
-    """Open the place of a checkpoint with Arrow: what Hadoop calls s3a is s3, and a path starts at the root."""
-    place = folder.replace("s3a://", "s3://", 1) if ":" in folder else os.path.abspath(folder)
-    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(place)
-    return found

@@ -32,6 +32,7 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 import timeball
+from timeball import places
 from timeball.errors import SetupError, TimeballError
 from timeball.pipeline.dispatch.due_stream import DueDataSource
 from timeball.pipeline.source.data_source import TimeballDataSource
@@ -91,7 +92,12 @@ appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
 
 def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the settings of a session on `master`; `conf` has the last word."""
-    chosen = {**COMMON, **(LOCAL if master.startswith("local") else {}), **(conf or {})}
+    chosen = {
+        **COMMON,
+        **places.spark_settings(),
+        **(LOCAL if master.startswith("local") else {}),
+        **(conf or {}),
+    }
     java_options = "spark.driver.extraJavaOptions"
     chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
     return chosen

@@ -16,24 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.fs as fs
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import StructType
 
+from timeball import places
 from timeball.errors import NotFound, SetupError, StorageError
 from timeball.pipeline.endpoint import group_statuses
 from timeball.pipeline.groups import GROUP, PLACEHOLDER, Group, place_of
 from timeball.pipeline.source.log_reader import piece_rows
 from timeball.pipeline.source.options import GROUP_FIELD, ReadOptions, arrow_schema
 from timeball.pipeline.source.pushdown import Bounds, Wanted, wanted
-from timeball.pipeline.source.spark_api import Filter
-from timeball.pipeline.table_store import as_of, open_table, sibling
+from timeball.pipeline.source.spark_api import Filter, spark_schema
+from timeball.pipeline.table_store import as_of, beside, dataset_of, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 from timeball.wire import Status
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BATCH_ROWS = 65_536
+NAMED_TASKS_MAX = 64  # that read whole files by their names
 NUMBERS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms", "at_ms", "event_seq")}
 
 
@@ -114,7 +115,7 @@ def _table_of(options: ReadOptions, group: Group, status: Status, groups: int) -
     if uri is None:
         uri = place_of("option table_uri", options.table_uri, group.name, groups) or status.table.uri
         if options.read == "ledger":
-            uri = sibling(uri, "ledger")
+            uri = beside("ledger", uri, status)
         elif version is None and options.timestamp is None:
             version = status.table.version
     return _version_of(options, uri, version)
@@ -139,13 +140,30 @@ def name_group(batch: pa.RecordBatch, group: Group | None) -> pa.RecordBatch:
 
 
 def read_delta(
-    spark: SparkSession, table: DeltaTable, schema: StructType, uris: Sequence[str] | None = None
+    spark: SparkSession, table: DeltaTable, schema: pa.Schema, uris: Sequence[str] | None = None
 ) -> DataFrame:
-    """Return all of one version of a Delta table of ours, or some of its files."""
+    """Return all of one version of a Delta table of ours, or some of its files.
+
+    In an object store Arrow reads them: Spark needs a jar for each, and keys of its own.
+    """
     chosen = table.file_uris() if uris is None else list(uris)
     if not chosen:
-        return spark.createDataFrame([], schema)
-    return spark.read.schema(schema).option("basePath", table.table_uri.rstrip("/")).parquet(*chosen)
+        return spark.createDataFrame([], spark_schema(schema))
+    if places.in_object_store(table.table_uri):
+        named = spark.createDataFrame([(uri,) for uri in chosen], "uri string")
+        read = partial(_read_named, schema=schema, partition_columns=table.metadata().partition_columns)
+        return named.repartition(min(len(chosen), NAMED_TASKS_MAX)).mapInArrow(read, spark_schema(schema))
+    source = spark.read.schema(spark_schema(schema)).option("basePath", table.table_uri.rstrip("/"))
+    return source.parquet(*chosen)
+
+
+def _read_named(
+    named: Iterator[pa.RecordBatch], schema: pa.Schema, partition_columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    for batch in named:
+        files = dataset_of(batch.column("uri").to_pylist(), schema, partition_columns)
+        for rows in files.to_batches(batch_size=BATCH_ROWS, batch_readahead=4, fragment_readahead=2):
+            yield fit(rows, schema)
 
 
 def table_files(table: DeltaTable, rows: Wanted) -> list[tuple[str, int]]:
@@ -190,7 +208,7 @@ def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
 
 def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.RecordBatch]:
     """Read the rows of a slice that are wanted, in `schema`."""
-    files, path = fs.FileSystem.from_uri(piece.uri)
+    files, path = places.arrow(piece.uri)
     with files.open_input_file(path) as source:
         file = pq.ParquetFile(source)
         there = set(file.schema_arrow.names)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 from deltalake import DeltaTable
@@ -31,7 +32,7 @@ from msgspec import UNSET, UnsetType
 from timeball.errors import NotFound, RequestError, Unavailable
 from timeball.message import Kind
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.table_store import open_table, open_version, sibling
+from timeball.pipeline.table_store import beside, open_table, open_version
 from timeball.table import attachment as att
 from timeball.wire import Status
 
@@ -86,6 +87,8 @@ class Snapshot:
     """
 
     uri: str
+    ledger_uri: str
+    archive_uri: str
     now_ms: int
     version: int
     first_seq: int
@@ -125,6 +128,8 @@ class Snapshot:
         """Build the snapshot of one status."""
         return cls(
             uri=uri,
+            ledger_uri=beside("ledger", uri, status),
+            archive_uri=beside("archive", uri, status),
             now_ms=status.now_ms,
             version=status.table.version,
             first_seq=status.log.first_seq,
@@ -145,10 +150,10 @@ class Snapshot:
         """Return what a query on this snapshot tells its caller."""
         return Version(now_ms=self.now_ms, table=self.version, log_end=self.end_seq, is_whole=self.is_whole)
 
-    def open_beside(self, name: str) -> DeltaTable | None:
-        """Open the ledger or the archive beside the pending table; None when there is none."""
+    def open_beside(self, name: Literal["ledger", "archive"]) -> DeltaTable | None:
+        """Open the ledger or the archive; None when there is none."""
         try:
-            return open_table(sibling(self.uri, name))
+            return open_table(self.ledger_uri if name == "ledger" else self.archive_uri)
         except NotFound:
             return None
 

@@ -126,9 +126,7 @@ def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[st
     shown = msgspec.structs.replace(shot.shown(), ledger=ledger_version)
     passed = shot.open_beside("archive")
     if passed is not None:
-        frames["archive_rows"] = read_delta(spark, passed, spark_schema(ARCHIVE_SCHEMA)).where(
-            f"seq < {shot.end_seq}"
-        )
+        frames["archive_rows"] = read_delta(spark, passed, ARCHIVE_SCHEMA).where(f"seq < {shot.end_seq}")
         shown = msgspec.structs.replace(shown, archive=int(passed.version()))
     return frames, shown
 
@@ -162,7 +160,7 @@ def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFra
     table = shot.open_beside("ledger")
     if table is None:
         return read_events(spark, endpoint, *shot.log_range()), None
-    kept = read_delta(spark, table, spark_schema(EVENT_SCHEMA)).where(f"event_seq < {shot.end_seq}")
+    kept = read_delta(spark, table, EVENT_SCHEMA).where(f"event_seq < {shot.end_seq}")
     mark = int(table.transaction_version(LEDGER_APP_ID) or 0)
     fresh = read_events(spark, endpoint, *shot.log_range(mark))
     return kept.unionByName(fresh, allowMissingColumns=True), int(table.version())
@@ -201,5 +199,6 @@ def _table(spark: SparkSession, endpoint: str, shot: Snapshot, columns: Sequence
 
 def _ledger(spark: SparkSession, shot: Snapshot) -> DataFrame:
     table = shot.open_beside("ledger") if shot.first_seq > 1 else None
-    schema = spark_schema(EVENT_SCHEMA)
-    return spark.createDataFrame([], schema) if table is None else read_delta(spark, table, schema)
+    if table is None:
+        return spark.createDataFrame([], spark_schema(EVENT_SCHEMA))
+    return read_delta(spark, table, EVENT_SCHEMA)
