@@ -158,8 +158,15 @@ def commit_epoch(uri: str, from_seq: int, to_seq: int, files: list[ArchiveFile])
             raise OutOfRange(f"the archive ends at row {mark}, this epoch begins at {from_seq}")
         add(table, files, to_seq)
     except (OutOfRange, CommitFailedError) as error:
+        # A store may commit, and its answer be lost: then the failure is only told, and the files are the table's.
+        if files and files[0].path in _paths(open_table(uri)):
+            return
         Store(uri).remove(entry.path for entry in files)
         raise OutOfRange(f"another archive job was at work: {error}; planned again") from error
+
+
+def _paths(table: DeltaTable) -> set[str]:
+    return set(pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist())
 
 
 def add(table: DeltaTable, files: list[ArchiveFile], mark: int) -> None:

@@ -1,0 +1,200 @@
+"""Ledger and archive in an object store, which answers late, not at all, or falsely."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake.exceptions import DeltaError
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode
+from tests.pipeline.traffic import send, send_due_now
+from tests.s3_server import BUCKET, Fault, FaultyStore, faulty_store, name_endpoint, running_s3
+
+from timeball import Timeball
+from timeball.errors import NotFound, OutOfRange, StorageError
+from timeball.message import Kind
+from timeball.pipeline.jobs import archive, archive_writer, audit, ledger
+from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA, Archived, ArchiveWriter
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA
+from timeball.pipeline.run.job_status import Board, JobStatus, read_statuses
+from timeball.pipeline.run.runner import run
+from timeball.pipeline.source.delta_writer import DeltaWriter, app_version
+from timeball.pipeline.table_store import Store, as_dataset, create_table, open_table
+from timeball.pipeline.views.duckdb_session import SqlSession
+
+SCHEMA = pa.schema([("a", pa.int64())])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with running_s3() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def store(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
+    with faulty_store(server) as proxy:
+        name_endpoint(monkeypatch, proxy.endpoint)
+        yield proxy
+
+
+@dataclass
+class Rows:
+    """A Delta table of numbers; each write appends one and carries its number as the application's version."""
+
+    uri: str
+
+    def writer(self, number: int) -> DeltaWriter:
+        return DeltaWriter(["a"], self.uri, "app", number, number - 1)
+
+    def write(self, number: int) -> None:
+        writer = self.writer(number)
+        writer.commit([writer.write(iter([pa.record_batch({"a": [number]})]))])
+
+    def read(self) -> list[int]:
+        return sorted(as_dataset(open_table(self.uri), SCHEMA).to_table()["a"].to_pylist())
+
+
+@pytest.fixture
+def rows(store: FaultyStore) -> Rows:
+    found = Rows(f"s3a://{BUCKET}/{uuid.uuid4().hex}/rows")
+    with pytest.raises(NotFound, match="no Delta table"):
+        open_table(found.uri)
+    create_table(found.uri, SCHEMA)
+    found.write(1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "method", "part"),
+    [
+        ("slow", "PUT", "_delta_log"),
+        ("slow", "GET", "_delta_log"),
+        ("unavailable", "PUT", "_delta_log"),
+        ("unavailable", "PUT", ".parquet"),
+        ("unavailable", "GET", "_delta_log"),
+        ("lost_answer", "PUT", "_delta_log"),
+        ("lost_answer", "PUT", ".parquet"),
+    ],
+)
+def test_each_row_is_there_once_whatever_the_store_does(
+    rows: Rows, store: FaultyStore, fault: Fault, method: str, part: str
+) -> None:
+    made = store.break_next(fault, method, part)
+    try:
+        rows.write(2)
+    except OutOfRange:  # what the job does: it asks the table how far it is, and goes on there
+        assert app_version(open_table(rows.uri), "app") == 2
+    assert made.seen == 1
+    rows.write(3)
+    assert rows.read() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_stale_list_neither_hides_nor_doubles_a_row(rows: Rows, store: FaultyStore) -> None:
+    rows.write(2)
+    made = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
+    with pytest.raises(OutOfRange, match="planned again"):
+        rows.write(2)  # as a job does that was told of version 1
+    assert made.seen > 0
+    store.heal()
+    rows.write(3)
+    assert rows.read() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_of_two_commits_of_one_version_the_store_refuses_one(rows: Rows, store: FaultyStore) -> None:
+    assert _race(rows, store) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_store_without_conditional_puts_is_noticed(rows: Rows, store: FaultyStore) -> None:
+    """The control of the tests above: a put that overwrites a commit loses a row."""
+    made = store.break_next("unconditional", "PUT", "_delta_log", times=100)
+    assert _race(rows, store) != [1, 2]
+    assert made.seen > 0
+
+
+def _race(rows: Rows, store: FaultyStore) -> list[int]:
+    """Two writers of different applications; the second one has not heard of the first one's commit."""
+    rows.write(2)
+    other = DeltaWriter(["a"], rows.uri, "other", 1, None)
+    written = other.write(iter([pa.record_batch({"a": [7]})]))
+    stale = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
+    with suppress(OutOfRange, DeltaError):  # it may be refused, as long as the first one's row stays
+        other.commit([written])
+    assert stale.seen
+    store.heal()
+    return [number for number in rows.read() if number < 7]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_is_no_missing_table(rows: Rows, store: FaultyStore) -> None:
+    store.break_next("unavailable", "GET", "", times=10**6)
+    with pytest.raises(StorageError, match=f"cannot read the Delta table at {rows.uri}"):
+        open_table(rows.uri)
+    store.heal()
+    assert rows.read() == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["lost_answer", "slow"])
+def test_the_archive_keeps_the_files_of_a_commit_whose_answer_was_lost(
+    store: FaultyStore, fault: Fault
+) -> None:
+    uri = f"s3://{BUCKET}/{uuid.uuid4().hex}/archive"
+    create_table(uri, ARCHIVE_SCHEMA, partition_by=["day"])
+    writer = ArchiveWriter("grpc://127.0.0.1:1", uri, 0, 10)
+    message = {"seq": 5, "kind": int(Kind.MESSAGE), "topic": "orders", "body": b"x", "store_ms": 1}
+    part = pa.Table.from_pylist([message], FILE_SCHEMA)
+    files = list(archive_writer.write_files(Store(uri), part))
+    made = store.break_next(fault, "PUT", "_delta_log")
+    writer.commit([Archived(files)])
+    assert made.seen == 1
+    found = as_dataset(open_table(uri), ARCHIVE_SCHEMA).to_table()
+    assert found["seq"].to_pylist() == [5]
+    assert archive_writer.app_version(open_table(uri), archive_writer.APP_ID) == 10
+
+
+@pytest.mark.slow
+def test_jobs_leave_their_status_beside_a_checkpoint_there(store: FaultyStore) -> None:
+    folder = f"s3a://{BUCKET}/checkpoints"
+    Board(folder).write_status(JobStatus(job="ledger", state="running", updated_ms=1, started_ms=1), 0)
+    assert [each.job for each in read_statuses(folder)] == ["ledger"]
+
+
+@pytest.mark.spark
+def test_ledger_and_archive_on_s3_serve_every_reader(
+    spark: SparkSession,
+    node: RunningNode,
+    store: FaultyStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = {name: f"s3a://{BUCKET}/{{group}}orders/{name}" for name in ("ledger", "archive")}
+    monkeypatch.setenv("TIMEBALL_LEDGER", places["ledger"])
+    monkeypatch.setenv("TIMEBALL_ARCHIVE", places["archive"])
+    send(node.endpoint, 20)
+    send_due_now(node.endpoint, 5)
+    with Timeball(node.endpoint) as ball:
+        ball.cancel(ball.send("orders", b"x", after="1d").id)
+    run(["ledger", "archive"], spark=spark, endpoint=node.endpoint, once=True, checkpoint=str(tmp_path / "c"))
+    assert not (tmp_path / "data/ledger").exists()
+    passed = as_dataset(open_table(f"s3://{BUCKET}/orders/archive"), ARCHIVE_SCHEMA).to_table()
+    assert sorted(passed["body"].to_pylist()) == [f"now {i}".encode() for i in range(5)]
+    report = audit.run(spark, node.endpoint)
+    assert report.ok and (report.accepted, report.released, report.cancelled) == (26, 5, 1)
+    assert ledger.promises(spark, node.endpoint).where("released_ms is not null").count() == 5
+    assert {row.day.isoformat()[:2] for row in archive.messages(spark, node.endpoint).collect()} == {"20"}
+    with SqlSession(node.endpoint) as session:
+        counted = session.run("select (select count(*) from ledger) l, (select count(*) from archive) a")
+        assert session.run("select count(*) n from pending").rows.read_all()["n"].to_pylist() == [20]
+        assert counted.version.ledger is not None and counted.version.archive is not None
+        assert counted.rows.read_all().to_pylist() == [{"l": 32, "a": 5}]
