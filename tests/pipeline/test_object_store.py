@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from deltalake.exceptions import DeltaError
-from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 from tests.s3_server import BUCKET, Fault, FaultyStore, faulty_store, name_endpoint, running_s3
@@ -19,15 +22,16 @@ from tests.s3_server import BUCKET, Fault, FaultyStore, faulty_store, name_endpo
 from timeball import Timeball
 from timeball.errors import NotFound, OutOfRange, StorageError
 from timeball.message import Kind
-from timeball.pipeline.jobs import archive, archive_writer, audit, ledger
-from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA, Archived, ArchiveWriter
-from timeball.pipeline.log_events import ARCHIVE_SCHEMA
+from timeball.pipeline.delta_append import app_version, append_once, write_file
+from timeball.pipeline.jobs import archive_writer
+from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA
+from timeball.pipeline.log_events import ARCHIVE_SCHEMA, LEDGER_APP_ID
 from timeball.pipeline.run.job_status import Board, JobStatus, read_statuses
 from timeball.pipeline.run.runner import run
-from timeball.pipeline.source.delta_writer import DeltaWriter, app_version
 from timeball.pipeline.table_store import Store, as_dataset, create_table, open_table
 from timeball.pipeline.views.duckdb_session import SqlSession
 
+RUN_S = 120
 SCHEMA = pa.schema([("a", pa.int64())])
 
 
@@ -50,12 +54,9 @@ class Rows:
 
     uri: str
 
-    def writer(self, number: int) -> DeltaWriter:
-        return DeltaWriter(["a"], self.uri, "app", number, number - 1)
-
     def write(self, number: int) -> None:
-        writer = self.writer(number)
-        writer.commit([writer.write(iter([pa.record_batch({"a": [number]})]))])
+        written = write_file(self.uri, SCHEMA, [pa.record_batch({"a": [number]})])
+        append_once(self.uri, "app", number - 1, number, [written])
 
     def read(self) -> list[int]:
         return sorted(as_dataset(open_table(self.uri), SCHEMA).to_table()["a"].to_pylist())
@@ -125,11 +126,10 @@ def test_a_store_without_conditional_puts_is_noticed(rows: Rows, store: FaultySt
 def _race(rows: Rows, store: FaultyStore) -> list[int]:
     """Two writers of different applications; the second one has not heard of the first one's commit."""
     rows.write(2)
-    other = DeltaWriter(["a"], rows.uri, "other", 1, None)
-    written = other.write(iter([pa.record_batch({"a": [7]})]))
+    written = write_file(rows.uri, SCHEMA, [pa.record_batch({"a": [7]})])
     stale = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
     with suppress(OutOfRange, DeltaError):  # it may be refused, as long as the first one's row stays
-        other.commit([written])
+        append_once(rows.uri, "other", None, 1, [written])
     assert stale.seen
     store.heal()
     return [number for number in rows.read() if number < 7]
@@ -151,16 +151,15 @@ def test_the_archive_keeps_the_files_of_a_commit_whose_answer_was_lost(
 ) -> None:
     uri = f"s3://{BUCKET}/{uuid.uuid4().hex}/archive"
     create_table(uri, ARCHIVE_SCHEMA, partition_by=["day"])
-    writer = ArchiveWriter("grpc://127.0.0.1:1", uri, 0, 10)
     message = {"seq": 5, "kind": int(Kind.MESSAGE), "topic": "orders", "body": b"x", "store_ms": 1}
     part = pa.Table.from_pylist([message], FILE_SCHEMA)
     files = list(archive_writer.write_files(Store(uri), part))
     made = store.break_next(fault, "PUT", "_delta_log")
-    writer.commit([Archived(files)])
+    archive_writer.commit_epoch(uri, 0, 10, files)
     assert made.seen == 1
     found = as_dataset(open_table(uri), ARCHIVE_SCHEMA).to_table()
     assert found["seq"].to_pylist() == [5]
-    assert archive_writer.app_version(open_table(uri), archive_writer.APP_ID) == 10
+    assert app_version(open_table(uri), archive_writer.APP_ID) == 10
 
 
 @pytest.mark.slow
@@ -170,31 +169,49 @@ def test_jobs_leave_their_status_beside_a_checkpoint_there(store: FaultyStore) -
     assert [each.job for each in read_statuses(folder)] == ["ledger"]
 
 
-@pytest.mark.spark
-def test_ledger_and_archive_on_s3_serve_every_reader(
-    spark: SparkSession,
-    node: RunningNode,
-    store: FaultyStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    places = {name: f"s3a://{BUCKET}/{{group}}orders/{name}" for name in ("ledger", "archive")}
-    monkeypatch.setenv("TIMEBALL_LEDGER", places["ledger"])
-    monkeypatch.setenv("TIMEBALL_ARCHIVE", places["archive"])
+@pytest.fixture
+def on_s3(node: RunningNode, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the node's ledger and archive lie in the store, and give it events; returns the folder of the two."""
+    folder = f"s3a://{BUCKET}/{uuid.uuid4().hex}"
+    monkeypatch.setenv("TIMEBALL_LEDGER", f"{folder}/{{group}}ledger")
+    monkeypatch.setenv("TIMEBALL_ARCHIVE", f"{folder}/{{group}}archive")
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
     with Timeball(node.endpoint) as ball:
         ball.cancel(ball.send("orders", b"x", after="1d").id)
-    run(["ledger", "archive"], spark=spark, endpoint=node.endpoint, once=True, checkpoint=str(tmp_path / "c"))
+    return folder
+
+
+@pytest.mark.slow
+def test_without_spark_the_jobs_write_there_and_sql_reads_it(
+    node: RunningNode, on_s3: str, tmp_path: Path
+) -> None:
+    run(["ledger", "archive"], with_spark=False, endpoint=node.endpoint, once=True)
     assert not (tmp_path / "data/ledger").exists()
-    passed = as_dataset(open_table(f"s3://{BUCKET}/orders/archive"), ARCHIVE_SCHEMA).to_table()
+    passed = as_dataset(open_table(f"{on_s3}/archive"), ARCHIVE_SCHEMA).to_table()
     assert sorted(passed["body"].to_pylist()) == [f"now {i}".encode() for i in range(5)]
-    report = audit.run(spark, node.endpoint)
-    assert report.ok and (report.accepted, report.released, report.cancelled) == (26, 5, 1)
-    assert ledger.promises(spark, node.endpoint).where("released_ms is not null").count() == 5
-    assert {row.day.isoformat()[:2] for row in archive.messages(spark, node.endpoint).collect()} == {"20"}
     with SqlSession(node.endpoint) as session:
         counted = session.run("select (select count(*) from ledger) l, (select count(*) from archive) a")
-        assert session.run("select count(*) n from pending").rows.read_all()["n"].to_pylist() == [20]
-        assert counted.version.ledger is not None and counted.version.archive is not None
         assert counted.rows.read_all().to_pylist() == [{"l": 32, "a": 5}]
+        assert session.run("select count(*) n from pending").rows.read_all()["n"].to_pylist() == [20]
+
+
+def command(*words: str) -> dict[str, Any]:
+    """Run a command in a process of its own: Spark's workers have the environment that its JVM was started with."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "timeball", *words, "--json"],
+        capture_output=True, text=True, timeout=RUN_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return dict(json.loads(ended.stdout.strip().splitlines()[-1]))
+
+
+@pytest.mark.spark
+def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str, tmp_path: Path) -> None:
+    at = ("--endpoint", node.endpoint)
+    command("pipeline", "run", "ledger", "archive", "--once", "--checkpoint", str(tmp_path / "c"), *at)
+    assert app_version(open_table(f"{on_s3}/ledger"), LEDGER_APP_ID) > 1
+    report = command("audit", *at)
+    assert report["ok"] and (report["accepted"], report["released"], report["cancelled"]) == (26, 5, 1)
+    window = ("--from", "2026-01-01T00:00:00Z", "--until", "2100-01-01T00:00:00Z", "--shift", "36500d")
+    assert command("replay", *window, "--dry-run", *at)["messages"] == 5

@@ -9,15 +9,18 @@ What the version and `app_since` mean: delta_append.py. The DataFrame must have 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, WriterCommitMessage
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from timeball.errors import SetupError
 from timeball.pipeline.delta_append import DeltaFile, append_once, table_schema, write_file
+from timeball.pipeline.source.table_reader import FilesReader
 from timeball.pipeline.table_store import open_table
 
 OPTIONS = ("uri", "app_id", "app_version")
@@ -31,12 +34,16 @@ class Written(WriterCommitMessage):
 
 
 class DeltaDataSource(DataSource):
-    """`format("timeball_delta")`, for writing only."""
+    """`format("timeball_delta")`: appends rows; reads the files that `read_delta` names, in a schema it gives."""
 
     @classmethod
     def name(cls) -> str:
         """See DataSource."""
         return "timeball_delta"
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """See DataSource."""
+        return FilesReader(json.loads(self.options["files"]), to_arrow_schema(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """See DataSource."""

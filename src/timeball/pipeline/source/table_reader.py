@@ -14,9 +14,9 @@ fewer rows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -150,20 +150,47 @@ def read_delta(
     if not chosen:
         return spark.createDataFrame([], spark_schema(schema))
     if places.in_object_store(table.table_uri):
-        named = spark.createDataFrame([(uri,) for uri in chosen], "uri string")
-        read = partial(_read_named, schema=schema, partition_columns=table.metadata().partition_columns)
-        return named.repartition(min(len(chosen), NAMED_TASKS_MAX)).mapInArrow(read, spark_schema(schema))
+        named = spark.read.format("timeball_delta").schema(spark_schema(schema))
+        return named.option("files", json.dumps(chosen)).load()
     source = spark.read.schema(spark_schema(schema)).option("basePath", table.table_uri.rstrip("/"))
     return source.parquet(*chosen)
 
 
-def _read_named(
-    named: Iterator[pa.RecordBatch], schema: pa.Schema, partition_columns: Sequence[str]
-) -> Iterator[pa.RecordBatch]:
-    for batch in named:
-        files = dataset_of(batch.column("uri").to_pylist(), schema, partition_columns)
-        for rows in files.to_batches(batch_size=BATCH_ROWS, batch_readahead=4, fragment_readahead=2):
-            yield fit(rows, schema)
+@dataclass
+class NamedFiles(InputPartition):
+    """The files that one task reads whole."""
+
+    uris: list[str]
+
+
+class FilesReader(DataSourceReader):
+    """Reads files of a Delta table that the driver has named, in the columns of `schema`.
+
+    The table's partition columns are in the paths of its files, so a task does not open the table.
+    """
+
+    def __init__(self, uris: Sequence[str], schema: pa.Schema) -> None:
+        self.uris, self.schema = list(uris), schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """See DataSourceReader."""
+        tasks = min(len(self.uris), NAMED_TASKS_MAX)
+        return [NamedFiles(self.uris[task::tasks]) for task in range(tasks)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """See DataSourceReader."""
+        if not isinstance(partition, NamedFiles):
+            return
+        for uri in partition.uris:
+            folders = [part.partition("=")[0] for part in uri.split("/") if "=" in part]
+            named = [name for name in folders if name in self.schema.names]
+            try:
+                for rows in dataset_of([uri], self.schema, named).to_batches(
+                    batch_size=BATCH_ROWS, batch_readahead=4, fragment_readahead=2
+                ):
+                    yield fit(rows, self.schema)
+            except (OSError, pa.ArrowException) as error:
+                raise StorageError(f"cannot read {uri}: {error}") from error
 
 
 def table_files(table: DeltaTable, rows: Wanted) -> list[tuple[str, int]]:
