@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -196,14 +197,18 @@ def test_without_spark_the_jobs_write_there_and_sql_reads_it(
         assert session.run("select count(*) n from pending").rows.read_all()["n"].to_pylist() == [20]
 
 
-def command(*words: str) -> dict[str, Any]:
+def command(*words: str) -> str:
     """Run a command in a process of its own: Spark's workers have the environment that its JVM was started with."""
     ended = subprocess.run(
-        [sys.executable, "-m", "timeball", *words, "--json"],
+        [sys.executable, "-m", "timeball", *words],
         capture_output=True, text=True, timeout=RUN_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    return dict(json.loads(ended.stdout.strip().splitlines()[-1]))
+    return ended.stdout
+
+
+def answer(*words: str) -> dict[str, Any]:
+    return dict(json.loads(command(*words, "--json").strip().splitlines()[-1]))
 
 
 @pytest.mark.spark
@@ -211,7 +216,8 @@ def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str,
     at = ("--endpoint", node.endpoint)
     command("pipeline", "run", "ledger", "archive", "--once", "--checkpoint", str(tmp_path / "c"), *at)
     assert app_version(open_table(f"{on_s3}/ledger"), LEDGER_APP_ID) > 1
-    report = command("audit", *at)
+    report = answer("audit", *at)
     assert report["ok"] and (report["accepted"], report["released"], report["cancelled"]) == (26, 5, 1)
-    window = ("--from", "2026-01-01T00:00:00Z", "--until", "2100-01-01T00:00:00Z", "--shift", "36500d")
-    assert command("replay", *window, "--dry-run", *at)["messages"] == 5
+    day, now = timedelta(days=1), datetime.now(UTC)
+    window = ("--from", (now - day).isoformat(), "--until", (now + day).isoformat(), "--shift", "30d")
+    assert answer("replay", *window, "--dry-run", *at)["messages"] == 5
