@@ -56,6 +56,18 @@ def test_counts_are_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
         assert counts.waiting_rows == len(model)
 
 
+@given(NUMBERS, st.booleans())
+def test_a_few_are_counted_as_many_are(named: list[int], was_nacked: bool) -> None:
+    few, many = LeaseCounts(), LeaseCounts()
+    for counts in (few, many):
+        counts.add(*GROUPS[0], np.arange(1, 61))
+        counts.change(np.arange(1, 31), np.full(30, was_nacked))
+    for number in named:
+        few.end(numbers([number]))
+    many.end(numbers(named * (lease_counts.FEW + 1)))  # those that stand there twice end once
+    assert (few.facts(), few.waiting_rows) == (many.facts(), many.waiting_rows)
+
+
 def test_the_last_change_of_a_number_counts() -> None:
     counts = LeaseCounts()
     counts.add("g", "orders", numbers([7]))

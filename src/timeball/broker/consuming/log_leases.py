@@ -92,9 +92,8 @@ class LogLeases:
 
     def __init__(self, parts: Components, appender: Appender, leases: Leases) -> None:
         self._parts, self._appender, self._leases = parts, appender, leases
-        self._under_way: dict[
-            int, list[QueueLeases]
-        ] = {}  # first row of promises not durable yet -> their queues
+        # First row of promises not durable yet -> their queues.
+        self._under_way: dict[int, list[QueueLeases]] = {}
         self._acks: AsyncBatcher[Sequence[Receipt], list[bool]] = AsyncBatcher(
             self._acknowledge, CALLS_PER_TURN
         )
@@ -314,7 +313,8 @@ class LogLeases:
     def _settle(self, due_ms: Int64Array, version: Int64Array) -> BoolArray:
         """Cancel the promises of these that still wait; return which did."""
         won = np.zeros(len(version), dtype=np.bool_)
-        _, first = np.unique(version, return_index=True)  # a receipt that is there twice settles once
+        # A receipt that is there twice settles once; most answers name one.
+        first = np.unique(version, return_index=True)[1] if len(version) > 1 else slice(None)
         won[first] = self._parts.scheduler.cancel(due_ms[first], version[first])
         return won
 

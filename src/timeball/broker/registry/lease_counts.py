@@ -36,6 +36,7 @@ GroupTopic = tuple[str, str]  # a group, and the topic whose messages it holds
 Counts = dict[GroupTopic, int]
 
 SWEEP_ROWS_MIN = 1_024
+FEW = 4  # up to so many are counted one by one: by columns one costs as much as ten
 
 _NONE = np.empty(0, np.int64)
 
@@ -71,9 +72,8 @@ class LeaseCounts:
 
     def state_of(self, number: int) -> State | None:
         """Return the state of one lease; None when it is not known, or ended so long ago that it is forgotten."""
-        at = int(np.searchsorted(self._number[: self._rows], number))
-        is_known = at < self._rows and self._number[at] == number
-        return State(int(self._state[at])) if is_known else None
+        at = self._place(number)
+        return None if at is None else State(int(self._state[at]))
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -112,6 +112,10 @@ class LeaseCounts:
     def _set(self, numbers: Int64Array, state: State) -> None:
         if not self._rows or not len(numbers):
             return
+        if len(numbers) <= FEW:
+            for number in numbers.tolist():
+                self._set_one(number, state)
+            return
         numbers, known = np.unique(numbers), self._number[: self._rows]
         at = np.minimum(np.searchsorted(known, numbers), self._rows - 1)
         at = at[(known[at] == numbers) & (self._state[at] != State.ENDED)]
@@ -121,6 +125,21 @@ class LeaseCounts:
             np.add.at(self._counts, (np.full(len(at), state), keys), 1)
             self._state[at] = state
             self.waiting_rows -= len(at) if state == State.ENDED else 0
+
+    def _set_one(self, number: int, state: State) -> None:
+        at = self._place(number)
+        if at is None or (before := int(self._state[at])) == State.ENDED:
+            return
+        key = int(self._key[at])
+        self._counts[before, key] -= 1
+        self._counts[state, key] += 1
+        self._state[at] = state
+        self.waiting_rows -= state == State.ENDED
+
+    def _place(self, number: int) -> int | None:
+        """Return where in the columns a lease stands; None when it is not known."""
+        at = int(self._number[: self._rows].searchsorted(number))
+        return at if at < self._rows and self._number[at] == number else None
 
     def _key_at(self, key: GroupTopic) -> int:
         found = self._index.get(key)
