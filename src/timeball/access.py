@@ -241,6 +241,13 @@ class Access:
         secret = _NO_SECRET if account is None else account.secret_key.encode()
         return self._let_in(account, hmac.compare_digest(hmac.digest(secret, content, "sha1"), signature))
 
+    def named(self, access_key: str) -> Principal:
+        """Return the account of a request that was let in before; raises Unauthorized when it has gone."""
+        account = self._accounts.get(access_key)
+        if account is None:
+            raise self.refusal(f"account {access_key[:64]!r} is not in the access file any more")
+        return Principal(self, account)
+
     def current(self, account: Account) -> Account:
         """The account as it is now; Unauthorized when its secret is not the same any more."""
         found = self._accounts.get(account.access_key)

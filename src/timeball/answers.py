@@ -47,8 +47,9 @@ class ReleaseAnswer(msgspec.Struct, frozen=True):
 
 
 UNAVAILABLE = "unavailable"
+HANDED = "handed"
 VERDICTS = (
-    "cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found", UNAVAILABLE,
+    "cancelled", "rescheduled", "already_cancelled", "released", "expired", "not_found", UNAVAILABLE, HANDED,
 )  # fmt: skip
 
 
@@ -61,7 +62,9 @@ class Verdict(msgspec.Struct, frozen=True):
     released            too late: it is in its queue
     expired             it waits no more; what became of it is older than what the broker keeps
     not_found           no promise is known by this name
-    unavailable         a group of the cluster did not answer, and may have promises of this name: ask again
+    unavailable         a group of the cluster did not answer, and may have promises of this name: ask again. Also
+                        while the promise is on its way from one group to another
+    handed              of a number: it waits in another group, under another number. Name it by id or key
     """
 
     subject: str
@@ -215,6 +218,24 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 0
     shift_ms: int = 0
     groups: list[str] = []
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a group has handed over what waits in it, to its heir.
+
+    `moved`: messages that the heir has confirmed; `moving`: on their way; `waiting`: still here, those due within a
+    minute among them, which stay. `is_done`: the last look has found none to hand over. `problem`: why it does not go
+    on; empty when it does.
+    """
+
+    group: str
+    heir: str
+    since_ms: int
+    moved: int
+    moving: int
+    waiting: int
+    is_done: bool = False
+    problem: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,6 +151,9 @@ STORED_OVERHEAD_BYTES = 91
 CANCEL_REASON = "REASON"
 # Another: the account that has cancelled it, under an access file.
 CANCELLED_BY = "BY"
+# Another: the group of the cluster that the message was handed over to. Such a row holds the whole message, and this
+# is the last of its properties (broker/handed_rows.py).
+HANDED_TO = "HANDED_TO"
 
 # Properties of a message that goes back to its group: which that is, and the topic that its consumers see.
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"

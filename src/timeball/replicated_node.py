@@ -245,7 +245,7 @@ class ReplicatedNode:
                 self._broker_settings(), self._clock, self.files, leading,
                 ReplicaReadOuts(self.figures, self._survey),
             )  # fmt: skip
-            node.build_broker = partial(GroupedBroker, others=self._others)
+            node.build_broker = partial(GroupedBroker, others=self._others, account=self._security.account)
             node.cluster_status = self._names.status
             await node.start(hot=(opened, hot))
             self.broker_node = node

@@ -114,6 +114,10 @@ class Security:
         self.access = Access(self._read()) if self._path else None
         self.tls = load_tls(settings.tls_cert, settings.tls_key) if settings and settings.tls_cert else None
 
+    def account(self, name: str) -> Caller:
+        """Return the account of this access key as a caller, for work in its name; raises Unauthorized."""
+        return ANONYMOUS if self.access is None else self.access.named(name)
+
     def reload(self) -> None:
         """Read the access file again."""
         if self.access is None:

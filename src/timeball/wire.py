@@ -14,6 +14,9 @@ from msgspec import Meta
 
 from timeball import limits
 from timeball.answers import (
+    HANDED as HANDED,
+)
+from timeball.answers import (
     UNAVAILABLE as UNAVAILABLE,
 )
 from timeball.answers import (
@@ -36,6 +39,9 @@ from timeball.answers import (
 )
 from timeball.answers import (
     DeadLetterRow as DeadLetterRow,
+)
+from timeball.answers import (
+    Drained as Drained,
 )
 from timeball.answers import (
     GroupPlace as GroupPlace,
@@ -254,6 +260,13 @@ class ChangeCampaign(Request, frozen=True):
     at_ms: Int64 | None = None
     shift: bool = False
     groups: Annotated[list[ClusterGroupName], Meta(max_length=CAMPAIGN_GROUPS_MAX)] = []
+
+
+class Drain(Request, frozen=True):
+    """drain: hand over all that waits in this group of a cluster to another one, or say how far that is."""
+
+    heir: ClusterGroupName
+    dry_run: bool = False
 
 
 class Groups(Request, frozen=True):

@@ -22,7 +22,7 @@ from tests.starving import no_descriptors
 import timeball
 from timeball import limits
 from timeball.access import ANONYMOUS, Access, Account, Caller, Principal
-from timeball.broker.policy import NewTopics, queues_to_read, queues_to_write
+from timeball.broker.policy import NewTopics, queues_to_read
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import Topics
@@ -167,7 +167,7 @@ async def test_the_brokers_own_topics_are_not_made_by_operators(world: World) ->
 async def test_queues_that_nobody_may_use_are_not_counted(world: World) -> None:
     configure = world.broker.parts.topics.configure
     shown = {
-        perm: (queues_to_read(topic), queues_to_write(topic))
+        perm: (queues_to_read(topic), world.broker.policy.queues_to_write(topic))
         for perm in (0, READ, WRITE, READ | WRITE)
         for topic in [configure("orders", TopicConfig(3, 2, perm=perm))]
     }

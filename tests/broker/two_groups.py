@@ -11,7 +11,7 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.access import Caller
+from timeball.access import ANONYMOUS, Caller
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.clock import ManualClock
@@ -61,7 +61,7 @@ class InGroup(World):
     others: _Others
 
     async def build(self, node: Node) -> None:
-        node.build_broker = partial(GroupedBroker, others=self.others)
+        node.build_broker = partial(GroupedBroker, others=self.others, account=lambda name: ANONYMOUS)
         await super().build(node)
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.dead_letters import ResolvedDeadLetters
+from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.epochs import PREFIX, EpochFacts
 from timeball.broker.registry.groups import Groups, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys
@@ -122,6 +123,7 @@ class Tables:
         self.push_subscriptions = PushSubscriptions(meta)
         self.resolved_dead_letters = ResolvedDeadLetters(meta)
         self.epochs = MetaTable(meta, PREFIX, EpochFacts)
+        self.drains = Drains(meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class Components:
     push_subscriptions: PushSubscriptions
     resolved_dead_letters: ResolvedDeadLetters
     epochs: MetaTable[EpochFacts]
+    drains: Drains  # what waits is handed over to another group of the cluster, or adopted from one
     scheduler: Scheduler
     backlog: Backlog  # keeps promises that are sent for an instant: the strategy of the settings
     hour_log: HourLog  # keeps the pending table, under every strategy

@@ -32,7 +32,7 @@ from timeball.broker.registry.topics import Topic, Topics, check_name, check_top
 from timeball.clock import Clock
 from timeball.config import Settings
 from timeball.errors import Forbidden, InvalidName, NotFound, OverLimit
-from timeball.message import RETRY_PREFIX
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX
 
 
 class Policy:
@@ -41,6 +41,7 @@ class Policy:
     def __init__(self, topics: Topics, groups: Groups, settings: Settings, clock: Clock) -> None:
         self._topics, self._groups, self._settings = topics, groups, settings
         self._new = NewTopics(topics, clock)
+        self.closed = ""  # why nothing new is accepted; empty while it is
         # Topics that may be sent to, at this version of the topics: asked for with every message.
         self._destinations: dict[str, Topic] = {}
         self._version = -1
@@ -77,6 +78,8 @@ class Policy:
         """
         if caller is not ANONYMOUS:
             caller.check(Verb.SEND, topic=name)
+        if self.closed and not name.startswith((RETRY_PREFIX, DLQ_PREFIX)):  # its consumers go on
+            raise Forbidden(self.closed)
         # Any change of any topic clears all: topics change rarely, and sends ask here for every message.
         if self._version != self._topics.version:
             self._destinations.clear()
@@ -141,6 +144,16 @@ class Policy:
         # A client's wish is held within the settings: each queue costs index entries and polls.
         return self.standing_queues(name) or max(1, min(wanted or most, most))
 
+    def close(self, reason: str) -> None:
+        """Accept nothing new from now on, but what consumers of this broker hand back."""
+        self.closed = reason
+        self._topics.version += 1  # edges remember which topics may be sent to for as long as it stays
+
+    def check_open(self) -> None:
+        """Raise Forbidden when nothing new is accepted."""
+        if self.closed:
+            raise Forbidden(self.closed)
+
     # -- consuming -------------------------------------------------------------------------------------------
 
     def readable(self, name: str, caller: Caller, verb: Verb = Verb.RECEIVE) -> Topic:
@@ -183,6 +196,14 @@ class Policy:
             self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums), made_by=caller.name)
 
     # -- routes, and topics as operators manage them ------------------------------------------------------------
+
+    def permission(self, topic: str, perm: int) -> int:
+        """Return a topic's permission as routes show it: without WRITE while nothing new is accepted."""
+        return perm & ~WRITE if self.closed and not topic.startswith((RETRY_PREFIX, DLQ_PREFIX)) else perm
+
+    def queues_to_write(self, topic: Topic) -> int:
+        """Return how many of its queues clients may write to."""
+        return topic.write_queues if self.permission(topic.name, topic.perm) & WRITE else 0
 
     def standing_queues(self, name: str) -> int | None:
         """Return how many queues a topic has that no operator has to make; None for other topics.
@@ -232,11 +253,6 @@ class Policy:
 def queues_to_read(topic: Topic) -> int:
     """Return how many of its queues clients may read."""
     return topic.read_queues if topic.perm & READ else 0
-
-
-def queues_to_write(topic: Topic) -> int:
-    """Return how many of its queues clients may write to."""
-    return topic.write_queues if topic.perm & WRITE else 0
 
 
 def _check_writable(topic: Topic) -> None:

@@ -11,7 +11,7 @@ Only attaches are serialised among themselves, since each begins where the last 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import pyarrow as pa
@@ -59,6 +59,8 @@ from timeball.wire import Attached, Campaign, CampaignChange, MessagePlace, Rang
 
 class Broker:
     """The broker as edges see it. All async methods belong to the event loop."""
+
+    duties: Sequence[tuple[int, Callable[[], Awaitable[None]]]] = ()  # besides those of upkeep.py
 
     def __init__(
         self, parts: Components, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
@@ -142,8 +144,7 @@ class Broker:
         `topic`: only those for it, since producers of different topics may have given the same id.
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
-        # Promises that the caller may not cancel are hidden by the lookup: the verdict is not_found, and tells
-        # nothing.
+        # The lookup hides promises that the caller may not cancel: of these it is not_found, and tells nothing.
         return await settle(self.parts, names, partial(cancel, self.parts, by=caller.name))
 
     async def reschedule(
@@ -227,8 +228,7 @@ class Broker:
     ) -> pa.RecordBatch:
         """Return up to `rows` visible rows from these queues' offsets on; wait up to `wait_ms` for the first one.
 
-        Also for the message that may make a topic that is not there yet: a pull makes none, and is then answered with
-        nothing, so that the client asks again, of all queues.
+        A topic that its first message may make is waited for too, and answered with nothing: the client asks again.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         # The loop's clock: a wall clock that is set must not make a poll longer.

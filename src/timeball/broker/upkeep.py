@@ -74,6 +74,7 @@ class Upkeep:
         # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
+        duties += self._broker.duties
         self._tasks = [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
 
     async def stop(self, *, saves: bool = True) -> None:
@@ -270,9 +271,14 @@ class Upkeep:
             await self.checkpoint()
         # With another strategy no promise waits for the table: its own files say what it needs (`needed_seq`).
         kept_from = parts.ledger.watermark if parts.compacts else None
-        # The least of all that a restart, an open transaction, a backlog or the table still reads.
+        # The least of all that a restart, an open transaction, a backlog, the table or a drain still reads.
         needed = max(0, self._checkpoint_seq)
-        for seq in (kept_from, self._broker.transactions.oldest_seq, parts.scheduler.needed_seq()):
+        for seq in (
+            kept_from,
+            self._broker.transactions.oldest_seq,
+            parts.scheduler.needed_seq(),
+            parts.drains.needed_seq,
+        ):
             needed = needed if seq is None else min(needed, seq)
         gone = parts.reader.segments.expired(
             now_ms=parts.clock.now_ms(),

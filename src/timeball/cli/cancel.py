@@ -24,6 +24,7 @@ SENTENCES = {
     "released": "{subject}: too late, released at {at}",
     "expired": "{subject}: waits no more; what became of it is older than what the broker keeps",
     "not_found": "{subject}: no such scheduled message",
+    "handed": "{subject}: waits in another group of the cluster, name it by its id or key",
     "unavailable": "{subject}: a group of the cluster did not answer; try again",
 }
 

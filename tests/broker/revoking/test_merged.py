@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from timeball.broker.revoking.merged import merge_places, merge_verdicts
 from timeball.errors import Unavailable
-from timeball.wire import UNAVAILABLE, VERDICTS, MessagePlace, Verdict
+from timeball.wire import HANDED, UNAVAILABLE, VERDICTS, MessagePlace, Verdict
 
 SUBJECTS = ("x", "y")
-KNOWN = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE)]
+KNOWN = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE, HANDED)]
 
 
 def of_subject(subject: str) -> st.SearchStrategy[list[Verdict]]:
@@ -75,3 +75,14 @@ def test_what_waits_in_one_group_stands_before_what_is_visible_in_another() -> N
     old, new = MessagePlace("visible", 90, at_ms=5), MessagePlace("visible", 3, at_ms=9)
     waiting = MessagePlace("waiting", 2, due_ms=50)
     assert merge_places([[old], [waiting, new]]) == [waiting, new, old]
+
+
+def test_one_that_was_handed_over_is_what_its_heir_says() -> None:
+    handed, moving = Verdict("x", HANDED, 3, 7), Verdict("x", UNAVAILABLE, 3, 7)
+    there, unknown = Verdict("x", "cancelled", 9, 8), Verdict("x", "not_found")
+    assert merge_verdicts(["x"], [[handed], [there]]) == [there]
+    assert merge_verdicts(["x"], [[unknown], [handed]]) == [handed], "to be asked once more"
+    assert merge_verdicts(["x"], [[handed], None]) == [Verdict("x", UNAVAILABLE)]
+    # On its way: the heir may have been asked too early, or have another one of the name.
+    assert merge_verdicts(["x"], [[moving], [unknown]]) == [Verdict("x", UNAVAILABLE)]
+    assert merge_verdicts(["x"], [[moving, handed], [there]]) == [Verdict("x", UNAVAILABLE), there]

@@ -14,6 +14,8 @@
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
     cluster/epoch                      EpochFacts               epochs.py, written by the replica that leads
+    drain/out                          DrainFacts               drains.py
+    adopted/<group>                    AdoptedFacts             drains.py
     snapshot                           all of these at once     log/checkpoint.py
 
 Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log

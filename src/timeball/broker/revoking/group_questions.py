@@ -60,7 +60,19 @@ class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
     consumer_group: str | None = None
 
 
-AnyQuestion = CancelHere | RescheduleHere | FindHere | RecallHere | RouteHere
+class AdoptHere(Question, frozen=True, tag_field="ask", tag="adopt"):
+    """Take over a transfer of a group that is drained since then; `transfer` 0: say whether this group would.
+
+    `rows`: as broker/handed_rows.py encodes them.
+    """
+
+    source: str
+    since_ms: int
+    transfer: int = 0
+    rows: bytes = b""
+
+
+AnyQuestion = CancelHere | RescheduleHere | FindHere | RecallHere | RouteHere | AdoptHere
 
 
 class GroupRoute(msgspec.Struct, frozen=True):

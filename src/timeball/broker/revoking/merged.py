@@ -2,7 +2,10 @@
 
     found in one       its verdict; all of them, where several groups have messages of the name
     found in none      not_found, if all have answered
-    one is silent      unavailable, before all else: the silent group may have messages of this name, too
+    one is silent      unavailable, before all else: the silent group may have messages of this name, too. So is one
+                       that is on its way from a group to another, as the group says that hands it over
+    handed over        what the group that has it now says. `handed` is left where none has it: the others were perhaps
+                       asked before it came, so they are to be asked once more
 
 What the others have settled stands behind `unavailable`, since it is done; asked again, they say so once more. A
 look-up only reads, so one that finds something is answered with that.
@@ -14,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from timeball.errors import Unavailable
-from timeball.wire import UNAVAILABLE, MessagePlace, Verdict
+from timeball.wire import HANDED, UNAVAILABLE, MessagePlace, Verdict
 
 DONE = ("cancelled", "rescheduled")
 NOT_FOUND = "not_found"
@@ -33,10 +36,13 @@ def merge_verdicts(subjects: Iterable[str], told: Sequence[Sequence[Verdict] | N
     is_silent = any(verdicts is None for verdicts in told)
     merged = []
     for subject in dict.fromkeys(subjects):
+        told_of = [verdict for verdict in found[subject] if verdict.verdict != UNAVAILABLE]
+        is_moving = len(told_of) < len(found[subject])
+        here = [verdict for verdict in told_of if verdict.verdict != HANDED]
         # Stable: each group has its own newest first, and numbers of two groups say nothing about their order.
-        known = sorted(found[subject], key=lambda verdict: verdict.verdict not in DONE)
-        silence = [Verdict(subject, UNAVAILABLE)] if is_silent else []
-        merged += silence + known or unknown[subject]
+        known = sorted(here, key=lambda verdict: verdict.verdict not in DONE)
+        silence = [Verdict(subject, UNAVAILABLE)] if is_silent or is_moving else []
+        merged += silence + known or told_of[:1] or unknown[subject]
     return merged
 
 

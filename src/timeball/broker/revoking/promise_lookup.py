@@ -23,6 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from timeball import limits
+from timeball.answers import HANDED
+from timeball.broker.handed_rows import is_handed
 from timeball.errors import OutOfRange
 from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
@@ -274,6 +276,8 @@ class Search:
     def _note_settling(self, row: dict[str, Any]) -> None:
         if row["kind"] in SETTLING and row["due_ms"] is not None:
             verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
+            if verdict == CANCELLED and is_handed(row["properties"]):
+                verdict = HANDED
             self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"])
 
     def _note_move(self, row: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from timeball.broker.components import Components, in_thread
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.promise_lookup import CANCELLED, Names
 from timeball.errors import InvalidMessage, NotFound
-from timeball.wire import Verdict
+from timeball.wire import HANDED, Verdict
 
 VERSION = "v1"
 ITEMS = 5
@@ -70,6 +70,7 @@ def decode_handle(text: str) -> Handle:
 
 
 SETTLED = ("cancelled", CANCELLED)
+HANDED_OVER = "the message was handed over to another group of the cluster: recall it there"
 
 
 class RecallRefused(Exception):
@@ -98,7 +99,7 @@ async def recall(parts: Components, topic: str, handle_text: str, by: str = "") 
     # An id may name several messages, if its producer has used it again: all of them must be settled.
     for verdict in await _cancel(parts, handle, by):
         # "cancelled" before counts as success: a recall that is repeated after a lost answer must succeed.
-        if verdict.verdict not in SETTLED:
+        if verdict.verdict not in SETTLED or _is_handed(parts, verdict):
             raise await _refusal(parts, handle, verdict)
     return handle.unique_key
 
@@ -112,7 +113,12 @@ async def _as_rocketmq(parts: Components, handle: Handle, by: str) -> None:
     """Succeed for each handle whose instant is ahead, as RocketMQ does."""
     if handle.timestamp_ms <= parts.clock.now_ms():
         raise RecallRefused("released", None, f"too late, the instant {handle.timestamp_ms} has passed")
-    await _cancel(parts, handle, by)
+    if any(_is_handed(parts, verdict) for verdict in await _cancel(parts, handle, by)):
+        raise RecallRefused(HANDED, None, HANDED_OVER)
+
+
+def _is_handed(parts: Components, verdict: Verdict) -> bool:
+    return parts.drains.was_handed(verdict.verdict, verdict.at_ms)
 
 
 async def _refusal(parts: Components, handle: Handle, verdict: Verdict) -> RecallRefused:
@@ -120,6 +126,8 @@ async def _refusal(parts: Components, handle: Handle, verdict: Verdict) -> Recal
         return RecallRefused(
             "released", verdict.at_ms, f"too late, the message was delivered at {verdict.at_ms}"
         )
+    if _is_handed(parts, verdict):
+        return RecallRefused(HANDED, verdict.at_ms, HANDED_OVER)
     # Older than the log: then the broker cannot say that there was no such message.
     kept_from_ms = await in_thread(parts.reader_thread, _kept_from_ms, parts)
     if verdict.verdict == "expired" or handle.timestamp_ms <= kept_from_ms:

@@ -73,7 +73,7 @@ class Listing:
     # -- by position ---------------------------------------------------------------------------------------------
 
     def _page(self, snapshot: Snapshot, wanted: Wanted, may: Callable[..., bool], ranges: Ranges) -> Page:
-        keep = _Shown(self._codes, wanted.topic, may)
+        keep = Shown(self._codes, wanted.topic, may)
         walk = TableWalk(snapshot, partial(opened, self._parts), self._codes, wanted.topic)
         logged, logged_upto = self._tail.after(snapshot, wanted.low, wanted.high, LOOK_ROWS)
         logged = logged.part(keep(logged.topic))
@@ -175,7 +175,7 @@ class Listing:
         ]  # fmt: skip
 
 
-class _Shown:
+class Shown:
     """Says which topics a page may show, by their codes; each is asked for once."""
 
     def __init__(self, codes: TopicCodes, topic: str | None, may: Callable[..., bool]) -> None:

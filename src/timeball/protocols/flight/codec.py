@@ -55,6 +55,7 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
         "send them to the group again",
     ),
     "delete_dead_letters": (wire.ResolveDeadLetters, wire.BODY_BYTES_MAX, "put them aside for good"),
+    "drain": (wire.Drain, wire.BODY_BYTES_MAX, "hand over all that waits to another group of the cluster"),
     "campaigns": (wire.Campaigns, wire.BODY_BYTES_MAX, "bulk writes as objects, and how each was left"),
     "campaign": (wire.ChangeCampaign, wire.BODY_BYTES_MAX, "plan, pause, resume or cancel a bulk write"),
     "starts": (wire.Starts, wire.BODY_BYTES_MAX, "when the log was taken up again after a stop"),

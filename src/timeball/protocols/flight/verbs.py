@@ -21,8 +21,10 @@ from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.grouped import GroupedBroker
 from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
+from timeball.errors import NotFound
 from timeball.message import READ_SCHEMA, RETRY_PREFIX
 from timeball.protocols.flight import codec
 from timeball.protocols.receipt_handles import ReceiptHandles
@@ -80,7 +82,7 @@ async def perform(
                     due_ms=request.due_ms, delay_ms=request.delay_ms,
                 )
             }  # fmt: skip
-        case wire.CancelRange() | wire.Campaigns() | wire.ChangeCampaign():
+        case wire.CancelRange() | wire.Campaigns() | wire.ChangeCampaign() | wire.Drain():
             return await _bulk(broker, request, caller)
         case wire.Groups() | wire.DeadLetters() | wire.ResolveDeadLetters():
             return await _of_groups(broker, verb, request, caller)
@@ -117,8 +119,14 @@ async def _of_groups(
 
 
 async def _bulk(
-    broker: Broker, request: wire.CancelRange | wire.Campaigns | wire.ChangeCampaign, caller: Caller
+    broker: Broker,
+    request: wire.CancelRange | wire.Campaigns | wire.ChangeCampaign | wire.Drain,
+    caller: Caller,
 ) -> Any:
+    if isinstance(request, wire.Drain):
+        if not isinstance(broker, GroupedBroker):
+            raise NotFound("this broker belongs to no cluster: it was started without --cluster")
+        return await broker.drain(request.heir, dry_run=request.dry_run, caller=caller)
     if isinstance(request, wire.CancelRange):
         return await broker.cancel_ranges(request.ranges, request.reason, caller)
     if isinstance(request, wire.Campaigns):

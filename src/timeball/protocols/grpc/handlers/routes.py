@@ -15,7 +15,7 @@ from typing import NamedTuple
 from timeball import limits
 from timeball.access import Caller
 from timeball.broker.grouped import GroupedBroker
-from timeball.broker.policy import queues_to_read, queues_to_write
+from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking.group_questions import GroupRoute
@@ -117,8 +117,10 @@ class Routes:
     def _here(self, topic: Topic | None, dialled: Endpoints, group: str | None) -> _Place:
         context = self._context
         read = write = context.settings.queues_per_topic
-        if topic is not None:
-            read, write = queues_to_read(topic), queues_to_write(topic)
+        if topic is None:
+            write = 0 if context.broker.policy.closed else write
+        else:
+            read, write = queues_to_read(topic), context.broker.policy.queues_to_write(topic)
         in_order = group is not None and context.broker.parts.groups.ensure(group).consume_message_orderly
         at = Broker(name=context.settings.broker_name, id=0, endpoints=told_endpoints(context, dialled))
         return _Place(at, read, write, accepted_types(topic), in_order)

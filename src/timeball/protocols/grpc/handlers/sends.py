@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from timeball.access import ANONYMOUS
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
-from timeball.broker.policy import queues_to_write
 from timeball.broker.registry.topic import MESSAGE_TYPE
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall
@@ -187,7 +186,8 @@ class Sends:
         if topic is None:
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
         types = accepted_types(topic if settings.check_message_types else None)
-        return Destination(name, topic, queues_to_write(topic), frozenset(types))
+        queues = self._context.broker.policy.queues_to_write(topic)
+        return Destination(name, topic, queues, frozenset(types))
 
     def _entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> bytes:
         message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]

@@ -78,7 +78,7 @@ class Routes:
             "brokerName": context.broker_name,
             "readQueueNums": read,
             "writeQueueNums": write,
-            "perm": perm,
+            "perm": context.broker.policy.permission(topic, perm),
             "topicSysFlag": sys_flag,
             "topicSynFlag": 0,
         }

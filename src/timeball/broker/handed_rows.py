@@ -1,0 +1,117 @@
+"""Rows by which messages that wait go from one group of a cluster to another.
+
+    handed    in the log of the group that gives: a CANCEL row, which ends the promise there and holds the message
+    sent      the columns of the message alone, as an Arrow stream
+    adopted   in the log of the group that takes over: a PROMISE row for the same instant
+
+The message stands in the row that ends it, so the giving log alone is enough to send a transfer again: files of the
+pending table may be rewritten meanwhile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.delivery import names, without_lists
+from timeball.errors import InvalidMessage
+from timeball.message import (
+    HANDED_TO,
+    LOG_SCHEMA,
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    Kind,
+    build_rows,
+    encode_properties,
+    int64,
+)
+
+SENT = pa.schema(
+    [
+        LOG_SCHEMA.field(name)
+        for name in (
+            "topic", "queue_id", "tag", "keys", "unique_key", "body", "properties", "born_ms", "born_host", "flag",
+            "sys_flag", "reconsume_times", "due_ms",
+        )
+    ]
+)  # fmt: skip
+_COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
+_MARK = f"{HANDED_TO}{PROPERTY_NAME_END}"
+
+
+def handed_rows(promises: pa.RecordBatch, heir: str, now_ms: int) -> pa.RecordBatch:
+    """Return LOG_SCHEMA rows that end READ_SCHEMA promises here, and hold their messages for another group."""
+    promises = without_lists(promises)
+    number, version = names(promises)
+    nothing = pa.nulls(promises.num_rows, pa.int64())
+    said = pc.fill_null(promises.column("properties"), "")
+    # Others have left out the end of the last one; without it the mark would be part of that.
+    is_open = pc.and_(pc.not_equal(said, ""), pc.invert(pc.ends_with(said, PROPERTY_END)))
+    ended = pc.if_else(is_open, pc.binary_join_element_wise(said, "", PROPERTY_END), said)
+    marked = pc.binary_join_element_wise(ended, encode_properties({HANDED_TO: heir}), "")
+    changed = {
+        "kind": pa.array(np.full(promises.num_rows, Kind.CANCEL, dtype=np.int8)),
+        "queue_offset": nothing,
+        "properties": marked,
+        "store_ms": pa.array(np.full(promises.num_rows, now_ms, dtype=np.int64)),
+        "accepted_ms": promises.column("store_ms"),
+        "source_seq": number,
+        "version_seq": version,
+        "from_due_ms": nothing,
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def is_handed(properties: str | None) -> bool:
+    """Return whether the properties of a CANCEL row say that its message was handed over."""
+    return properties is not None and (properties.startswith(_MARK) or f"{PROPERTY_END}{_MARK}" in properties)
+
+
+def encode_sent(handed: pa.RecordBatch) -> bytes:
+    """Return the messages of handed rows as they are sent."""
+    # The mark is the last property, and no value has its characters.
+    said = pc.replace_substring_regex(
+        handed.column("properties"), f"{_MARK}[^{PROPERTY_END}]*{PROPERTY_END}$", ""
+    )
+    said = pc.if_else(pc.equal(said, ""), pa.scalar(None, pa.string()), said)
+    rows = pa.RecordBatch.from_arrays(
+        [said if name == "properties" else handed.column(name) for name in SENT.names], schema=SENT
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SENT, options=_COMPRESSED) as writer:
+        writer.write_batch(rows)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def decode_sent(data: bytes) -> pa.RecordBatch:
+    """Return the rows of a transfer, in the schema `SENT`; raise InvalidMessage on anything else."""
+    try:
+        with pa.ipc.open_stream(data) as reader:
+            if reader.schema != SENT:
+                raise InvalidMessage(
+                    "the columns of a transfer are others: use the same version on all nodes"
+                )
+            rows = reader.read_next_batch()
+        rows.validate(full=True)
+    except (pa.ArrowException, StopIteration, OSError) as error:
+        raise InvalidMessage(f"not the rows of a transfer: {error}") from error
+    if not rows.num_rows or rows.column("topic").null_count or rows.column("due_ms").null_count:
+        raise InvalidMessage("a transfer without rows, or with one that lacks its topic or instant")
+    return rows
+
+
+def adopted_rows(sent: pa.RecordBatch, *, now_ms: int, host: str) -> pa.RecordBatch:
+    """Return LOG_SCHEMA promises of the rows of a transfer."""
+    return build_rows(
+        sent.num_rows,
+        **{name: sent.column(name) for name in SENT.names if name != "due_ms"},
+        kind=int(Kind.PROMISE),
+        store_ms=now_ms,
+        store_host=host,
+        # One whose instant has passed on the way is due now.
+        due_ms=pa.array(np.maximum(int64(sent.column("due_ms")), now_ms)),
+    )
