@@ -11,7 +11,7 @@ from tests.cli.processes import environment, timeball
 from timeball.cli.main import COMMANDS as ALL
 
 GROUPS = {"pipeline", "campaign", "dead-letters", "cluster"}
-OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "force")
+OF_CLUSTER = ("init", "status", "add-replica", "remove-replica", "hand-over", "drain", "force")
 COMMANDS = sorted(set(ALL) - GROUPS)
 NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from timeball.cli.cluster_drain import drain
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption, as_parameter, cluster_options
 from timeball.cli.output import print_json, print_line, print_note, show
@@ -172,6 +173,9 @@ def hand_over(
       timeball cluster hand-over --settings timeball.toml       # before its machine is restarted
     """
     _change(settings, lambda group: group.plan_hand_over(to), wait_ms, dry_run=dry_run, as_json=as_json)
+
+
+app.command("drain")(drain)
 
 
 @app.command()

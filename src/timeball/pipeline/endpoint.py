@@ -117,6 +117,10 @@ class Endpoint:
         )
         return self._calls.action("campaign", body, wire.Campaign, LONG_CALL_TIMEOUT_MS)
 
+    def drain(self, heir: str, *, dry_run: bool = False) -> wire.Drained:
+        """Hand over all that waits in this group to another one; return how far that is. May be repeated."""
+        return self._calls.action("drain", wire.Drain(heir=heir, dry_run=dry_run), wire.Drained)
+
     def starts(self, from_seq: int, to_seq: int) -> list[wire.Start]:
         """Return when the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
         body = wire.Starts(from_seq=from_seq, to_seq=to_seq)

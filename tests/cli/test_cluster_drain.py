@@ -1,0 +1,22 @@
+"""`timeball cluster drain`, as far as it needs no cluster; tests/cluster/test_drain.py has two groups."""
+
+from __future__ import annotations
+
+from tests.cli.in_process import run_here
+
+from timeball.cli.cluster_drain import _sentence
+from timeball.wire import Drained
+
+
+def test_a_broker_that_is_in_no_cluster_is_not_drained(endpoint: str) -> None:
+    refused = run_here("cluster", "drain", "--group", "g2", "--to", "g1", "--endpoint", endpoint)
+    assert refused.returncode == 2 and "belongs to no cluster" in refused.stderr
+    assert run_here("cluster", "drain", "--group", "g2", "--endpoint", endpoint).returncode == 2, "no heir"
+
+
+def test_the_outcome_is_a_sentence() -> None:
+    done = Drained(group="g2", heir="g1", since_ms=1, moved=12_000, moving=0, waiting=3, is_done=True)
+    assert _sentence(done, dry_run=False) == (
+        "group g2 is drained to g1: 12,000 messages handed over; 3 stay, due within a minute or for its consumers"
+    )
+    assert _sentence(done, dry_run=True) == "group g2 would hand over to g1: 3 messages wait"

@@ -1,0 +1,27 @@
+"""`timeball` as an heir that takes over each transfer twice: `python -m tests.cluster.forgetful serve …`.
+
+It says of the first try that it is not available, though it has taken it over, and does not remember that it has. For
+tests alone: they must see the doubled messages.
+"""
+
+from __future__ import annotations
+
+from timeball.access import Caller
+from timeball.broker.adoption import Adoption
+from timeball.broker.registry.drains import Drains
+from timeball.broker.revoking.group_questions import AdoptHere
+from timeball.cli.main import main
+from timeball.errors import Unavailable
+
+if __name__ == "__main__":
+    adopt, heard = Adoption.adopt, set[int]()
+
+    async def forget(self: Adoption, question: AdoptHere, caller: Caller) -> None:
+        await adopt(self, question, caller)
+        if question.transfer and question.transfer not in heard:
+            heard.add(question.transfer)
+            raise Unavailable("forgotten")
+
+    Adoption.adopt = forget  # type: ignore[method-assign]
+    Drains.adopted = lambda self, source: None  # type: ignore[method-assign]
+    main()

@@ -1,0 +1,176 @@
+"""A drain between two groups as real processes, both of which are killed in the midst of it, again and again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.cluster.etcd_cluster import need_etcd
+from tests.cluster.processes import Cluster, NodeProcess, running_groups
+from tests.protocols.remoting.wire import Wire
+
+from timeball import Timeball, Unavailable
+from timeball.errors import TimeballError
+from timeball.pipeline.endpoint import Endpoint
+from timeball.protocols.remoting.codec.codes import RequestCode
+
+pytestmark = pytest.mark.slow
+Groups = dict[str, Cluster]
+MESSAGES, BODY = 1_500, "x" * 32_768  # a transfer has 4 MiB at most: a dozen of them
+KILLS = 3  # of each group
+CHUNK = 500
+
+
+@contextmanager
+def two_groups(folder: Path, module: str = "timeball") -> Iterator[Groups]:
+    """Groups g1 and g2 of a node each; `module`: what runs the heir, g1."""
+    need_etcd()
+    with running_groups(folder, {"g1": "a", "g2": "b"}, **{"lease-ttl-ms": "1s"}) as groups:
+        for cluster in groups.values():
+            cluster.leader()
+        if module != "timeball":
+            heir = node_of(groups, "g1")
+            heir.kill()
+            heir.module = module
+            heir.start()
+        for name in groups:
+            groups[name].wait("it knows both groups", lambda name=name: knows_both(groups, name))
+        yield groups
+
+
+def node_of(groups: Groups, name: str) -> NodeProcess:
+    (node,) = groups[name].nodes.values()
+    return node
+
+
+def client(groups: Groups, name: str) -> Timeball:
+    return Timeball(node_of(groups, name).endpoint, timeout_ms=BOUND_S * 1_000)
+
+
+def knows_both(groups: Groups, name: str) -> bool:
+    try:
+        with client(groups, name) as ball:
+            return ball.cancel("nothing").verdict == "not_found"
+    except TimeballError:
+        return False
+
+
+def send(groups: Groups, count: int, body: str) -> list[str]:
+    """Schedule so many messages in g2; return their ids."""
+    ids = [f"m{number:05d}" for number in range(count)]
+    with client(groups, "g2") as ball:
+        ball.create_topic("orders", 2)
+        rows = [{"body": body, "unique_key": each, "after": 3600} for each in ids]
+        ball.send_many(rows, topic="orders", batch_rows=100)
+    return ids
+
+
+def start_drain(groups: Groups) -> subprocess.Popen[str]:
+    endpoint = ",".join(node_of(groups, name).endpoint.removeprefix("grpc://") for name in ("g1", "g2"))
+    command = [sys.executable, "-m", "timeball", "cluster", "drain", "--group", "g2", "--to", "g1", "--json"]
+    return subprocess.Popen(
+        [*command, "--endpoint", f"grpc://{endpoint}", "--wait", f"{BOUND_S}s"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def end_drain(drain: subprocess.Popen[str]) -> dict[str, object]:
+    said, notes = drain.communicate(timeout=2 * BOUND_S)
+    assert drain.returncode == 0, notes
+    return dict(json.loads(said))
+
+
+def cancel(groups: Groups, name: str, ids: list[str]) -> dict[str, str]:
+    """Cancel through one group's node until each is told definitely, whichever processes are killed meanwhile."""
+    told: dict[str, str] = {}
+    deadline = time.monotonic() + BOUND_S
+    while len(told) < len(ids):
+        assert time.monotonic() < deadline, told
+        try:
+            with client(groups, name) as ball:
+                verdicts = ball.cancel(ids=[each for each in ids if each not in told])
+        except Unavailable:
+            time.sleep(0.05)
+            continue
+        words = {verdict.subject: set[str]() for verdict in verdicts}
+        for verdict in verdicts:
+            words[verdict.subject].add(verdict.verdict)
+        assert not any("not_found" in each or "handed" in each for each in words.values()), words
+        told |= {subject: each.pop() for subject, each in words.items() if "unavailable" not in each}
+    return told
+
+
+def released(groups: Groups, ids: list[str]) -> Counter[str]:
+    """Have all that waits be due now, and return how often each is in a queue of any group."""
+    with client(groups, "g2") as ball:
+        for at in range(0, len(ids), CHUNK):
+            ball.reschedule(ids=ids[at : at + CHUNK], after="0s")
+    for name in groups:
+        with client(groups, name) as ball:
+            groups[name].wait("nothing waits", lambda ball=ball: not ball.status()["waiting_messages"])
+    found = Counter[str]()
+    for name in groups:
+        with Endpoint(f"{node_of(groups, name).endpoint}#{name}") as group:
+            for queue, kept in group.queues("orders").items():
+                for rows in group.read_queue("orders", queue, *kept):
+                    found.update(rows.column("unique_key").to_pylist())
+    return found
+
+
+def test_both_sides_are_killed_and_each_message_is_released_once(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        ids = send(groups, MESSAGES, BODY)
+        cancelled = cancel(groups, "g1", ids[:5])
+        drain = start_drain(groups)
+        for kill in range(2 * KILLS):
+            # A look at how far it is takes about as long as a transfer, so the kills fall anywhere in these.
+            victim = node_of(groups, ("g2", "g1")[kill % 2])
+            moved = wait_moved(groups, kill * MESSAGES // (2 * KILLS + 1))
+            victim.kill()
+            victim.start()
+            if moved < MESSAGES - 100:
+                cancelled |= cancel(
+                    groups, ("g1", "g2")[kill % 2], ids[-20 * (kill + 1) : len(ids) - 20 * kill]
+                )
+        told = end_drain(drain)
+        assert (told["is_done"], told["moving"], told["waiting"], told["problem"]) == (True, 0, 0, "")
+        with client(groups, "g1") as ball:
+            cancelled |= cancel(groups, "g2", ids[10:15])
+            assert ball.get(ids[20]).state == "waiting"
+        assert set(cancelled.values()) <= {"cancelled", "already_cancelled"}
+        with Wire(node_of(groups, "g2").ports["remoting-port"]) as wire:
+            route = json.loads(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="orders").body)
+            assert [queue["perm"] for queue in route["queueDatas"]] == [4], "it lost its permission to write"
+        assert released(groups, ids) == Counter(set(ids) - set(cancelled))
+
+
+def wait_moved(groups: Groups, rows: int) -> int:
+    """Wait until the heir has so many; return how many it has."""
+    found = 0
+
+    def has_moved() -> bool:
+        nonlocal found
+        try:
+            with client(groups, "g2") as ball:
+                found = MESSAGES - int(ball.status()["waiting_messages"])  # type: ignore[call-overload]
+        except TimeballError:
+            return False
+        return found >= rows
+
+    groups["g2"].wait(f"{rows} have moved", has_moved)
+    return found
+
+
+def test_an_heir_that_takes_over_twice_is_noticed(tmp_path: Path) -> None:
+    with two_groups(tmp_path, "tests.cluster.forgetful") as groups:
+        ids = send(groups, 10, "x")
+        end_drain(start_drain(groups))
+        assert released(groups, ids) == Counter(dict.fromkeys(ids, 2))
