@@ -41,7 +41,8 @@ def see(state: Replica, event: Seen) -> Step:
     state = adopt(state, event.revision, event.record)
     if event.revision != state.revision:
         return state, []
-    record = event.record
+    vacant_since_ms = 0 if event.holder is not None else state.vacant_since_ms or state.now_ms
+    state, record = replace(state, vacant_since_ms=vacant_since_ms), event.record
     # Sealed all the same, its epoch would be over before it began, and a hand-over would count from the later record.
     if state.seal and record.epoch > state.seal.epoch:
         return give_up(state)
@@ -89,12 +90,23 @@ def stand(state: Replica, displaces: str) -> Step:
     record = state.record
     if state.role is not Role.FOLLOWER or record is None or not state.rules.stands:
         return state, []
+    if _stands_back(state):
+        return state, []
     # A replica that has promised a later epoch knows that this record is old, and would be refused by itself.
     if record.epoch < state.promised:
         return state, []
     proposal = replace(record, epoch=record.epoch + 1, leader=state.rules.replica)
     proposed = Propose(state.revision, proposal, Holder.TAKE, displaces)
     return replace(state, role=Role.CANDIDATE), [proposed]
+
+
+def _stands_back(state: Replica) -> bool:
+    """Return whether another replica, whose clock is right, is to stand first.
+
+    A leader releases by its own clock. But a group without a leader releases nothing: the others have a bounded time.
+    """
+    waited_ms = state.now_ms - state.vacant_since_ms if state.vacant_since_ms else 0
+    return state.off_ms > state.rules.off_ms_max and waited_ms < state.rules.stand_back_ms
 
 
 def hear(state: Replica, event: Proposed) -> Step:

@@ -66,7 +66,7 @@ class LeaseExtended(Event, frozen=True):
 
 
 class Tick(Event, frozen=True):
-    """Time has passed. `wall_ms` is only told to others."""
+    """Time has passed. `wall_ms` is told to others, and compared with theirs."""
 
     now_ms: int
     wall_ms: int = 0

@@ -30,10 +30,12 @@ from timeball.cluster.effects import (
 )
 from timeball.cluster.events import Appended, Shipped
 from timeball.cluster.following import Step
-from timeball.cluster.messages import Ack, Complete, Cut, Data, Ping, Promise
+from timeball.cluster.messages import Ack, Complete, Cut, Data, Ping, Pong, Promise
 from timeball.cluster.positions import BEGINNING, Position, continuing, extend
 from timeball.cluster.record import majority, node_of
 from timeball.cluster.replica import Lead, Log, Peer, Replica, Role
+
+QUICK_MS = 200  # an answer's round trip, whose half is what it may be wrong by
 
 
 def meet(state: Replica, node: str, promise: Promise) -> Step:
@@ -183,7 +185,40 @@ def tick(state: Replica) -> Step:
     if state.now_ms - max(_heard_ms(state), lead.since_ms) > state.rules.quorum_ms:
         return stop(state, "no majority answers")
     ping = Ping(lead.epoch, state.wall_ms, state.now_ms, lead.committed.seq)
-    return state, [Send(node, ping) for node, peer in lead.peers.items() if peer.acked is not None]
+    off_ms = clocks_off_ms(state)
+    return state, [
+        Send(node, replace(ping, off_ms=off_ms.get(node, 0)))
+        for node, peer in lead.peers.items()
+        if peer.acked is not None
+    ]
+
+
+def hear_clock(state: Replica, node: str, pong: Pong) -> Step:
+    """Know that a replica answers, and by how much its clock is ahead of this one."""
+    state, effects = hear(state, node)
+    lead = _lead(state)
+    round_trip_ms = state.now_ms - pong.boot_ms
+    # An answer that took long tells little: the other's clock was read at any moment in between.
+    if node in lead.peers and 0 <= round_trip_ms <= QUICK_MS:
+        peer = replace(lead.peers[node], ahead_ms=pong.wall_ms - (state.wall_ms - round_trip_ms // 2))
+        state = replace(state, lead=_with_peer(lead, node, peer))
+    return state, effects
+
+
+def clocks_off_ms(state: Replica) -> dict[str, int]:
+    """Return how far each other replica's clock is off the median of the set; none while too few are known."""
+    lead = _lead(state)
+    ahead_ms = {
+        node: peer.ahead_ms
+        for node, peer in lead.peers.items()
+        if peer.ahead_ms is not None and peer.replica in lead.replicas
+    }
+    known = sorted([0, *ahead_ms.values()])
+    if len(known) < majority(lead.replicas) or len(known) < 3:
+        return {}  # of two clocks that differ none is known to be right
+    # Of an even number the one that is nearer to the leader's own: it has kept promises by that.
+    middle = min(known[(len(known) - 1) // 2 : len(known) // 2 + 1], key=abs)
+    return {node: abs(ahead - middle) for node, ahead in ahead_ms.items()}
 
 
 def may_go_on(state: Replica, now_ms: int) -> bool:

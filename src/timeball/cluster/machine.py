@@ -132,7 +132,7 @@ def _answered(state: Replica, node: str, message: Message) -> Step:
         case Ack():
             state, effects = leading.acknowledge(state, node, message)
         case Pong():
-            state, effects = leading.hear(state, node)
+            state, effects = leading.hear_clock(state, node, message)
         case Have() | Want() | File():
             state, effects = leading.hear(state, node)
             effects = [*effects, PassOn(node, message)]

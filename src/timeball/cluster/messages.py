@@ -169,10 +169,11 @@ class Fetch(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Tell the end of the committed log, and ask for the replica's clock."""
 
-    TYPE, HEADED = 6, (None, "wall_ms", "boot_ms", "committed")
+    TYPE, HEADED = 6, ("off_ms", "wall_ms", "boot_ms", "committed")
     wall_ms: int
     boot_ms: int
     committed: int
+    off_ms: int = 0  # by how much the replica's clock is off the majority's, either way, as far as known
 
 
 class File(Message, frozen=True):

@@ -44,13 +44,16 @@ class Rules(msgspec.Struct, frozen=True):
     replica: str  # node and incarnation
     group: str = "g1"
     acks_all: bool = False  # every replica of the set must have a commit, not most
-    stands: bool = True  # False: too far from the others' clocks, or told not to
+    stands: bool = True  # False: told not to
     # A leader that hears no majority for this long stops; so does a candidate that does not get to lead.
     quorum_ms: int = 3_000
     # A leader whose lease is over goes on while all other replicas of the set answer it: no majority is without it.
     leads_without_coordinator: bool = True
     # A replica that the record names has this long before another one stands.
     hand_over_ms: int = 500
+    # One whose clock is off the majority's by more than `off_ms_max` lets others stand first, for this long.
+    off_ms_max: int = 500
+    stand_back_ms: int = 10_000
     # Bytes a replica writes before it syncs. A torn batch is no longer than this (recovery tells it from damage by it).
     batch_bytes: int = 8 << 20
 
@@ -107,6 +110,7 @@ class Peer(msgspec.Struct, frozen=True):
     # counted on a majority before their rows were appended.
     met_seq: int = 0
     complete_seq: int = -1  # it has the data files of the rows below
+    ahead_ms: int | None = None  # its clock, of this one, as its last quick answer told; None: not known
 
 
 class Lead(msgspec.Struct, frozen=True):
@@ -140,6 +144,8 @@ class Replica(msgspec.Struct, frozen=True):
     lease_until_ms: int = 0
     source: Source | None = None
     unsynced_bytes: int = 0
+    vacant_since_ms: int = 0  # since when the record has been seen without a holder; 0: it has one
+    off_ms: int = 0  # how far the own clock is off the majority's, as the last leader told
     committed_seq: int = 0  # as the leader tells
     applied_seq: int = 0
     seal: Seal | None = None

@@ -1,0 +1,114 @@
+"""A replica whose clock is far off the majority's lets others lead first, and leads when none does."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from timeball.cluster import events as on
+from timeball.cluster.effects import Propose, Send
+from timeball.cluster.leading import QUICK_MS, clocks_off_ms
+from timeball.cluster.machine import step
+from timeball.cluster.messages import Ping, Pong
+from timeball.cluster.positions import BEGINNING, Position
+from timeball.cluster.record import Record
+from timeball.cluster.replica import Lead, Peer, Replica, Role, Rules, Source
+
+RECORD = Record(3, "a/1", ("a/1", "b/1", "c/1"))
+NOW_MS, WALL_MS = 50_000, 1_700_000_000_000
+
+
+def leader(**ahead_ms: int) -> Replica:
+    """a leads, and b and c have answered with clocks that are ahead by so much."""
+    peers = {node: Peer(f"{node}/1", BEGINNING, BEGINNING) for node in ("b", "c")}
+    state = Replica(
+        Rules("a/1"), Role.LEADER, promised=3, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
+        lease_until_ms=NOW_MS + 60_000, lead=Lead(3, NOW_MS, RECORD.replicas, peers),
+    )  # fmt: skip
+    for node, each_ms in ahead_ms.items():
+        pong = Pong(3, WALL_MS + each_ms - 5, NOW_MS - 10)
+        state, _ = step(state, on.Received(node, pong))
+    return state
+
+
+def follower(off_ms: int) -> Replica:
+    """b has been told by its leader that its clock is off by so much."""
+    state = Replica(
+        Rules("b/1"), Role.FOLLOWER, promised=3, revision=7, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
+        source=Source("a", matched=True),
+    )  # fmt: skip
+    told, _ = step(state, on.Received("a", Ping(3, WALL_MS, NOW_MS, 0, off_ms)))
+    return told
+
+
+def stands(state: Replica, event: on.Event) -> tuple[Replica, bool]:
+    state, effects = step(state, event)
+    return state, any(isinstance(effect, Propose) for effect in effects)
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "off_ms"),
+    [
+        ({"b": 600, "c": 10}, {"b": 590, "c": 0}),
+        ({"b": -3_000, "c": 0}, {"b": 3_000, "c": 0}),
+        ({"b": 2_000, "c": 2_010}, {"b": 0, "c": 10}),  # the leader's is the wrong one
+        ({"b": 600}, {}),  # of two clocks none is known to be right
+        ({}, {}),
+    ],
+)
+def test_a_leader_tells_each_how_far_it_is_off_the_majority(
+    ahead_ms: dict[str, int], off_ms: dict[str, int]
+) -> None:
+    state = leader(**ahead_ms)
+    assert clocks_off_ms(state) == off_ms
+    _, effects = step(state, on.Tick(NOW_MS + 50, WALL_MS + 50))
+    told = {
+        effect.node: effect.message.off_ms
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, Ping)
+    }
+    assert told == {"b": 0, "c": 0} | off_ms
+
+
+def test_a_slow_answer_tells_nothing_of_a_clock() -> None:
+    state, _ = step(leader(c=0), on.Received("b", Pong(3, WALL_MS + 9_000, NOW_MS - QUICK_MS - 1)))
+    assert state.lead is not None and state.lead.peers["b"].ahead_ms is None
+    assert state.lead.peers["b"].heard_ms == NOW_MS, "it answers all the same"
+
+
+def test_of_four_clocks_the_nearer_middle_counts() -> None:
+    state = leader(b=10, c=600)
+    assert state.lead is not None
+    replicas = (*RECORD.replicas, "d/1")
+    peers = {**state.lead.peers, "d": Peer("d/1", BEGINNING, Position(0, 0, 0), ahead_ms=700)}
+    state = replace(state, lead=replace(state.lead, replicas=replicas, peers=peers))
+    assert clocks_off_ms(state) == {"b": 0, "c": 590, "d": 690}
+
+
+@pytest.mark.parametrize("off_ms", [0, 500])
+def test_one_whose_clock_is_near_stands_at_once(off_ms: int) -> None:
+    assert stands(follower(off_ms), on.Seen(7, RECORD, None))[1]
+    assert stands(follower(off_ms), on.LeaderDied("a"))[1]
+
+
+def test_one_that_is_off_stands_when_no_other_has() -> None:
+    state = follower(501)
+    assert not stands(state, on.LeaderDied("a"))[1], "its key is still there: others go first"
+    state, has_stood = stands(state, on.Seen(7, RECORD, None))
+    assert not has_stood
+    wait_ms = state.rules.stand_back_ms
+    state, _ = step(state, on.Tick(NOW_MS + wait_ms - 1, WALL_MS))
+    assert not stands(state, on.Seen(7, RECORD, None))[1]
+    led, _ = stands(state, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), "c"))
+    led, _ = step(led, on.Tick(NOW_MS + wait_ms, WALL_MS))
+    assert not stands(led, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), None))[1], (
+        "the time begins anew"
+    )
+    state, _ = step(state, on.Tick(NOW_MS + wait_ms, WALL_MS))
+    assert stands(state, on.Seen(7, RECORD, None))[1]
+
+
+def test_a_hand_over_that_names_it_is_followed() -> None:
+    """An operator has said so."""
+    state, _ = step(follower(5_000), on.Seen(8, replace(RECORD, epoch=4, leader="b/1"), None))
+    assert state.role is Role.SEALING
