@@ -169,11 +169,25 @@ class Metrics(Collector):
             "Scheduled messages written again to wait on.",
             counts["moved_rows"],
         )
+        yield from self._drain()
         yield GaugeMetricFamily(
             "timeball_transactions_open", "Transactions not ended yet.", len(broker.transactions.open())
         )
         yield GaugeMetricFamily(
             "timeball_idempotency_keys", "Idempotency keys that are known.", len(parts.idempotency_keys)
+        )
+
+    def _drain(self) -> Iterator[Metric]:
+        out = self._broker.parts.drains.out
+        yield CounterMetricFamily(
+            "timeball_handed_over_messages",
+            "Scheduled messages that the group's heir has taken over.",
+            out.moved_rows if out else 0,
+        )
+        yield GaugeMetricFamily(
+            "timeball_handing_over_messages",
+            "Those on their way to the heir, which wait nowhere until it confirms.",
+            out.rows if out else 0,
         )
 
     def _log(self) -> Iterator[Metric]:
