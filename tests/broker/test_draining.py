@@ -385,3 +385,28 @@ def _filling() -> pa.RecordBatch:
 def _kinds(world: InGroup, seq: int) -> set[int]:
     (rows,) = world.broker.parts.reader.rows(seq, seq + 1)
     return set(rows.column("kind").to_pylist())
+
+
+def test_a_message_that_went_long_ago_is_not_said_to_wait_here() -> None:
+    """Its row in a file outlives the row of the log that ended it."""
+
+    async def lived() -> None:
+        async with groups_of("g1", "g2", retention_ms=1, compact_rows=1) as (_, worlds):
+            one, two = worlds["g1"], worlds["g2"]
+            (key, other) = await two.send("orders", [20 * HOUR_MS, 21 * HOUR_MS])
+            await two.compact()
+            await drain(two)
+            for _ in range(4):  # segments are a mebibyte
+                await two.broker.send_again(_filling())
+                await two.broker.parts.writer.flushed()
+            two.clock.advance(10_000)
+            await two.let_go()
+            assert two.broker.parts.reader.first_seq > 10, "the log has let go of the rows that say so"
+            for world in (one, two):
+                assert [place.state for place in await world.broker.find(key)] == ["waiting"]
+                assert words(await world.broker.cancel(ids=[other])) in (["cancelled"], ["already_cancelled"])
+            assert await two.broker.recall("orders", encode_handle("orders", "g2", 1, key)) == key
+            assert words(await one.broker.cancel(ids=[key])) == ["already_cancelled"]
+            assert not one.broker.parts.waiting_messages
+
+    run(lived())

@@ -52,7 +52,10 @@ async def find_message(
     topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
 
-    async def look(candidates: list[Candidate]) -> dict[int, Verdict]:
+    async def look(named: list[Candidate]) -> dict[int, Verdict]:
+        # A file has rows of promises whose end the log says no more: the schedule knows.
+        waits = parts.outcomes.waits(*promise_lookup.pairs(named)).tolist()
+        candidates = [c for c, does in zip(named, waits, strict=True) if does]
         topics.update({c.number: c.topic for c in candidates})
         shown = [c for c in candidates if may_read(c.topic)]
         contents.update(await in_thread(parts.reader_thread, _contents, parts, shown))
