@@ -410,3 +410,28 @@ def test_a_message_that_went_long_ago_is_not_said_to_wait_here() -> None:
             assert not one.broker.parts.waiting_messages
 
     run(lived())
+
+
+def test_a_group_is_drained_to_another_heir_where_the_first_one_fails() -> None:
+    async def lived() -> None:
+        async with groups_of("g1", "g2", "g3") as (neighbours, worlds):
+            one, two, three = (worlds[name] for name in ("g1", "g2", "g3"))
+            (first, second) = await two.send("orders", [HOUR_MS, HOUR_MS])
+            await two.broker.drain("g1")
+            neighbours.silent.add("g1")
+            await two.broker.draining.look()
+            with pytest.raises(Conflict, match="g1 has not confirmed"):
+                await two.broker.drain("g3")
+            neighbours.silent.clear()
+            await drain(two)
+            await two.reschedule([first], 2 * HOUR_MS)
+            await three.send("orders", [HOUR_MS])
+            await drain(two, "g3")
+            await drain(one, "g3")
+            assert three.broker.parts.waiting_messages == 3
+            # Through two hands: the first group still knows that it has given it away.
+            assert words(await two.broker.cancel(ids=[second])) == ["cancelled"]
+            with pytest.raises(Conflict, match="drained itself, to g3"):
+                await two.broker.drain("g1")
+
+    run(lived())

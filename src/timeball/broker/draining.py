@@ -120,12 +120,13 @@ class Draining:
         # Before anything is changed here: a group that accepts nothing and has no heir would be of no use.
         answer = await self._others.ask(heir, AdoptHere(source=self._group, since_ms=since_ms), caller)
         _raise_refusal(answer, heir)
-        if facts is not parts.drains.out:
-            raise Conflict(f"group {self._group}: another drain began at the same time; ask again")
-        if facts is None or facts.heir != heir:
+        now = parts.drains.out
+        if now is not None and now.heir == heir:
+            wanted = msgspec.structs.replace(now, account=caller.name)  # the old one may be gone
+        elif now is facts:
             wanted = DrainFacts(heir=heir, since_ms=since_ms, account=caller.name)
-        else:
-            wanted = msgspec.structs.replace(facts, account=caller.name)  # the old one may be gone
+        else:  # a transfer to the other heir has begun meanwhile, or yet another drain
+            raise Conflict(f"group {self._group} hands over to {now.heir if now else 'none'}; ask again")
         if dry_run:
             return self._told(wanted)
         parts.writer.check_room()
@@ -248,8 +249,7 @@ class Draining:
 
     async def _hand_over(self, promises: pa.RecordBatch) -> int:
         """End those of these that still wait, in favour of the heir; return how many, once the heir has them."""
-        parts, facts = self._parts, self._parts.drains.out
-        assert facts is not None and not facts.rows, "the one before is confirmed"
+        parts = self._parts
         async with parts.revoking.passing():  # a resume gives promises other instants
             parts.writer.check_room()
             now_ms = parts.clock.now_ms()
@@ -260,6 +260,8 @@ class Draining:
             waited = parts.scheduler.cancel(int64(promises.column("due_ms")), int64(promises.column("seq")))
             if not waited.any():
                 return 0
+            facts = parts.drains.out  # here, since the command may have named another heir meanwhile
+            assert facts is not None and not facts.rows, "the one before is confirmed"
             rows = handed_rows(promises.filter(pa.array(waited)), facts.heir, now_ms)
             begun = msgspec.structs.replace(
                 facts, transfer=facts.transfer + 1, first_seq=parts.writer.next_seq, rows=rows.num_rows,
