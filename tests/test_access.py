@@ -336,5 +336,13 @@ def test_the_documentation_shows_what_is_signed() -> None:
     assert len(shown) == 2 and f"x-mq-date-time: {DATE}" in page
 
 
+def test_an_account_is_a_caller_for_as_long_as_it_is_there() -> None:
+    known = access()
+    assert known.named("shop") == known.authenticate({"authorization": f"Bearer shop:{SECRET}"}, 0)
+    known.replace({})
+    with pytest.raises(Unauthorized, match="not in the access file any more"):
+        known.named("shop")
+
+
 def test_both_errors_are_the_caller_s() -> None:
     assert issubclass(Unauthorized, RequestError) and issubclass(Forbidden, RequestError)

@@ -17,7 +17,7 @@ from tests.crash.lives import run
 from tests.crash.world import HOUR_MS, CutFiles
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.access import ANONYMOUS
+from timeball.access import ANONYMOUS, Access, parse
 from timeball.broker import draining
 from timeball.broker.draining import MARGIN_MS, Draining
 from timeball.broker.registry.drains import Drains
@@ -28,6 +28,17 @@ from timeball.clock import ManualClock
 from timeball.errors import Conflict, Forbidden, InvalidMessage, NotFound, Unavailable
 from timeball.message import Kind
 from timeball.wire import Verdict
+
+ACCOUNTS = b"""
+[[accounts]]
+access_key = "shop"
+secret_key = "shop's secret"
+
+[[accounts]]
+access_key = "operator"
+secret_key = "the operator's secret"
+admin = true
+"""
 
 
 def words(verdicts: list[Verdict]) -> list[str]:
@@ -435,3 +446,23 @@ def test_a_group_is_drained_to_another_heir_where_the_first_one_fails() -> None:
                 await two.broker.drain("g1")
 
     run(lived())
+
+
+@in_two_groups
+async def test_the_next_leader_goes_on_as_the_account_that_asked(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    access = two.access = Access(parse(ACCOUNTS, "access.toml"))
+    await two.send("orders", [HOUR_MS])
+    with pytest.raises(Forbidden, match="may not administer"):
+        await two.broker.drain("g1", caller=access.named("shop"))
+    await two.broker.drain("g1", caller=access.named("operator"))
+    await two.restart()
+    neighbours.brokers["g2"] = two.broker
+    access.replace({})
+    await two.broker.draining.look()
+    told = two.broker.draining._told(two.broker.parts.drains.out)
+    assert "'operator' is not in the access file" in told.problem and told.moving == 1
+    access.replace(parse(ACCOUNTS, "access.toml"))
+    await two.broker.draining.look()
+    assert (one.broker.parts.waiting_messages, two.broker.parts.drains.out.account) == (1, "operator")

@@ -11,7 +11,7 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.access import ANONYMOUS, Caller
+from timeball.access import ANONYMOUS, Access, Caller
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.clock import ManualClock
@@ -59,10 +59,14 @@ class InGroup(World):
     """A broker of a group, without ports."""
 
     others: _Others
+    access: Access | None = None  # of both groups, by the names of accounts
 
     async def build(self, node: Node) -> None:
-        node.build_broker = partial(GroupedBroker, others=self.others, account=lambda name: ANONYMOUS)
+        node.build_broker = partial(GroupedBroker, others=self.others, account=self._account)
         await super().build(node)
+
+    def _account(self, name: str) -> Caller:
+        return ANONYMOUS if self.access is None else self.access.named(name)
 
 
 @asynccontextmanager
