@@ -22,5 +22,6 @@ NAMES = [
     "up",
     "designs",
     "cluster",
+    "add_replica",
     "soak",
 ]

@@ -37,11 +37,19 @@ SLOW = {
     "pipeline",
     "up",
     "cluster",
+    "add_replica",
 }
 SPARK = {"compact", "pipeline", "up"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
 WANTED = {
+    "add_replica": [
+        "waiting messages",
+        "from an empty disk to full redundancy",
+        "before: ack p99",
+        "while it is added: late p99",
+        "while it is added: failed",
+    ],
     "append": [
         "1 row, 1 in flight: ack p99",
         "1 row, 64 in flight: rate",

@@ -35,6 +35,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "pipeline",
         "designs",
         "cluster",
+        "add_replica",
         "soak",
     ]
     assert all(len(line) > 30 for line in lines)
