@@ -164,15 +164,21 @@ async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
     """The heir has answered before the message came, and the group that gives it after it had gone."""
     (key,) = await two.send("orders", [HOUR_MS])
     await two.broker.drain("g1")
-    looked = one.broker._answer
+    looked, ask, has_gone = one.broker._answer, one.broker.others.ask, asyncio.Event()
 
     async def answered_before_the_drain(*asked: object) -> object:
         answer = await looked(*asked)
-        if not isinstance(asked[0], AdoptHere) and one.broker.parts.drains.adopted("g2") is None:
-            await two.broker.draining.look()
+        if not isinstance(asked[0], AdoptHere):
+            while one.broker.parts.drains.adopted("g2") is None or two.broker.parts.drains.out.rows:
+                await two.broker.draining.look()
+            has_gone.set()
         return answer
 
-    one.broker._answer = answered_before_the_drain
+    async def asked_behind_it(*asked: object) -> object:
+        await has_gone.wait()
+        return await ask(*asked)
+
+    one.broker._answer, one.broker.others.ask = answered_before_the_drain, asked_behind_it
     assert words(await one.broker.cancel(ids=[key])) == ["cancelled"]
 
 
