@@ -258,4 +258,4 @@ def test_what_two_extras_bring_is_of_one_version() -> None:
         for line in required:
             lines.setdefault(NAME.match(line)[0], set()).add(line)  # type: ignore[index]
     assert not {name: found for name, found in lines.items() if len(found) > 1}
-    assert lines["timeball"] == {"timeball[broker,spark,picture,otel]"}
+    assert lines["timeball"] == {"timeball[broker,spark,kafka,picture,otel]"}
