@@ -4,7 +4,8 @@
     ├── RequestError        the caller asked for something that cannot be: change the request
     │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
     │   │   └── InvalidName         of a topic or a group
-    │   ├── Conflict            an idempotency key that another send has used: choose a new one
+    │   ├── Conflict            an idempotency key that another send has used: choose a new one; or records
+    │   │                       of a source that were sent before: go on from its positions
     │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
     │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
     │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
@@ -58,7 +59,7 @@ class InvalidName(InvalidMessage):
 
 
 class Conflict(RequestError):
-    """The idempotency key has been used by a send of other messages."""
+    """The idempotency key has been used by a send of other messages, or a source stands elsewhere."""
 
     code = "conflict"
 

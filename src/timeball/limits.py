@@ -31,6 +31,9 @@ UNIQUE_KEY_BYTES_MAX = 255
 IDEMPOTENCY_KEY_BYTES_MAX = 512  # a topic, a message id, and what a client puts between them
 # Known at a time: some 300 bytes each in memory, 100 in a snapshot and in a checkpoint.
 IDEMPOTENCY_KEYS_MAX = 100_000
+# Sources of batches whose positions the log keeps, and the partitions of one: each batch writes all of its source's.
+SOURCES_MAX = 1_000
+SOURCE_PARTITIONS_MAX = 1_024
 DEAD_LETTER_SPANS_MAX = 10_000  # of one group; each change writes all of them
 DEAD_LETTER_HANDLE_CHARACTERS_MAX = 25
 DEAD_LETTERS_PER_REQUEST_MAX = 1_000

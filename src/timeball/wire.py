@@ -112,6 +112,7 @@ RECEIPT = "receipt"  # the column of a receive that the log has not
 RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
 
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
+SOURCE_PATH = [b"source"]
 RELEASE_PATH = [b"release"]
 
 Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
@@ -169,6 +170,25 @@ class Commit(Request, frozen=True):
     group: Group
     topic: Topic
     offsets: Offsets
+
+
+SourceName = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,200}$")]
+Partition = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positions = Annotated[dict[Partition, Int64], Meta(max_length=limits.SOURCE_PARTITIONS_MAX)]
+
+
+class SourcePositions(Request, frozen=True):
+    """source_positions: how far a source has been sent, by partition."""
+
+    source: SourceName
+
+
+class SourceStep(Request, frozen=True):
+    """Of which records of a source a batch is made: of each partition those from `begin` on, up to `end`."""
+
+    source: SourceName
+    begin: Positions
+    end: Positions
 
 
 class Acknowledge(Request, frozen=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -26,7 +26,6 @@ from timeball.broker.components import Components
 from timeball.broker.policy import Policy
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.few_places import FewPlaces
-from timeball.broker.registry.idempotency import KeyedSend, KeyUse
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
@@ -53,6 +52,8 @@ _KIND, _TOPIC, _BODY, _PROPERTIES = (
 )
 BoolArray = npt.NDArray[np.bool_]
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
+# From the number of a send's first row, and its store time, to what else changes in its frame.
+MakeChange = Callable[[int, int], Change]
 
 
 class Appended(NamedTuple):
@@ -169,38 +170,30 @@ class Appender:
         parts.writer.commit()  # a turn of the loop costs as much as the placing of ten rows
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
-    def send_keyed(
-        self, batch: SendBatch, uses: Sequence[KeyUse], caller: Caller
-    ) -> tuple[Accepted, asyncio.Future[int]]:
-        """`send`, with the rows of the idempotency keys that these sends use; these stand side by side in the batch."""
-        rows, level, now_ms = self.admit(batch)
-        self._policy.admit(codes_of(rows.column("topic"))[1], caller)
-        rows = self.prepare(rows, now_ms, level)
-        # Behind all that may append rows of its own: topics that are made.
-        at, sends = self._parts.writer.next_seq, []
-        for use in uses:
-            sends.append((use.name, KeyedSend(at, use.rows, now_ms, use.content)))
-            at += use.rows
-        keys = self._parts.idempotency_keys.changed(sends)
-        first_seq, written, durable = self.append(pa.concat_batches([rows, keys.rows]))
-        keys.keep()
-        return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
-
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
         """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
         rows, level, now_ms = self.admit(batch)
         self.make_topics(rows)
         return self._accept(rows, level, now_ms)[1]
 
-    def send_with(self, batch: pa.RecordBatch, change: Callable[[], Change]) -> asyncio.Future[int]:
-        """`send_again` with the row of a change in the same frame; `change` is asked once nothing else may refuse."""
+    def send_with(
+        self, batch: SendBatch, change: MakeChange, caller: Caller | None = None
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        """`send`, with the rows of a change in the same frame; without a caller, no client has chosen the topics.
+
+        `change` is asked once nothing else may refuse.
+        """
         rows, level, now_ms = self.admit(batch)
-        self.make_topics(rows)
+        if caller is None:
+            self.make_topics(rows)
+        else:
+            self._policy.admit(codes_of(rows.column("topic"))[1], caller)
         rows = self.prepare(rows, now_ms, level)
-        changed = change()
-        durable = self.append(pa.concat_batches([rows, changed.rows])).durable
+        # Behind all that may append rows of its own: topics that are made.
+        changed = change(self._parts.writer.next_seq, now_ms)
+        first_seq, written, durable = self.append(pa.concat_batches([rows, changed.rows]))
         changed.keep()
-        return durable
+        return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
 
     def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
         """Return the rows and levels of `admission.admit`, and their store time; raises what it raises."""

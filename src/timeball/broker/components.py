@@ -24,6 +24,7 @@ from timeball.broker.registry.leases import ReceiptSecret, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
+from timeball.broker.registry.source_positions import SourcePositions
 from timeball.broker.registry.topics import Topics
 from timeball.broker.tables.attach import AttachState
 from timeball.clock import SchedulerClock
@@ -120,6 +121,7 @@ class Tables:
         self.in_flight = MetaTable(meta, "in_flight", SavedLeases)
         self.campaigns = Campaigns(meta)
         self.idempotency_keys = IdempotencyKeys(meta)
+        self.source_positions = SourcePositions(meta)
         self.push_subscriptions = PushSubscriptions(meta)
         self.resolved_dead_letters = ResolvedDeadLetters(meta)
         self.epochs = MetaTable(meta, PREFIX, EpochFacts)
@@ -146,6 +148,7 @@ class Components:
     lease_counts: LeaseCounts  # of leases that the log keeps
     campaigns: Campaigns
     idempotency_keys: IdempotencyKeys
+    source_positions: SourcePositions
     push_subscriptions: PushSubscriptions
     resolved_dead_letters: ResolvedDeadLetters
     epochs: MetaTable[EpochFacts]

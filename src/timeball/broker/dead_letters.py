@@ -124,7 +124,8 @@ class DeadLetters:
             await self._parts.writer.flushed()
         else:
             copies = self._copies(group, rows.filter(pa.array(still)))
-            await self._appender.send_with(copies, lambda: resolved.changed(group, some, kept_from))
+            _, durable = self._appender.send_with(copies, lambda *_: resolved.changed(group, some, kept_from))
+            await durable
         return some
 
     def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:

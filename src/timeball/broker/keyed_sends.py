@@ -20,6 +20,7 @@ from timeball.broker.components import Components
 from timeball.broker.ingress import BATCH_ROWS_MAX, Batcher, Begun, Piece, answer, joined, refuse
 from timeball.broker.policy import Policy
 from timeball.broker.registry.idempotency import KeyedSend, KeyUse, check_same, key_use
+from timeball.broker.registry.meta import Change
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import build_rows, codes_of
 from timeball.rules import check_idempotency_key
@@ -40,7 +41,7 @@ class KeyedSends:
     """The sends of all edges that have an idempotency key. Belongs to the event loop."""
 
     def __init__(self, parts: Components, appender: Appender, policy: Policy) -> None:
-        self._parts, self._policy, self._send = parts, policy, parts.traced(appender.send_keyed)
+        self._parts, self._policy, self._send = parts, policy, parts.traced(appender.send_with)
         self._under_way: dict[str, _Use] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._batcher: Batcher[_Use] = Batcher(self._begin, self._answer, self._refuse)
@@ -87,7 +88,15 @@ class KeyedSends:
 
     def _begin(self, uses: list[_Use]) -> Begun:
         pieces = [use.piece for use in uses]
-        return self._send(joined(pieces), [use.key for use in uses], pieces[0].caller)
+
+        def keys(first_seq: int, store_ms: int) -> Change:
+            sends = []
+            for key in (use.key for use in uses):  # their rows stand side by side in the batch
+                sends.append((key.name, KeyedSend(first_seq, key.rows, store_ms, key.content)))
+                first_seq += key.rows
+            return self._parts.idempotency_keys.changed(sends)
+
+        return self._send(joined(pieces), keys, pieces[0].caller)
 
     def _answer(self, uses: list[_Use], accepted: Accepted) -> None:
         answer(self._ended(uses), accepted)

@@ -43,6 +43,7 @@ from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
+from timeball.broker.sourced_sends import SourcedSends
 from timeball.broker.table_changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
 from timeball.broker.transactions import Half, Transactions
@@ -89,6 +90,7 @@ class Broker:
         self.sends = Ingress(parts.traced(self.appender.send))
         self.halves = Ingress(parts.traced(self.prepare_nowait))
         self.keyed_sends = KeyedSends(parts, self.appender, self.policy)
+        self.sourced_sends = SourcedSends(parts, self.appender)
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
 
@@ -144,7 +146,7 @@ class Broker:
         `topic`: only those for it, since producers of different topics may have given the same id.
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
-        # The lookup hides promises that the caller may not cancel: of these it is not_found, and tells nothing.
+        # The lookup hides promises that the caller may not cancel: the verdict not_found tells nothing.
         return await settle(self.parts, names, partial(cancel, self.parts, by=caller.name))
 
     async def reschedule(
@@ -356,8 +358,7 @@ class Broker:
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """Return figures for people and for jobs; see docs/flight.md."""
         self.policy.allow(caller, Verb.LOOK)
-        parts = self.parts
-        segments = parts.reader.segments
+        parts, segments = self.parts, self.parts.reader.segments
         return {
             "now_ms": parts.clock.now_ms(),
             "log": {

@@ -52,6 +52,7 @@ REPEATABLE = frozenset(
         "dead_letters",
         "queues",
         "offsets",
+        "source_positions",
         "get",
         "commit",
         "attach",

@@ -26,7 +26,7 @@ import pyarrow.flight as flight
 from timeball import limits, rules
 from timeball.client.calls import NotNow, refusal, translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable
-from timeball.wire import SendAck, SendAnswer
+from timeball.wire import SEND_PATH, SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0
 
@@ -69,7 +69,7 @@ class SendExchange:
     Opens when built; raises NotSent when no broker answers, or its refusal.
     """
 
-    def __init__(self, client: Any, schema: pa.Schema, endpoint: str) -> None:
+    def __init__(self, client: Any, schema: pa.Schema, endpoint: str, path: list[bytes] = SEND_PATH) -> None:
         self._endpoint = endpoint
         self._waiting: deque[Future[SendAck]] = deque()
         self._state = threading.Lock()
@@ -77,7 +77,7 @@ class SendExchange:
         self._end: TimeballError | None = None
         self._finished = False
         try:
-            descriptor = flight.FlightDescriptor.for_path(b"send")
+            descriptor = flight.FlightDescriptor.for_path(*path)
             self._writer, self._reader = client.do_exchange(descriptor)
             self._writer.begin(schema)
         except (pa.ArrowException, flight.FlightError) as error:
@@ -92,7 +92,9 @@ class SendExchange:
         return self._end is None and not self._finished
 
     def submit(self, batch: pa.RecordBatch, key: str = "") -> Future[SendAck]:
-        """Write a batch of the stream's schema, with its idempotency key if it has one; the future gets its answer.
+        """Write a batch of the stream's schema, with the text beside it; the future gets its answer.
+
+        `key`: an idempotency key; of a stream from a source, of which records the batch is made.
 
         Raises NotSent, or the refusal that ended the stream.
         """

@@ -33,6 +33,8 @@ RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 class SendColumns:
     """The columns of one send stream, with the conversion each needs."""
 
+    rows_min = 1
+
     def __init__(self, schema: pa.Schema) -> None:
         """Check names and types; raises InvalidMessage naming the column."""
         names = list(schema.names)
@@ -55,7 +57,7 @@ class SendColumns:
 
     def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit."""
-        if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
+        if not self.rows_min <= batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             _refuse_rows(batch.num_rows)
         try:
             batch.validate(full=True)
@@ -70,6 +72,12 @@ class SendColumns:
             if batch.column(index).null_count:
                 raise InvalidMessage(f"column {self._target.names[index]!r} has rows without a value")
         return batch
+
+
+class SourceColumns(SendColumns):
+    """The columns of one stream from a source, whose records may become no message at all."""
+
+    rows_min = 0
 
 
 class ReleaseColumns:

@@ -13,6 +13,7 @@
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
+    source/<hash of caller and name>   SourceState              source_positions.py
     cluster/epoch                      EpochFacts               epochs.py, written by the replica that leads
     drain/out                          DrainFacts               drains.py
     adopted/<group>                    AdoptedFacts             drains.py

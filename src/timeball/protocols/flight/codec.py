@@ -32,6 +32,11 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
     "queues": (wire.Queues, wire.BODY_BYTES_MAX, "first and next offset of each queue of a topic"),
     "offsets": (wire.GetOffsets, wire.BODY_BYTES_MAX, "how far a group has come in a topic"),
     "commit": (wire.Commit, wire.BODY_BYTES_MAX, "remember how far a group has come"),
+    "source_positions": (
+        wire.SourcePositions,
+        wire.BODY_BYTES_MAX,
+        "how far a source of batches has been sent",
+    ),
     "ack": (wire.Acknowledge, wire.CANCEL_BODY_BYTES_MAX, "messages of a group are dealt with"),
     "change_invisible_time": (
         wire.ChangeInvisibleTime,
@@ -133,6 +138,15 @@ def idempotency_key(metadata: memoryview) -> str:
         return str(metadata, "utf-8")
     except UnicodeDecodeError as error:
         raise InvalidMessage("the metadata of a batch is its idempotency key, and must be UTF-8") from error
+
+
+def source_step(metadata: str) -> wire.SourceStep:
+    """Return what a batch of a source is made of, of the text beside it; raises RequestError."""
+    check_size("the metadata of a batch", len(metadata), wire.BODY_BYTES_MAX)
+    step: wire.SourceStep = _decode(metadata.encode(), wire.SourceStep, "the metadata of a batch")
+    if step.begin.keys() != step.end.keys() or any(end < step.begin[at] for at, end in step.end.items()):
+        raise RequestError("the metadata of a batch: each partition has a begin, and an end behind it")
+    return step
 
 
 def encode(answer: object) -> bytes:

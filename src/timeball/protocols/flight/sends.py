@@ -63,6 +63,18 @@ class Sends:
             piece.slot.settle(refusal(error))
 
 
+class SourcedSends(Sends):
+    """Takes the batches of streams from a source, which say of which of its records they are made."""
+
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Hand over a batch; `key`: the JSON of wire.SourceStep."""
+        piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
+        try:
+            self._broker.sourced_sends.put(piece, codec.source_step(key))
+        except Exception as error:  # of any kind: the stream waits for this answer before all later ones
+            self.refuse([piece], error)
+
+
 class Releases:
     """Hands batches of release streams to the broker, and its answers back. Belongs to the event loop."""
 

@@ -22,14 +22,14 @@ from timeball.access import Caller, Verb
 from timeball.broker.service import Broker
 from timeball.errors import NotFound, RequestError, Unavailable
 from timeball.message import READ_SCHEMA
-from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns
+from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, SourceColumns
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.calls import FlightCall, framed
 from timeball.protocols.flight.exchange import Columns, Shared, Upload
 from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
 from timeball.protocols.flight.reads import Reads
-from timeball.protocols.flight.sends import STOPPING, Releases, Sends
+from timeball.protocols.flight.sends import STOPPING, Releases, Sends, SourcedSends
 from timeball.protocols.flight.window import BYTES_ALL_STREAMS_MAX
 from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.connection import Bounds
@@ -37,7 +37,7 @@ from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
 from timeball.security import OPEN, Security
-from timeball.wire import RELEASE_PATH, SEND_PATH
+from timeball.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class FlightEdge:
         """
         self._broker, self._status = broker, status or broker.status
         self._security, self._clock = security, broker.parts.clock.clock
-        self._sends, self._releases = Sends(broker), Releases(broker)
+        self._sends, self._sourced, self._releases = Sends(broker), SourcedSends(broker), Releases(broker)
         self._budget = ByteShares(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
         self._reads = Reads(broker, self._check_open)
         self._calls, self._streams_gate = Gate("calls", CALLS_MAX), Gate("send streams", STREAMS_MAX)
@@ -169,10 +169,12 @@ class FlightEdge:
         """Return who takes the batches of a DoExchange; raise NotFound, Forbidden."""
         if path == SEND_PATH:
             return self._sends, SendColumns
+        if path == SOURCE_PATH:
+            return self._sourced, SourceColumns
         if path == RELEASE_PATH:
             self._broker.policy.allow(caller, Verb.ADMIN)  # before a batch is received; `release` asks again
             return self._releases, ReleaseColumns
-        raise NotFound("no such exchange; descriptor paths are ['send'] and ['release']")
+        raise NotFound("no such exchange; descriptor paths are ['send'], ['source'] and ['release']")
 
     # ---- inside -----------------------------------------------------------------------------------------
 

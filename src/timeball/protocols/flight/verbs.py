@@ -56,8 +56,9 @@ async def perform(
             ranges = broker.queues(request.topic, caller)
             return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
         case wire.GetOffsets():
-            offsets = broker.offsets(request.group, request.topic, caller)
-            return {"offsets": {str(queue): offset for queue, offset in offsets.items()}}
+            return {"offsets": _by_text(broker.offsets(request.group, request.topic, caller))}
+        case wire.SourcePositions():
+            return {"positions": _by_text(broker.parts.source_positions.of(caller.name, request.source))}
         case wire.Commit():
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
@@ -101,6 +102,11 @@ async def perform(
         case Attachment():
             return await broker.attach(request, caller)
     raise AssertionError(f"no verb for {request!r}")
+
+
+def _by_text(numbers: dict[int, int]) -> dict[str, int]:
+    # JSON's names are texts.
+    return {str(number): value for number, value in numbers.items()}
 
 
 async def _of_groups(

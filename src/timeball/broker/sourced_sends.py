@@ -1,0 +1,58 @@
+"""Sends of batches that are made of a source's records: each record is in the log once, however often it is sent.
+
+    put -> the batch begins where its source stands -> rows and the new position, in one frame -> answer
+        -> it begins elsewhere                      -> Conflict
+
+They are not gathered as other sends are: a bridge sends large batches. The position moves with the append, on the event
+loop, so batches of one source may be under way one behind the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from timeball.broker.appender import Accepted, Appender
+from timeball.broker.components import Components
+from timeball.broker.ingress import Piece, answer, refuse
+from timeball.errors import Unavailable
+from timeball.message import build_rows
+from timeball.wire import SourceStep
+
+
+class SourcedSends:
+    """The sends of sources. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, appender: Appender) -> None:
+        self._parts, self._send = parts, parts.traced(appender.send_with)
+
+    def put(self, piece: Piece, step: SourceStep) -> None:
+        """Send a piece of SEND_COLUMNS, which may be empty, and move its source; its edge is told the outcome.
+
+        Raises Conflict, and what a send raises.
+        """
+        caller = piece.caller
+        positions = self._parts.source_positions
+        if piece.count:
+            moved = positions.moved
+            accepted, durable = self._send(
+                piece.rows, lambda first_seq, store_ms: moved(caller.name, step), caller
+            )
+        else:
+            # Records that became no message: their source goes on behind them all the same.
+            self._parts.writer.check_room()
+            changed = positions.moved(caller.name, step)
+            store_ms, rows = self._parts.clock.now_ms(), build_rows(0)
+            first_seq, durable = self._parts.writer.append(changed.rows)
+            changed.keep()
+            accepted = Accepted(first_seq, 0, store_ms, rows)
+        piece.first_row = 0
+        durable.add_done_callback(partial(_ended, piece, accepted))
+
+
+def _ended(piece: Piece, accepted: Accepted, durable: asyncio.Future[int]) -> None:
+    failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
+    if failure is not None:
+        refuse([piece], failure)
+    else:
+        answer([piece], accepted)

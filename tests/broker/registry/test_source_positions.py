@@ -1,0 +1,64 @@
+"""Positions of sources: whose they are, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball import limits
+from timeball.broker.registry.source_positions import SourcePositions
+from timeball.errors import Conflict, OverLimit
+from timeball.wire import SourceStep
+
+
+def move(world: World, caller: str, begin: dict[int, int], end: dict[int, int], source: str = "s") -> None:
+    change = positions(world).moved(caller, SourceStep(source=source, begin=begin, end=end))
+    world.broker.parts.writer.append(change.rows)
+    change.keep()
+
+
+def positions(world: World) -> SourcePositions:
+    return world.broker.parts.source_positions
+
+
+@on_node()
+async def test_a_source_goes_on_where_it_stands_and_nowhere_else(world: World) -> None:
+    move(world, "", {0: 5}, {0: 9})  # the first step begins anywhere
+    move(world, "", {0: 9, 3: 100}, {0: 9, 3: 101})
+    assert positions(world).of("", "s") == {0: 9, 3: 101}
+    with pytest.raises(Conflict, match="stands at 101 in partition 3, this batch begins at 100"):
+        move(world, "", {0: 9, 3: 100}, {0: 10, 3: 101})
+    assert positions(world).of("", "s") == {0: 9, 3: 101}
+
+
+@on_node()
+async def test_a_source_is_its_accounts(world: World) -> None:
+    move(world, "one", {0: 0}, {0: 9})
+    assert positions(world).of("two", "s") == {} and positions(world).of("one", "other") == {}
+    move(world, "two", {0: 0}, {0: 1})
+    assert len(positions(world)) == 2 and positions(world).of("one", "s") == {0: 9}
+
+
+@on_node()
+async def test_it_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SOURCES_MAX", 1)
+    monkeypatch.setattr(limits, "SOURCE_PARTITIONS_MAX", 2)
+    move(world, "", {0: 0}, {0: 9})
+    with pytest.raises(OverLimit, match="1 sources are known"):
+        move(world, "", {0: 0}, {0: 1}, "other")
+    with pytest.raises(OverLimit, match="at most 2 partitions"):
+        move(world, "", {1: 0, 2: 0}, {1: 1, 2: 1})
+
+
+@on_node()
+async def test_it_is_there_after_a_restart_and_from_a_snapshot(world: World) -> None:
+    move(world, "", {0: 0}, {0: 9})
+    await world.broker.parts.writer.flushed()
+    assert await asyncio.wait_for(world.node.upkeep.snapshot(), 60)  # type: ignore[union-attr]
+    await world.stop()
+    world.files.remove("checkpoint")
+    await world.start()
+    assert positions(world).of("", "s") == {0: 9}
