@@ -12,7 +12,18 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src/timeball"
 TESTS = ROOT / "tests"
 
-ROOMS = ["log", "table", "schedule", "broker", "protocols", "cluster", "pipeline", "dashboard", "inspect"]
+ROOMS = [
+    "log",
+    "table",
+    "schedule",
+    "broker",
+    "protocols",
+    "cluster",
+    "pipeline",
+    "kafka",
+    "dashboard",
+    "inspect",
+]
 ANATOMY = ["Receives:", "Keeps:", "Hands on:"]
 
 # Module below src/timeball -> why it has no test file of its own. A folder ends with "/".

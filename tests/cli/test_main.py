@@ -23,6 +23,7 @@ def test_the_commands_are_those_of_the_design() -> None:
             "up",
             "serve",
             "name-server",
+            "kafka",
             "backup",
             "restore",
             "send",

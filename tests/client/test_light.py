@@ -116,6 +116,7 @@ NEED = {
         "broker",
     ),
     "cluster": (["cluster", "status", "--cluster", "c", "--etcd", "http://127.0.0.1:1"], "broker"),
+    "kafka": (["kafka", "--in", "delayed", "--status-every", "1h"], "kafka"),
     "backup": (["backup", "DATA/copy", "--data", "DATA/own"], "broker"),
     "restore": (["restore", "DATA/own", "--data", "DATA/new"], "broker"),
     "dump": (["dump", "--data", "DATA/own"], "broker"),

@@ -74,6 +74,11 @@ def rocketmq(*options: str) -> list[str]:
     return [tool("java", "default-jdk"), *options, "-cp", f"{jars('server')}/*"]
 
 
+def kafka(*options: str) -> list[str]:
+    """Kafka itself, 4.3.1: what runs a class of it."""
+    return [tool("java", "default-jdk"), *options, "-cp", f"{jars('kafka')}/*"]
+
+
 def versus() -> list[str]:
     """All that `make versus` needs besides: a C compiler, for its load generator."""
     return [tool("cc", "gcc"), *rocketmq()]

@@ -1,8 +1,9 @@
 """What to install when a command needs a package that is not there.
 
 The plain package has what a client needs. `timeball[broker]` brings the broker's packages, and those of the commands
-that read a data folder or the pending table; `timeball[spark]` the pipeline's; `timeball[picture]` matplotlib. A
-command imports what it needs when it runs, so that the list and the help of all work in a plain installation too.
+that read a data folder or the pending table; `timeball[spark]` the pipeline's; `timeball[kafka]` Kafka's client;
+`timeball[picture]` matplotlib. A command imports what it needs when it runs, so that the list and the help of all work
+in a plain installation too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 
 from timeball.errors import SetupError
 
-BROKER, SPARK, PICTURE = "broker", "spark", "picture"
+BROKER, SPARK, PICTURE, KAFKA = "broker", "spark", "picture", "kafka"
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:

@@ -27,7 +27,7 @@ EPILOG = (
 
 # Part of the help -> commands. Each is in the module of its name or in `PLACES`; a group of commands is an `app`.
 PARTS = {
-    "Run a broker": ["up", "serve", "name-server", "cluster", "pipeline", "backup", "restore"],
+    "Run a broker": ["up", "serve", "name-server", "cluster", "pipeline", "kafka", "backup", "restore"],
     "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
     "Look and check": [
         "topics",

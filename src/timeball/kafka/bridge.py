@@ -1,0 +1,81 @@
+"""Both ways of a bridge, each in a thread, begun anew for as long as Kafka or Timeball is away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from confluent_kafka import KafkaException
+
+from timeball.client.calls import Calls
+from timeball.client.source import Source
+from timeball.clock import Clock
+from timeball.errors import Conflict, OverLimit, StorageError, Unavailable
+from timeball.kafka.counts import Counts
+from timeball.kafka.delivery import Delivery
+from timeball.kafka.intake import Intake
+from timeball.kafka.options import BridgeOptions
+from timeball.kafka.waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_MS = 30_000
+PATIENCE_S = 10.0  # of one call, while the broker restarts
+AGAIN_S = 1.0
+
+
+class Bridge:
+    """One bridge. `counts` may be read at any time."""
+
+    def __init__(self, options: BridgeOptions, endpoint: str, clock: Clock) -> None:
+        self.counts = Counts()
+        self.options, self._clock = options, clock
+        self._calls = Calls(endpoint, TIMEOUT_MS, patience_s=PATIENCE_S, clock=clock)
+        self._queue = WaitingQueue(self._calls, options.topic)
+
+    def run(self, stop: threading.Event, on_ready: Callable[[], None]) -> None:
+        """Carry records until `stop` is set; raise what only an operator can mend. `on_ready`: both ways are open."""
+        is_open = threading.Event()
+
+        def deliver() -> None:
+            self._queue.ensure()
+            delivery = Delivery(self.options, self._queue, self.counts, self._clock)
+            delivery.open(stop)
+            if not is_open.is_set():
+                is_open.set()
+                on_ready()
+            delivery.run(stop)
+
+        def take() -> None:
+            # Records are taken once there is a position: see Delivery.open.
+            while not is_open.wait(AGAIN_S):
+                if stop.is_set():
+                    return
+            source = Source(self._calls, self.options.name)
+            Intake(self.options, self._queue, source, self.counts, self._clock).run(stop)
+
+        with ThreadPoolExecutor(2, "kafka") as threads:
+            ways = [threads.submit(self._again, way, stop) for way in (deliver, take)]
+            try:
+                stop.wait()
+            finally:
+                stop.set()
+                self._calls.close()  # ends calls that are tried again
+        for way in ways:
+            way.result()
+
+    def _again(self, way: Callable[[], None], stop: threading.Event) -> None:
+        """Run one way, and begin it anew after what passes by itself; any other error stops both."""
+        try:
+            while not stop.is_set():
+                try:
+                    way()
+                except (KafkaException, Unavailable, OverLimit, StorageError, Conflict) as error:
+                    if stop.is_set():
+                        return
+                    logger.warning("begun anew way=%s reason=%s", way.__name__, error)
+                    stop.wait(AGAIN_S)
+        finally:
+            stop.set()

@@ -1,0 +1,253 @@
+"""From Kafka into Timeball: each record of the topic becomes one message, however often it is read.
+
+    read -> messages -> Timeball's log, with the position behind the records in the same frame -> Kafka's group is told
+
+Reading goes on where Timeball's log says, and not where Kafka's consumer group does, so a record whose answer was lost
+is not taken twice. A process that still reads when another has gone on is refused by the log, and asks for positions.
+
+A record with the header `cancel` ends what waits with its key. All that a batch cancels is cancelled before the batch
+is sent: what it names in the same batch is never sent, and what comes behind it is not in the log yet. So a cancel that
+is repeated after a crash ends nothing that came later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pyarrow as pa
+from confluent_kafka import OFFSET_INVALID, Consumer, KafkaException, Message, TopicPartition
+
+from timeball.client.source import Source
+from timeball.clock import Clock
+from timeball.errors import Conflict, OverLimit, RequestError, SetupError
+from timeball.kafka import records
+from timeball.kafka.counts import Counts
+from timeball.kafka.options import BridgeOptions
+from timeball.kafka.records import Record, Rules, Waiting
+from timeball.kafka.topics import Topics
+from timeball.kafka.waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+BATCH_ROWS = 2_000
+BATCH_BYTES = 2 * 1024 * 1024  # with the columns' own: half of what one batch may have
+POLL_S = 0.5
+LINGER_S = 0.01  # what comes so soon behind it shares its batch: each costs the broker a commit
+LOOK_MS = 10_000  # for partitions that were added
+COMMIT_MS = 1_000
+TIMEOUT_S = 10.0
+FULL_WAIT_S = 1.0
+
+SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("body", pa.binary()),
+        ("keys", pa.string()),
+        ("unique_key", pa.string()),
+        ("properties", pa.string()),
+        ("born_ms", pa.int64()),
+        ("due_ms", pa.int64()),
+    ]
+)
+
+Item = tuple[Record, Waiting | None]  # a record, and the message it becomes, if any
+
+
+class Intake:
+    """Reads one topic. Belongs to one thread; a run that has raised is begun anew by a new one."""
+
+    def __init__(
+        self, options: BridgeOptions, queue: WaitingQueue, source: Source, counts: Counts, clock: Clock
+    ) -> None:
+        self._options, self._queue, self._source = options, queue, source
+        self._counts, self._clock = counts, clock
+        properties = options.client_properties(
+            group_id=options.name, enable_auto_commit=False, auto_offset_reset="error",
+            isolation_level="read_committed", fetch_wait_max_ms=100, queued_max_messages_kbytes=32 * 1024,
+        )  # fmt: skip
+        self._consumer = Consumer(properties, logger=logger)
+        self._topics = Topics(self._consumer.list_topics, clock)
+        self._rules = Rules(options.own, options.out, options.dead, self._topics.has)
+        self._stands: dict[int, int] = {}  # where the log says that each partition goes on
+        self._committed: dict[int, int] = {}
+        self._looked_ms = self._told_ms = 0
+
+    def run(self, stop: threading.Event) -> None:
+        """Take records until `stop` is set. Raises Conflict, Unavailable, KafkaException: begin anew; SetupError."""
+        try:
+            self._begin()
+            while not stop.is_set():
+                found = list(self._poll())
+                if found:
+                    self._take(found, stop)
+                self._now_and_then()
+        finally:
+            self._consumer.close()
+            self._source.close()
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Read each partition from where the log says on."""
+        topic, count = self._options.own, self._topics.partitions(self._options.own)
+        if not count:
+            raise SetupError(f"--in {topic}: Kafka has no such topic; make it, or name another")
+        known = self._source.positions()
+        # A partition that was added to a topic of ours is read from its first record on.
+        start = "earliest" if known else self._options.start
+        begins = [self._begin_of(partition, known.get(partition), start) for partition in range(count)]
+        self._stands = {partition: known.get(partition, at) for partition, at in enumerate(begins)}
+        # Kept before the first record is taken: a bridge that begins at the end must not skip what comes meanwhile.
+        if added := {partition: at for partition, at in self._stands.items() if partition not in known}:
+            self._source.send(self._batch([]), added, added)
+        self._consumer.assign([TopicPartition(topic, partition, at) for partition, at in enumerate(begins)])
+        self._looked_ms = self._clock.wall_ms()
+
+    def _begin_of(self, partition: int, stands: int | None, start: str) -> int:
+        topic = self._options.own
+        low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=TIMEOUT_S)
+        if stands is None:
+            return int(low if start == "earliest" else high)
+        if stands > high:
+            raise SetupError(
+                f"--name {self._options.name}: the log stands at offset {stands} of {topic}/{partition}, which ends at "
+                f"{high}: the topic was made anew or has lost records; choose another --name to read it from the start"
+            )
+        if stands < low:
+            logger.error(
+                "records let go before they were taken topic=%s partition=%d offsets=%d",
+                topic,
+                partition,
+                low - stands,
+            )
+            self._counts.lost += low - stands
+        return max(stands, int(low))
+
+    def _poll(self) -> Iterator[Record]:
+        """Yield the next records; waits for the first, and a moment for others."""
+        first = self._consumer.poll(POLL_S)
+        if first is None:
+            return
+        for message in (first, *self._consumer.consume(BATCH_ROWS - 1, LINGER_S)):
+            if (error := message.error()) is not None:
+                raise KafkaException(error)
+            yield self._record(message)
+
+    def _record(self, message: Message) -> Record:
+        at_ms = message.timestamp()[1]
+        return Record(
+            message.topic() or "", message.partition() or 0, message.offset() or 0, message.key(), message.value(),
+            cast("records.Headers", message.headers() or []), at_ms if at_ms > 0 else self._clock.wall_ms(),
+        )  # fmt: skip
+
+    # ---- taking -----------------------------------------------------------------------------------------
+
+    def _take(self, found: Sequence[Record], stop: threading.Event) -> None:
+        items = self._messages(found)
+        for piece in pieces(items):
+            self._send(piece, stop)
+
+    def _messages(self, found: Sequence[Record]) -> list[Item]:
+        """Return the records with the messages they become, and cancel what they cancel."""
+        now_ms = self._clock.wall_ms()
+        items: list[Item] = []
+        by_key: dict[str, list[int]] = {}  # key -> where its messages stand in `items`
+        cancels: set[str] = set()
+        for record in found:
+            if not records.is_cancel(record):
+                message = records.message_of(record, self._rules, now_ms)
+                if message.keys:
+                    by_key.setdefault(message.keys, []).append(len(items))
+            elif record.key is None:
+                message = records.dead_letter(record, self._options.dead, "a cancel without a key")
+            else:
+                cancels.add(name := records.key_name(record.topic, record.key))
+                for at in by_key.pop(name, ()):
+                    items[at] = items[at][0], None
+                    self._counts.cancelled += 1
+                message = None
+            items.append((record, message))
+        if cancels:
+            self._counts.cancelled += self._queue.cancel(sorted(cancels))
+        return items
+
+    def _send(self, items: Sequence[Item], stop: threading.Event) -> None:
+        """Send the messages of these records; one that Timeball refuses becomes a dead letter."""
+        end = {record.partition: record.offset + 1 for record, _ in items}
+        begin = {partition: self._stands[partition] for partition in end}
+        messages = [message for _, message in items if message is not None]
+        while True:
+            try:
+                self._source.send(self._batch(messages), begin, end)
+                break
+            except OverLimit as error:  # the disk is full, or slow: Kafka keeps the records meanwhile
+                logger.warning("Timeball takes no more now reason=%s", error)
+                if stop.wait(FULL_WAIT_S):
+                    return
+            except Conflict:
+                raise
+            except RequestError as error:
+                self._send_apart(items, error, stop)
+                return
+        self._stands |= end
+        self._counts.taken += len(items)
+        self._counts.dead += sum(message.is_dead for message in messages)
+
+    def _send_apart(self, items: Sequence[Item], error: RequestError, stop: threading.Event) -> None:
+        if len(items) > 1:
+            middle = len(items) // 2
+            self._send(items[:middle], stop)
+            self._send(items[middle:], stop)
+            return
+        ((record, message),) = items
+        if message is None or message.is_dead:
+            raise error  # not the record's fault
+        self._send([(record, records.dead_letter(record, self._options.dead, f"Timeball: {error}"))], stop)
+
+    def _batch(self, messages: Sequence[Waiting]) -> pa.RecordBatch:
+        names = ("id", "body", "keys", "properties", "born_ms", "due_ms")
+        found = {name: [getattr(message, name) for message in messages] for name in names}
+        columns = {**found, "unique_key": found["id"], "topic": [self._queue.topic] * len(messages)}
+        arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
+        return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+    # ---- beside it --------------------------------------------------------------------------------------
+
+    def _now_and_then(self) -> None:
+        """Tell Kafka's consumer group how far we are, which its tools show, and look for new partitions."""
+        now_ms, topic = self._clock.wall_ms(), self._options.own
+        if now_ms - self._told_ms >= COMMIT_MS:
+            self._told_ms = now_ms
+            changed = {at: offset for at, offset in self._stands.items() if self._committed.get(at) != offset}
+            if changed:
+                self._consumer.commit(
+                    offsets=[TopicPartition(topic, at, offset) for at, offset in changed.items()]
+                )
+                self._committed |= changed
+            self._counts.behind = sum(self._behind(at, offset) for at, offset in self._stands.items())
+        if now_ms - self._looked_ms >= LOOK_MS:
+            self._looked_ms = now_ms
+            if self._topics.partitions(topic) > len(self._stands):
+                self._begin()
+
+    def _behind(self, partition: int, stands: int) -> int:
+        known = self._consumer.get_watermark_offsets(
+            TopicPartition(self._options.own, partition), cached=True
+        )
+        return 0 if known is None or known[1] == OFFSET_INVALID else max(0, known[1] - stands)
+
+
+def pieces(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Yield these in parts of BATCH_BYTES at most, or of one."""
+    begin = size_bytes = 0
+    for at, (_, message) in enumerate(items):
+        more = 0 if message is None else records.size_bytes(message)
+        if size_bytes + more > BATCH_BYTES and at > begin:
+            yield items[begin:at]
+            begin, size_bytes = at, 0
+        size_bytes += more
+    if begin < len(items):
+        yield items[begin:]

@@ -1,0 +1,78 @@
+"""What a bridge is told: which topics, which brokers, and how Kafka's client reaches them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from timeball.errors import SetupError
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+# What exactly once rests on; a properties file may not say otherwise.
+FIXED = frozenset(
+    {
+        "acks", "allow.auto.create.topics", "auto.offset.reset", "bootstrap.servers", "enable.auto.commit",
+        "enable.idempotence", "enable.partition.eof", "group.id", "isolation.level", "partitioner",
+        "transactional.id",
+    }
+)  # fmt: skip
+
+
+Value = str | int | float | bool  # of a property of Kafka's client
+
+
+@dataclass(frozen=True)
+class BridgeOptions:
+    """`own`: the topic it reads; `client`: properties of Kafka's client, for TLS and accounts."""
+
+    bootstrap: str
+    own: str
+    out: str | None
+    dead: str
+    name: str
+    position_topic: str
+    start: str = "earliest"
+    client: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise SetupError(f"--name {self.name}: 1 to 100 letters, digits, dots, dashes and underscores")
+        if self.start not in ("earliest", "latest"):
+            raise SetupError(f"--from {self.start}: earliest or latest")
+        if self.out == self.own:
+            raise SetupError(f"--out {self.out}: the topic of --in; records would go round for ever")
+        if self.dead in (self.own, self.position_topic):
+            raise SetupError(f"--dead {self.dead}: a topic of its own, not that of --in or --position-topic")
+        if wrong := sorted(FIXED & self.client.keys()):
+            raise SetupError(f"--kafka-config: {', '.join(wrong)} cannot be chosen: exactly once rests on it")
+
+    @property
+    def topic(self) -> str:
+        """Return the topic in Timeball where this bridge's messages wait; its names have no dots."""
+        return "kafka-" + self.name.replace(".", "_")
+
+    def client_properties(self, **more: Value) -> dict[str, Value]:
+        """Return properties for a client of Kafka; `more` with underscores for dots."""
+        own = {name.replace("_", "."): value for name, value in more.items()}
+        return {
+            "bootstrap.servers": self.bootstrap,
+            "allow.auto.create.topics": False,
+            # A broker that restarts is back within seconds; the client's own bound is ten.
+            "reconnect.backoff.max.ms": 1_000,
+            **self.client,
+            **own,
+        }
+
+
+def read_properties(text: str, file: str) -> dict[str, str]:
+    """Return the properties of a file: `name=value` a line, `#` begins a comment; raise SetupError."""
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, mark, value = line.partition("=")
+        if not mark or not name.strip():
+            raise SetupError(f"--kafka-config {file}: line {number} is not name=value")
+        found[name.strip()] = value.strip()
+    return found

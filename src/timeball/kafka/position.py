@@ -1,0 +1,88 @@
+"""The position of a bridge: how far Timeball's queue has been delivered, as a record of Kafka.
+
+It is the last record of each transaction, in a topic of the bridge's own, so records and position are committed or
+aborted together. A consumer group's offset could be committed in a transaction too, but Kafka forgets it when the group
+has committed none for a week (`offsets.retention.minutes`); a compacted topic keeps the last record of a key.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from timeball.errors import SetupError
+from timeball.kafka.options import BridgeOptions
+
+TIMEOUT_S = 10.0
+KEY = b"position"
+# The last position stands at the end, but for aborted transactions and the marks of their ends.
+BACK, BACK_MORE = 1_000, 16
+CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(16 * 1024 * 1024)}
+
+
+class Position(msgspec.Struct, frozen=True):
+    """The next offset to deliver of Timeball's queue."""
+
+    offset: int
+
+
+def make_topics(options: BridgeOptions, has: dict[str, int]) -> None:
+    """Make the bridge's own topics that are missing: that of its position, and that of dead letters."""
+    wanted = {options.position_topic: CONFIG, options.dead: {}}
+    missing = [NewTopic(name, 1, -1, config=config) for name, config in wanted.items() if name not in has]
+    if not missing:
+        return
+    admin = AdminClient(options.client_properties())  # kept: its answers end with it
+    for name, made in admin.create_topics(missing).items():
+        try:
+            made.result(TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise SetupError(
+                    f"Kafka does not let the bridge make topic {name!r} ({error.args[0].str()}): make it, with one "
+                    f"partition; that of --position-topic with cleanup.policy=compact"
+                ) from error
+
+
+def read_position(options: BridgeOptions) -> int | None:
+    """Return the offset that the last committed transaction holds; None when there was none.
+
+    To be asked when no transaction of this bridge is open: right after `init_transactions`, which ends those before.
+    """
+    properties = options.client_properties(
+        group_id=f"timeball.{options.name}.position", enable_auto_commit=False, auto_offset_reset="earliest",
+        isolation_level="read_committed", enable_partition_eof=True,
+    )  # fmt: skip
+    consumer = Consumer(properties)
+    try:
+        topic = options.position_topic
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=TIMEOUT_S)
+        back = BACK
+        while True:
+            begin = max(low, high - back)
+            found = _last(consumer, TopicPartition(topic, 0, begin))
+            if found is not None or begin == low:
+                return found
+            back *= BACK_MORE
+    finally:
+        consumer.close()
+
+
+def _last(consumer: Consumer, begin: TopicPartition) -> int | None:
+    """Return the position of the last record from here to the end."""
+    consumer.assign([begin])
+    found = None
+    while True:
+        message = consumer.poll(TIMEOUT_S)
+        if message is None:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"no answer from topic {begin.topic!r}"))
+        error = message.error()
+        if error is None:
+            value = message.value()
+            found = msgspec.json.decode(value, type=Position).offset if value else None
+        elif error.code() == KafkaError._PARTITION_EOF:
+            return found
+        else:
+            raise KafkaException(error)

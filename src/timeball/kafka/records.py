@@ -1,0 +1,222 @@
+"""A record of Kafka as a message of Timeball, and back: bytes and decisions, no I/O.
+
+The message's body is the record's value, byte for byte. All else of the record, and where it goes, stands in one
+property: base64 of `Envelope` in MessagePack, as a Kafka key or header may be any bytes, and a header may come twice.
+
+    deliver-at   header: the instant, RFC 3339 with a zone or milliseconds since 1970
+    delay        header: so long after the record's own time, "30m" or "PT30M"
+    deliver-to   header: the topic to go to, if it is not that of all
+    cancel       header, of any value: no message of this key that waits shall be delivered
+
+A record that cannot be taken becomes a message for now, addressed to the dead letter topic: so it takes the same way,
+exactly once. Its headers then say why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from timeball import limits
+from timeball.errors import InvalidDelay
+from timeball.instants import due_ms as instant_of
+from timeball.instants import duration_ms
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END
+
+AT, DELAY, TO, CANCEL = "deliver-at", "delay", "deliver-to", "cancel"
+REASONS = ("timeball-reason", "timeball-topic", "timeball-partition", "timeball-offset")
+PROPERTY = "kafka"
+KEY_BYTES_MAX = 200  # of a Kafka key that is a name in Timeball as it is; a longer one is by its hash
+VALUE_BYTES_MAX = limits.BODY_BYTES_MAX
+REASON_CHARACTERS_MAX = 500
+LEFT = "the value is left where it was"
+
+Headers = list[tuple[str, bytes | None]]
+
+
+class Place(NamedTuple):
+    """The place of a record in Kafka."""
+
+    topic: str
+    partition: int
+    offset: int
+
+    @property
+    def id(self) -> str:
+        """Return the id of the message that the record becomes."""
+        return "-".join(map(str, self))
+
+    @classmethod
+    def of(cls, id: str) -> Place:
+        """Return the place that an id names; ValueError for another id."""
+        topic, partition, offset = id.rsplit("-", 2)
+        return cls(topic, int(partition), int(offset))
+
+
+class Record(NamedTuple):
+    """One record, as Kafka's client hands it out. `timestamp_ms`: the record's own time."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: Headers
+    timestamp_ms: int
+
+    @property
+    def place(self) -> Place:
+        """Return its place in Kafka."""
+        return Place(self.topic, self.partition, self.offset)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """All that a message keeps of its record besides the value. `partition` None: any, by the key."""
+
+    topic: str
+    partition: int | None
+    key: bytes | None
+    headers: Headers
+    is_null: bool = False  # the value is null, which is not empty: a tombstone
+
+
+class Waiting(NamedTuple):
+    """A message to be sent to Timeball. `due_ms` None: for now, as a dead letter is."""
+
+    id: str
+    body: bytes
+    keys: str | None
+    properties: str
+    born_ms: int
+    due_ms: int | None
+    is_dead: bool = False
+
+
+class Refused(Exception):
+    """A record that cannot be taken; the text says why."""
+
+
+class Rules(NamedTuple):
+    """The topics that records come from and go to. `is_there` tells whether Kafka has a topic."""
+
+    own: str
+    out: str | None
+    dead: str
+    is_there: Callable[[str], bool]
+
+
+_encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Envelope)
+
+
+def is_cancel(record: Record) -> bool:
+    """Return whether a record takes back what waits with its key."""
+    return any(name == CANCEL for name, _ in record.headers)
+
+
+def key_name(topic: str, key: bytes) -> str:
+    """Return the name by which Timeball cancels what a record with this key became."""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        text = ""
+    # A name in Timeball has no blanks; and the log's properties end at control characters.
+    if 0 < len(key) <= KEY_BYTES_MAX and text.isprintable() and " " not in text and text.split() == [text]:
+        return f"{topic}/{text}"
+    return f"{topic}/sha256:{hashlib.sha256(key).hexdigest()}"
+
+
+def message_of(record: Record, rules: Rules, now_ms: int) -> Waiting:
+    """Return the message that a record becomes; a dead letter when the record cannot be taken."""
+    try:
+        due_ms = _due_ms(record, now_ms)
+        topic = _destination(record, rules)
+        properties = _properties(
+            Envelope(topic, record.partition, record.key, record.headers, record.value is None)
+        )
+        if len(record.value or b"") > VALUE_BYTES_MAX:
+            raise Refused(f"the value has {len(record.value or b'')} bytes; at most {VALUE_BYTES_MAX}")
+    except Refused as refused:
+        return dead_letter(record, rules.dead, str(refused))
+    keys = None if record.key is None else key_name(record.topic, record.key)
+    return Waiting(record.place.id, record.value or b"", keys, properties, record.timestamp_ms, due_ms)
+
+
+def dead_letter(record: Record, dead: str, reason: str) -> Waiting:
+    """Return a record as a message for now to the dead letter topic, its headers saying why and where it was.
+
+    What is too large for a message is left out, and the reason says so: the record itself is still in Kafka.
+    """
+    place, value = record.place, record.value
+    if value is not None and len(value) > VALUE_BYTES_MAX:
+        value, reason = b"", f"{reason}; {LEFT}"
+    try:
+        envelope = Envelope(dead, None, record.key, record.headers + reasons(place, reason), value is None)
+        text = _properties(envelope)
+    except Refused:
+        # Key and headers do not fit: only what names the record is kept.
+        headers = reasons(place, f"{reason}; key and headers are left where they were")
+        text = _properties(Envelope(dead, None, None, headers, value is None))
+    return Waiting(place.id, value or b"", None, text, record.timestamp_ms, None, is_dead=True)
+
+
+def reasons(place: Place, reason: str) -> Headers:
+    """Return the headers that a dead letter has besides its record's."""
+    values = (reason[:REASON_CHARACTERS_MAX], *place)
+    return [(name, str(value).encode()) for name, value in zip(REASONS, values, strict=True)]
+
+
+def size_bytes(message: Waiting) -> int:
+    """Return about how many bytes a message takes in a batch."""
+    return len(message.body) + len(message.properties) + len(message.keys or "") + len(message.id) + 64
+
+
+def envelope_of(properties: str | None) -> Envelope | None:
+    """Return what a message says of its record; None for a message that was none."""
+    for pair in (properties or "").split(PROPERTY_END):
+        name, mark, text = pair.partition(PROPERTY_NAME_END)
+        if mark and name == PROPERTY:
+            try:
+                return _decoder.decode(b64decode(text, validate=True))
+            except ValueError:  # of base64, and of msgspec
+                return None
+    return None
+
+
+def _properties(envelope: Envelope) -> str:
+    text = f"{PROPERTY}{PROPERTY_NAME_END}{b64encode(_encode(envelope)).decode()}{PROPERTY_END}"
+    if len(text) > limits.PROPERTIES_BYTES_MAX:
+        raise Refused(
+            f"key and headers take {len(text)} bytes, in base64; at most {limits.PROPERTIES_BYTES_MAX}"
+        )
+    return text
+
+
+def _due_ms(record: Record, now_ms: int) -> int:
+    given = [(name, value) for name, value in record.headers if name in (AT, DELAY)]
+    if len(given) != 1:
+        raise Refused(f"one header {AT} or {DELAY} says when; {len(given)} are there")
+    name, value = given[0]
+    try:
+        text = (value or b"").decode()
+        due_ms = instant_of(text) if name == AT else record.timestamp_ms + duration_ms(text)
+    except (InvalidDelay, UnicodeDecodeError) as error:
+        raise Refused(f"header {name}: {error}") from None
+    if due_ms - now_ms > limits.DELAY_MS_MAX:
+        raise Refused(f"header {name}: more than {limits.DELAY_MS_MAX // limits.DAY_MS} days ahead")
+    return due_ms
+
+
+def _destination(record: Record, rules: Rules) -> str:
+    value = next((value for name, value in reversed(record.headers) if name == TO), None)
+    topic = rules.out if value is None else value.decode(errors="replace")
+    if not topic:
+        raise Refused(f"no header {TO} says the topic, and the bridge has no --out")
+    if topic == rules.own:
+        raise Refused(f"header {TO}: {topic!r} is the topic it came from")
+    if not rules.is_there(topic):
+        raise Refused(f"Kafka has no topic {topic[:100]!r}")
+    return topic

@@ -1,0 +1,35 @@
+"""Which topics Kafka has, and with how many partitions: asked now and then, and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from timeball.clock import Clock
+
+KEPT_MS = 10_000
+AGAIN_MS = 1_000  # a name that is not known is asked for anew, but not for each record
+TIMEOUT_S = 10.0
+
+
+class Topics:
+    """`list_topics` is that of any client of Kafka's. Belongs to one thread."""
+
+    def __init__(self, list_topics: Callable[..., Any], clock: Clock) -> None:
+        self._list, self._clock = list_topics, clock
+        self._known: dict[str, int] = {}
+        self._at_ms: int | None = None
+
+    def partitions(self, name: str) -> int:
+        """Return the number of partitions; 0 when there is no such topic."""
+        now_ms = self._clock.monotonic_ns() // 1_000_000
+        age_ms = KEPT_MS if self._at_ms is None else now_ms - self._at_ms
+        if age_ms >= KEPT_MS or (name not in self._known and age_ms >= AGAIN_MS):
+            found = self._list(timeout=TIMEOUT_S).topics
+            self._known = {one.topic: len(one.partitions) for one in found.values() if one.error is None}
+            self._at_ms = now_ms
+        return self._known.get(name, 0)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such a topic."""
+        return self.partitions(name) > 0

@@ -1,0 +1,94 @@
+"""Kafka itself, one node in KRaft mode on loopback: started, killed and started again on its ports and its folder."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+from tests.bounds import BOUND_S
+from tests.cluster.etcd_cluster import free_ports
+
+HEAP = ["-Xms192m", "-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
+CLUSTER_ID = "MkU3OEVBNTcwNTJENDM2Qg"
+MESSAGE_BYTES_MAX = 8 * 1024 * 1024  # more than a message of Timeball's may have
+
+
+class KafkaServer:
+    """Start with `start`; `kill` is kill -9."""
+
+    def __init__(self, folder: Path, command: list[str], heap: Sequence[str] = HEAP) -> None:
+        self._folder, self._command, self._heap = folder, command, heap
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir()
+        port, controller = free_ports(2)
+        self.bootstrap = f"127.0.0.1:{port}"
+        settings = {
+            "process.roles": "broker,controller",
+            "node.id": 1,
+            "controller.quorum.voters": f"1@127.0.0.1:{controller}",
+            "listeners": f"PLAINTEXT://{self.bootstrap},CONTROLLER://127.0.0.1:{controller}",
+            "advertised.listeners": f"PLAINTEXT://{self.bootstrap}",
+            "controller.listener.names": "CONTROLLER",
+            "log.dirs": folder / "log",
+            "auto.create.topics.enable": "false",
+            "message.max.bytes": MESSAGE_BYTES_MAX,
+            "replica.fetch.max.bytes": MESSAGE_BYTES_MAX,
+            "offsets.topic.num.partitions": 1,
+            "offsets.topic.replication.factor": 1,
+            "transaction.state.log.num.partitions": 1,
+            "transaction.state.log.replication.factor": 1,
+            "transaction.state.log.min.isr": 1,
+            "group.initial.rebalance.delay.ms": 0,
+            "log.cleaner.dedupe.buffer.size": 4 * 1024 * 1024,
+            "num.network.threads": 2,
+            "num.io.threads": 2,
+            "background.threads": 2,
+        }
+        (folder / "server.properties").write_text(
+            "".join(f"{name}={value}\n" for name, value in settings.items())
+        )
+        self._run("kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", "server.properties")
+
+    def start(self) -> None:
+        java, *options = self._command
+        with (self._folder / "out").open("ab") as out:
+            self._process = subprocess.Popen(
+                [java, *self._heap, *options, "kafka.Kafka", "server.properties"],
+                cwd=self._folder, stdout=out, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        admin, give_up = self.admin(), time.monotonic() + BOUND_S
+        while True:
+            try:
+                admin.list_topics(timeout=1)
+                return
+            except Exception as error:
+                said = (self._folder / "out").read_text(errors="replace")[-2_000:]
+                assert self._process.poll() is None and time.monotonic() < give_up, f"{error}: {said}"
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def admin(self) -> AdminClient:
+        return AdminClient({"bootstrap.servers": self.bootstrap, "reconnect.backoff.max.ms": 500})
+
+    def make(self, *names: str, partitions: int = 1, **config: str) -> None:
+        given = {name.replace("_", "."): value for name, value in config.items()}
+        admin = self.admin()  # kept: its answers end with it
+        made = admin.create_topics([NewTopic(name, partitions, 1, config=given) for name in names])
+        for future in made.values():
+            future.result(BOUND_S)
+
+    def _run(self, *arguments: str) -> None:
+        java, *options = self._command
+        command = [java, "-Xmx128m", "-XX:TieredStopAtLevel=1", *options, *arguments]
+        done = subprocess.run(
+            command, cwd=self._folder, capture_output=True, text=True, timeout=BOUND_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

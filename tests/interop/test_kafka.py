@@ -1,0 +1,337 @@
+"""The bridge and a real Kafka: what goes in comes out at its instant, once, whatever is killed.
+
+A record is counted as a reader with `read_committed` sees it. KAFKA_KILLS=n kills n times in place of five, and the
+bridge at each step in place of four.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from tests.bounds import BOUND_S
+from tests.cli.processes import Running
+from tests.interop import killed_bridge
+from tests.interop.kafka_server import KafkaServer
+from tests.interop.stock_broker import StockBroker
+from tests.interop.stock_clients import command
+from tests.node_fixture import eventually
+
+from timeball import Timeball
+
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("kafka")]
+
+KILLS = int(os.environ.get("KAFKA_KILLS", "5"))
+STEPS = list(killed_bridge.STEPS)
+if "KAFKA_KILLS" not in os.environ:
+    STEPS = [STEPS[at] for at in (0, 2, 5, 6)]
+NUMBERS = itertools.count()
+Headers = list[tuple[str, bytes]]
+
+
+class Place:
+    """Kafka, Timeball, and the topics of one test."""
+
+    def __init__(self, kafka: KafkaServer, timeball: StockBroker, name: str) -> None:
+        self.kafka, self.timeball, self.name = kafka, timeball, name
+        self.own, self.out, self.dead = f"{name}.in", f"{name}.out", f"{name}.in.dead"
+        self.bridges: list[Running] = []
+
+    def make(self, partitions: int = 3, **config: str) -> None:
+        self.kafka.make(self.own, partitions=partitions)
+        self.kafka.make(self.out, partitions=partitions, **config)
+
+    def arguments(self) -> list[str]:
+        return [
+            "--in", self.own, "--out", self.out, "--bootstrap", self.kafka.bootstrap, "--endpoint",
+            self.timeball.endpoint, "--json", "--status-every", "100ms",
+        ]  # fmt: skip
+
+    def bridge(self, *, ready: bool = True) -> Running:
+        self.bridges.append(Running("kafka", *self.arguments()))
+        if ready:
+            self.bridges[-1].wait_line(event="ready")
+        return self.bridges[-1]
+
+    def killed_bridge(self, step: str, times: int) -> Running:
+        program = [sys.executable, killed_bridge.__file__, step, str(times), *self.arguments()]
+        self.bridges.append(Running(command=program))
+        return self.bridges[-1]
+
+    def produce(self, records: list[dict[str, Any]]) -> None:
+        producer = Producer(
+            {"bootstrap.servers": self.kafka.bootstrap, "acks": "all", "enable.idempotence": True}
+        )
+        for record in records:
+            producer.produce(self.own, **record)
+        assert producer.flush(BOUND_S) == 0
+
+    def read(self, topic: str, *, isolation: str = "read_committed") -> list[Any]:
+        """Return all records of a topic, from its beginning to its end."""
+        properties = {
+            "bootstrap.servers": self.kafka.bootstrap, "group.id": "reader", "enable.auto.commit": False,
+            "auto.offset.reset": "earliest", "isolation.level": isolation, "enable.partition.eof": True,
+            "check.crcs": True,
+        }  # fmt: skip
+        consumer = Consumer(properties)
+        known = consumer.list_topics(topic, timeout=BOUND_S).topics[topic].partitions
+        consumer.assign([TopicPartition(topic, partition, 0) for partition in known])
+        left, found = set(known), []
+        while left:
+            message = consumer.poll(BOUND_S)
+            assert message is not None, f"no answer about {topic}"
+            if message.error() is None:
+                found.append(message)
+            elif message.error().code() == KafkaError._PARTITION_EOF:
+                left.discard(message.partition())
+        consumer.close()
+        return found
+
+    def wait_for(self, topic: str, count: int) -> list[Any]:
+        """Return the records of a topic once there are so many; with more, what there is then."""
+        found: list[Any] = []
+
+        def enough() -> bool:
+            found[:] = self.read(topic)
+            return len(found) >= count
+
+        eventually(enough, f"{count} records in {topic}")
+        return found
+
+
+@pytest.fixture(scope="module")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
+    server = KafkaServer(tmp_path_factory.mktemp("kafka") / "kafka", command("kafka"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def timeball(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockBroker]:
+    broker = StockBroker(tmp_path_factory.mktemp("timeball") / "data")
+    broker.start()
+    yield broker
+    broker.stop()
+
+
+@pytest.fixture
+def place(kafka: KafkaServer, timeball: StockBroker) -> Iterator[Place]:
+    found = Place(kafka, timeball, f"t{next(NUMBERS)}")
+    yield found
+    for bridge in found.bridges:
+        bridge.end(signal.SIGKILL)
+
+
+def values(messages: list[Any]) -> Counter[str]:
+    return Counter(message.value().decode() for message in messages)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+# ---- what comes out ---------------------------------------------------------------------------------------------
+
+
+def test_a_record_comes_back_as_it_was_at_its_instant(place: Place) -> None:
+    place.make()
+    place.kafka.make(f"{place.name}.other", partitions=3)
+    begin_ms = now_ms()
+    avro = b"\x00\x00\x00\x00\x07" + bytes(range(256))  # as a schema registry's serializer writes
+    headers = [("a", b"1"), ("a", b"\xff\x00"), ("traceparent", b""), ("none", None), ("delay", b"300ms")]
+    at = [("deliver-at", str(begin_ms + 600).encode())]
+    there = [("delay", b"PT0.5S"), ("deliver-to", f"{place.name}.other".encode())]
+    place.produce(
+        [
+            {"value": avro, "key": b"\x00key", "headers": headers, "partition": 2},
+            {"value": None, "key": b"tombstone", "headers": at, "partition": 1},
+            {"value": b"", "headers": there, "partition": 0},
+        ]
+    )  # fmt: skip
+    bridge = place.bridge()
+    first, second = sorted(place.wait_for(place.out, 2), key=lambda message: message.key())
+    assert (first.value(), first.key(), first.partition()) == (avro, b"\x00key", 2)
+    assert first.headers() == headers
+    assert (second.value(), second.key(), second.partition()) == (None, b"tombstone", 1)
+    (other,) = place.wait_for(f"{place.name}.other", 1)
+    assert (other.value(), other.key(), other.partition(), other.headers()) == (b"", None, 0, there)
+    # Never early; how late is for a benchmark to say.
+    assert second.timestamp()[1] >= begin_ms + 600 and first.timestamp()[1] >= begin_ms + 300
+    assert place.read(place.dead) == []
+    assert bridge.end() == 0
+    last = bridge.lines[-1]
+    assert (last["taken"], last["delivered"], last["dead"], last["behind"]) == (3, 3, 0, 0)
+
+
+def test_what_waits_is_cancelled_by_a_record_with_its_key(place: Place) -> None:
+    place.make(partitions=1)
+    soon, late = [("delay", b"3s")], [("delay", b"3200ms")]
+    cancel = [("cancel", b"")]
+    bridge = place.bridge()
+    place.produce(
+        [{"value": b"a", "key": b"k1", "headers": soon}, {"value": b"b", "key": b"k 2", "headers": soon}]
+    )
+    bridge.wait_line(event="status", taken=2)
+    place.produce(
+        [
+            {"value": b"c", "key": b"k3", "headers": soon},
+            {"key": b"k 2", "headers": cancel},
+            {"key": b"k3", "headers": cancel},  # of a record that may come with it
+            {"value": b"d", "key": b"k3", "headers": late},  # behind the cancel
+        ]
+    )
+    bridge.wait_line(event="status", taken=6)
+    bridge.wait_line(event="status", delivered=2)
+    assert values(place.read(place.out)) == {"a": 1, "d": 1}
+    with Timeball(place.timeball.endpoint) as ball:
+        assert (
+            ball.cancel(key=f"{place.own}/k1")[0].verdict == "released"
+        )  # the same name for Timeball's clients
+    assert bridge.end() == 0 and bridge.lines[-1]["cancelled"] == 2
+
+
+def test_what_cannot_be_taken_or_delivered_is_a_dead_letter(place: Place) -> None:
+    place.make(partitions=1, max_message_bytes="20000")
+    wrong = [
+        (b"no header", []),
+        (b"soon", [("delay", b"soon")]),
+        (b"far", [("deliver-at", b"9999-12-31T00:00:00Z")]),
+        (b"nowhere", [("delay", b"1s"), ("deliver-to", b"no.such.topic")]),
+        (b"x" * 5_000_000, [("delay", b"1s")]),
+        (b"y" * 30_000, [("delay", b"1ms")]),  # Timeball takes it, and the topic of --out does not
+        (b"headers", [("delay", b"1s"), ("h", b"z" * 40_000)]),
+    ]
+    place.produce([{"value": value, "key": b"k", "headers": headers} for value, headers in wrong[:4]])
+    producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "message.max.bytes": 8_000_000})
+    for value, headers in wrong[4:]:
+        producer.produce(place.own, value, b"k", headers=headers)
+    assert producer.flush(BOUND_S) == 0
+    place.produce([{"value": b"good", "headers": [("delay", b"1ms")]}])
+    place.bridge()
+    dead = place.wait_for(place.dead, len(wrong))
+    assert len(dead) == len(wrong)
+    said = {}
+    for message in dead:
+        headers = dict(message.headers())
+        said[int(headers["timeball-offset"])] = headers["timeball-reason"].decode(), message.value()
+    reasons = [
+        "0 are there",
+        "units",
+        "days ahead",
+        "no topic",
+        "5000000 bytes",
+        "Kafka: ",
+        "key and headers",
+    ]
+    for at, reason in enumerate(reasons):
+        assert reason in said[at][0], said[at][0]
+        assert said[at][1] == (b"" if at == 4 else wrong[at][0])
+    assert values(place.wait_for(place.out, 1)) == {"good": 1}
+
+
+# ---- kills ------------------------------------------------------------------------------------------------------
+
+
+def batch(count: int, first: int = 0, within_ms: int = 400) -> list[dict[str, Any]]:
+    random.seed(first)
+    return [
+        {
+            "value": f"{number}".encode(),
+            "key": f"k{number % 50}".encode(),
+            "headers": [("delay", f"{random.randrange(within_ms)}ms".encode())],
+        }
+        for number in range(first, first + count)
+    ]
+
+
+def is_once(place: Place, count: int, *, less: int = 0) -> None:
+    """Assert that all but `less` of the first `count` numbers are there, and none twice."""
+    found = values(place.wait_for(place.out, count - less))
+    twice = {number: times for number, times in found.items() if times > 1}
+    assert not twice, f"{len(twice)} records are there more than once: {sorted(twice)[:5]}"
+    wanted = {f"{number}" for number in range(count)}
+    assert found.keys() <= wanted and len(found) == count - less
+    assert place.read(place.dead) == []
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_any_step_it_delivers_each_record_once(place: Place, step: str) -> None:
+    place.make()
+    place.produce(batch(300))
+    place.produce([{"key": b"none", "headers": [("cancel", b"")]}])
+    # The first batch and the first transaction say where both ways begin, and hold no records.
+    killed = place.killed_bridge(
+        step, 2 if killed_bridge.STEPS[step][1] in ("_commit", "send", "submit") else 1
+    )
+    assert killed.wait_end() == -signal.SIGKILL
+    place.bridge()
+    place.produce(batch(100, 300))
+    is_once(place, 400)
+
+
+def test_a_position_outside_of_the_transaction_is_noticed(place: Place) -> None:
+    """The negative control: killed between the records and the position, such a bridge delivers them twice."""
+    place.make()
+    place.produce(batch(200))
+    killed = place.killed_bridge(killed_bridge.OUTSIDE, 1)
+    assert killed.wait_end() == -signal.SIGKILL
+    place.bridge()
+    with pytest.raises(AssertionError, match="there more than once"):
+        is_once(place, 200 + 1)
+
+
+def test_bridge_timeball_and_kafka_are_killed_and_each_record_is_there_once(place: Place) -> None:
+    place.make()
+    bridge, sent = place.bridge(), 0
+    victims = ["bridge", "kafka", "timeball", "bridge", "kafka and bridge"]
+    for number in range(KILLS):
+        place.produce(batch(1_000, sent, within_ms=1_500))
+        sent += 1_000
+        time.sleep(random.Random(number).uniform(0.05, 0.8))  # at any moment: a kill is at none in particular
+        victim = victims[number % len(victims)]
+        if "kafka" in victim:
+            place.kafka.kill()
+        if "timeball" in victim:
+            place.timeball.kill()
+        if "bridge" in victim:
+            bridge.end(signal.SIGKILL)
+        if "timeball" in victim:
+            place.timeball.start()
+        if "kafka" in victim:
+            place.kafka.start()
+        if "bridge" in victim:
+            bridge = place.bridge(ready=False)
+    is_once(place, sent)
+    assert bridge.end() == 0
+
+
+def test_a_second_bridge_of_the_name_takes_over(place: Place) -> None:
+    place.make()
+    first = place.bridge()
+    place.produce(batch(200))
+    place.bridge()
+    place.produce(batch(200, 200))
+    is_once(place, 400)
+    assert first.wait_end() == 4 and "another bridge of this name" in "\n".join(first.errors)
+
+
+def test_what_an_operator_must_mend_is_said(place: Place) -> None:
+    place.kafka.make(place.out)
+    missing = place.bridge(ready=False)
+    assert missing.wait_end() == 4 and "--in" in "\n".join(missing.errors)
+    place.kafka.make(place.own)
+    ready = place.bridge().wait_line(event="ready")
+    assert ready == {
+        "event": "ready", "name": place.own, "in": place.own, "out": place.out, "dead": place.dead,
+        "topic": "kafka-" + place.own.replace(".", "_"),
+    }  # fmt: skip

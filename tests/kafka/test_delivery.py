@@ -1,0 +1,64 @@
+"""Messages of Timeball as committed records, and what a bridge refuses to begin with."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from tests.kafka.conftest import SmallKafka
+from tests.node_fixture import RunningNode, eventually
+
+from timeball import Timeball
+from timeball.clock import SystemClock
+from timeball.errors import SetupError
+from timeball.kafka.counts import Counts
+from timeball.kafka.delivery import STRANGE, Delivery
+from timeball.kafka.options import BridgeOptions
+from timeball.kafka.position import read_position
+from timeball.kafka.waiting import WaitingQueue
+
+
+def test_a_message_of_another_client_is_a_dead_letter(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+) -> None:
+    counts = Counts()
+    delivery = Delivery(options, queue, counts, SystemClock())
+    delivery.open(stop)
+    assert read_position(options) == 0
+    running = threading.Thread(target=delivery.run, args=(stop,))
+    running.start()
+    with Timeball(node.endpoint) as ball:
+        ball.send(options.topic, "by hand")
+    eventually(lambda: counts.delivered == 1, "it is delivered")
+    stop.set()
+    running.join()
+    (dead,) = kafka.read(options.dead)
+    headers = dict(dead.headers())
+    assert dead.value() == b"by hand" and headers["timeball-reason"] == STRANGE.encode()
+    assert headers["timeball-topic"] == options.topic.encode() and read_position(options) == 1
+    assert (counts.undeliverable, counts.transactions) == (1, 1)
+
+
+def test_a_queue_that_is_used_needs_its_position(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+) -> None:
+    with Timeball(node.endpoint) as ball:
+        ball.send(options.topic, "before")
+    with pytest.raises(SetupError, match=f"--position-topic {options.position_topic}: has no position"):
+        Delivery(options, queue, Counts(), SystemClock()).open(stop)
+
+
+def test_a_position_behind_the_queues_end_is_of_another_folder(
+    kafka: SmallKafka, options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+) -> None:
+    kafka.produce(options.position_topic, {"key": b"position", "value": b'{"offset":3}'})
+    with pytest.raises(SetupError, match="another data folder, or an older copy"):
+        Delivery(options, queue, Counts(), SystemClock()).open(stop)
+
+
+def test_the_topic_of_out_must_be_there(
+    options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+) -> None:
+    with pytest.raises(SetupError, match="--out nowhere: Kafka has no such topic"):
+        Delivery(replace(options, out="nowhere"), queue, Counts(), SystemClock()).open(stop)

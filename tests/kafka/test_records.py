@@ -1,0 +1,142 @@
+"""A record as a message, and back: nothing of it changes, and what cannot be taken says why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball import limits
+from timeball.kafka import records
+from timeball.kafka.records import Headers, Place, Record, Rules, Waiting, message_of
+
+NOW_MS = 1_795_000_000_000
+RULES = Rules("in", "out", "in.dead", lambda name: name in ("in", "out", "elsewhere", "in.dead"))
+
+
+def record(
+    headers: Headers, key: bytes | None = b"k", value: bytes | None = b"v", partition: int = 3
+) -> Record:
+    return Record("in", partition, 17, key, value, headers, NOW_MS - 1_000)
+
+
+def taken(headers: Headers, **more: bytes | None) -> Waiting:
+    return message_of(record(headers, **more), RULES, NOW_MS)  # type: ignore[arg-type]
+
+
+def reason(message: Waiting) -> str:
+    envelope = records.envelope_of(message.properties)
+    assert message.is_dead and message.due_ms is None and envelope is not None and envelope.topic == "in.dead"
+    found = dict(envelope.headers)
+    assert [found[name] for name in records.REASONS[1:]] == [b"in", b"3", b"17"]
+    return (found["timeball-reason"] or b"").decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "due_ms"),
+    [
+        ("deliver-at", b"1795000600000", NOW_MS + 600_000),
+        ("deliver-at", b"2030-01-31T09:00:00+01:00", 1_896_076_800_000),
+        ("delay", b"30m", NOW_MS - 1_000 + 1_800_000),
+        ("delay", b"PT1.5S", NOW_MS + 500),
+    ],
+)
+def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
+    message = taken([(name, text)])
+    assert (message.due_ms, message.body, message.keys, message.id) == (due_ms, b"v", "in/k", "in-3-17")
+
+
+@given(
+    key=st.none() | st.binary(max_size=300),
+    value=st.none() | st.binary(max_size=300),
+    headers=st.lists(
+        st.tuples(st.text(max_size=20).filter(lambda name: name not in (
+            records.AT, records.DELAY, records.TO, records.CANCEL)), st.none() | st.binary(max_size=50)),
+        max_size=5,
+    ),
+    partition=st.integers(0, 1_000),
+)  # fmt: skip
+def test_key_value_headers_and_partition_stay(
+    key: bytes | None, value: bytes | None, headers: Headers, partition: int
+) -> None:
+    given_headers = [*headers, ("delay", b"1s")]
+    message = message_of(record(given_headers, key, value, partition), RULES, NOW_MS)
+    envelope = records.envelope_of(message.properties)
+    assert envelope is not None and not message.is_dead
+    assert (envelope.topic, envelope.partition, envelope.key) == ("out", partition, key)
+    assert [tuple(pair) for pair in envelope.headers] == given_headers
+    assert (None if envelope.is_null else message.body) == value
+
+
+def test_a_header_names_the_topic() -> None:
+    envelope = records.envelope_of(taken([("delay", b"1s"), ("deliver-to", b"elsewhere")]).properties)
+    assert envelope is not None and envelope.topic == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ([], "one header deliver-at or delay says when; 0 are there"),
+        ([("delay", b"1s"), ("deliver-at", b"1795000600000")], "2 are there"),
+        ([("delay", b"soon")], "header delay: 'soon': numbers with units"),
+        ([("delay", b"17")], "header delay"),
+        ([("delay", None)], "header delay"),
+        ([("delay", b"\xff")], "header delay"),
+        ([("deliver-at", b"2030-01-31T09:00:00")], "without a time zone"),
+        ([("deliver-at", b"1795000600")], "looks like seconds"),
+        ([("delay", b"9999d")], "more than 3653 days ahead"),
+        ([("deliver-at", b"9999-12-31T00:00:00Z")], "more than 3653 days ahead"),
+        ([("delay", b"1s"), ("deliver-to", b"nowhere")], "Kafka has no topic 'nowhere'"),
+        ([("delay", b"1s"), ("deliver-to", b"in")], "the topic it came from"),
+        ([("delay", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)], "key and headers take"),
+    ],
+)
+def test_what_cannot_be_taken_says_why(headers: Headers, said: str) -> None:
+    message = taken(headers)
+    assert said in reason(message) and message.body == b"v"
+
+
+def test_without_a_topic_for_all_each_record_names_its_own() -> None:
+    rules = RULES._replace(out=None)
+    assert "no --out" in reason(message_of(record([("delay", b"1s")]), rules, NOW_MS))
+
+
+def test_a_value_that_is_too_large_stays_where_it_was() -> None:
+    message = taken([("delay", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
+    assert "4194305 bytes" in reason(message) and records.LEFT in reason(message) and message.body == b""
+
+
+def test_headers_that_are_too_large_stay_where_they_were() -> None:
+    message = taken([("delay", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)])
+    assert "key and headers are left" in reason(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (b"order-17", "in/order-17"),
+        ("köln".encode(), "in/köln"),
+        (b"a b", None),
+        (b"\xff\x00", None),
+        (b"", None),
+        (b"\x01", None),
+        ("a\u00a0b".encode(), None),
+        (b"x" * 201, None),
+    ],
+)
+def test_a_key_is_a_name_as_it_is_or_by_its_hash(key: bytes, name: str | None) -> None:
+    found = records.key_name("in", key)
+    assert found == name if name else found.startswith("in/sha256:") and len(found) == 74
+
+
+def test_a_message_that_was_no_record_is_seen() -> None:
+    assert records.envelope_of(None) is None
+    assert records.envelope_of("a\x01b\x02") is None
+    assert records.envelope_of("kafka\x01no base64!\x02") is None
+    assert records.envelope_of("kafka\x01aGFsbG8=\x02") is None
+
+
+def test_an_id_names_a_place() -> None:
+    assert Place.of(Place("a-b.c", 3, 17).id) == ("a-b.c", 3, 17)
+    with pytest.raises(ValueError):
+        Place.of("17")
