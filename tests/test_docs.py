@@ -17,7 +17,7 @@ from tests.node_fixture import running_node
 import timeball.client.exchange as client_exchange
 from timeball import __version__, config, errors, wire
 from timeball.cli import exit_codes, main
-from timeball.key_hash import KeySidecar
+from timeball.key_hash import KeyRun
 from timeball.log import checkpoint, frame_index, queue_file
 from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
@@ -213,7 +213,7 @@ DRAWN = [
     ("commit-log", fmt),
     ("queue-index", queue_file),
     ("checkpoint", checkpoint),
-    ("key-sidecar", inspect.getmodule(KeySidecar)),
+    ("key-run", inspect.getmodule(KeyRun)),
     ("frame-index", frame_index),
     ("timer-wheel", ring),
     ("timer-wheel", timer_log),
@@ -238,7 +238,7 @@ def test_the_bytes_are_drawn_as_in_the_code(name: str, module: object) -> None:
         "pending-table",
         "queue-index",
         "checkpoint",
-        "key-sidecar",
+        "key-run",
         "frame-index",
         "timer-wheel",
     ],

@@ -15,7 +15,7 @@ from tests.docs_pages import page
 from tests.node_fixture import running_node
 
 from timeball import errors
-from timeball.key_hash import KeySidecar, hash_one
+from timeball.key_hash import KeyRun, hash_one
 from timeball.log import checkpoint, queue_file
 from timeball.log import format as fmt
 from timeball.message import Kind
@@ -75,13 +75,13 @@ def test_what_is_said_of_the_bytes_of_the_frame_is_so() -> None:
             at += len(given)
 
 
-def test_the_sidecar_that_is_shown_can_be_read() -> None:
-    text = page("docs/formats/key-sidecar.md")
-    sidecar = KeySidecar.parse(pa.py_buffer(bytes_of(text)))
+def test_the_key_run_that_is_shown_can_be_read() -> None:
+    text = page("docs/formats/key-run.md")
+    run = KeyRun(pa.py_buffer(bytes_of(text)))
     told = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
     assert told == {word: hash_one(word) for word in ("A17", "order-17", "anna")}
     for value in told.values():
-        assert sidecar.find_rows(np.array([value], np.uint64)).tolist() == [0]
+        assert run.find_numbers(np.array([value], np.uint64)).tolist() == [0]
     assert hash_one("") == 0
 
 

@@ -26,8 +26,9 @@ import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
+from timeball.errors import Corrupt
 from timeball.inspect.folder import FolderDump, FrameFound
-from timeball.key_hash import KeySidecar, hash_keys
+from timeball.key_hash import KeyRun, hash_keys
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import frame_index
@@ -280,11 +281,11 @@ def frames() -> bytes:
     return frame_index.encode(segment)
 
 
-def key_sidecar() -> bytes:
+def key_run() -> bytes:
     rows = [(row.get("unique_key"), row.get("keys"), seq) for seq, row in numbered()]
     ids, keys = (pa.array([row[at] for row in rows], pa.string()) for at in (0, 1))
     hashes, at = hash_keys(ids, keys)
-    return KeySidecar.build(hashes, np.array([row[2] for row in rows])[at]).encode()
+    return bytes(KeyRun.build(hashes, np.array([row[2] for row in rows])[at], ["a file"]).data)
 
 
 def queue_file() -> bytes:
@@ -338,11 +339,11 @@ WRITTEN: dict[str, Callable[[], bytes]] = {
     "commit-log-1-moved.log": moved_log,
     "checkpoint-1-moved": moved_checkpoint,
     "frame-index-1.frames": frames,
-    "key-sidecar-1.keys": key_sidecar,
+    "key-run-2.keys": key_run,
     "queue-index-1.cq": queue_file,
     "checkpoint-1": checkpoint,
 }
-READ = [*WRITTEN]  # and all that were written before
+READ = [*WRITTEN, "key-sidecar-1.keys"]  # and all that were written before
 
 
 def numbered() -> list[tuple[int, dict[str, Any]]]:
@@ -441,11 +442,18 @@ def test_the_frame_index_says_what_it_said() -> None:
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 
 
-def test_the_key_sidecar_says_what_it_said() -> None:
-    sidecar = KeySidecar.parse(pa.py_buffer(golden("key-sidecar-1.keys")))
+def test_the_key_run_says_what_it_said() -> None:
+    run = KeyRun(pa.py_buffer(golden("key-run-2.keys")))
     for wanted, seqs in KEYS.items():
-        assert sidecar.find_rows(np.array([wanted], np.uint64)).tolist() == seqs
-    assert sorted(sidecar.rows.tolist()) == [100, 101, 101, 101, 113, 113, 113]
+        assert run.find_numbers(np.array([wanted], np.uint64)).tolist() == seqs
+    assert sorted(run.columns()[1].tolist()) == [100, 101, 101, 101, 113, 113, 113]
+    assert run.names == ("a file",)
+
+
+def test_the_keys_of_version_1_are_refused_and_so_made_again() -> None:
+    """A cache: what it said is read from the log."""
+    with pytest.raises(Corrupt):
+        KeyRun(pa.py_buffer(golden("key-sidecar-1.keys")))
 
 
 def test_the_queue_says_what_it_said() -> None:
@@ -470,7 +478,7 @@ def test_the_checkpoint_says_what_it_said(name: str, facts: cp.Facts) -> None:
     assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
 
 
-@pytest.mark.parametrize("name", ["commit-log-1.log", "key-sidecar-1.keys", "checkpoint-1"])
+@pytest.mark.parametrize("name", ["commit-log-1.log", "key-run-2.keys", "checkpoint-1"])
 def test_a_byte_that_has_changed_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,17 +1,21 @@
-"""The hash of texts, against a slow twin in pure Python; and the sidecar as bytes: a byte not its own is noticed."""
+"""The hash of texts, against a slow twin in pure Python; and runs of them as bytes: a byte not its own is noticed."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from timeball import key_hash
 from timeball.errors import Corrupt
-from timeball.key_hash import HEADER, MAGIC, KeySidecar, hash_keys, hash_one, hash_text
+from timeball.key_hash import MAGIC, TRAILER, KeyRun, encode, hash_keys, hash_one, hash_text, merge
 
 WRAP = (1 << 64) - 1
 
@@ -28,7 +32,7 @@ def slow_hash(text: str) -> int:
     return h
 
 
-# Sidecars hold these numbers: a change of the hash would find nothing in them.
+# Key runs hold these numbers: a change of the hash would find nothing in them.
 FROZEN = {
     "": 0,
     "a": 0x5D869C772317DC2D,
@@ -124,53 +128,100 @@ def test_many_blanks_are_no_keys() -> None:
 
 few_hashes = st.integers(0, 5) | st.integers(0, 2**64 - 1)
 pairs = st.lists(st.tuples(few_hashes, st.integers(0, 2**40)), max_size=40)
+Items = list[tuple[int, int]]
 
 
-def build(items: list[tuple[int, int]]) -> KeySidecar:
-    return KeySidecar.build(
-        np.array([h for h, _ in items], np.uint64), np.array([row for _, row in items], np.int64)
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Blocks of four pairs, and merges of eight at a time; around the body of a property, which no fixture reaches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_hash, "BLOCK_PAIRS", 4)
+        patch.setattr(key_hash, "MERGE_PAIRS", 8)
+        yield
+
+
+def build(items: Items, names: Sequence[str] = ()) -> KeyRun:
+    return KeyRun.build(
+        np.array([h for h, _ in items], np.uint64), np.array([row for _, row in items], np.int64), names
     )
 
 
-def parse(data: bytes) -> KeySidecar:
-    return KeySidecar.parse(pa.py_buffer(data))
+def parse(data: bytes) -> KeyRun:
+    return KeyRun(pa.py_buffer(data))
+
+
+def items_of(columns: key_hash.Pairs) -> Items:
+    return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))
 
 
 @given(pairs, st.lists(few_hashes, max_size=5))
-def test_it_finds_what_a_plain_search_finds_before_and_after_a_file(
-    items: list[tuple[int, int]], wanted: list[int]
-) -> None:
-    expected = sorted({row for h, row in items if h in wanted})
-    sidecar = build(items)
-    hashes = np.array(wanted, np.uint64)
-    assert sidecar.find_rows(hashes).tolist() == expected
-    assert parse(sidecar.encode()).find_rows(hashes).tolist() == expected
+def test_it_finds_what_a_plain_search_finds(items: Items, wanted: list[int]) -> None:
+    with small_blocks():
+        run = parse(bytes(build(items, ["a file", "é"]).data))
+        found = run.find_numbers(np.array(wanted, np.uint64))
+        assert found.tolist() == sorted({row for h, row in items if h in wanted})
+        assert sorted(items_of(run.columns())) == sorted(items)
+        assert (run.pairs, run.names) == (len(items), ("a file", "é"))
+
+
+@given(pairs, few_hashes, few_hashes)
+def test_a_range_of_it_is_what_a_filter_would_give(items: Items, low: int, high: int) -> None:
+    with small_blocks():
+        run = build(items)
+        for end in (high, 1 << 64):
+            inside = sorted(one for one in items if low <= one[0] < end)
+            assert sorted(items_of(run.between(low, end))) == inside
+
+
+@given(st.lists(pairs, max_size=5), st.integers(0, 3))
+def test_merged_runs_hold_what_each_of_them_holds(several: list[Items], gone: int) -> None:
+    def changed(at: int, found: key_hash.Pairs) -> key_hash.Pairs:
+        return (found[0][:0], found[1][:0]) if at == gone else (found[0], found[1] + at)
+
+    with small_blocks():
+        merged = parse(b"".join(encode(merge([build(items) for items in several], changed))))
+        kept = [(h, row + at) for at, items in enumerate(several) if at != gone for h, row in items]
+        hashes, _ = columns = merged.columns()
+        assert sorted(items_of(columns)) == sorted(kept)
+        assert np.all(hashes[1:] >= hashes[:-1])
 
 
 def test_the_bytes_are_those_of_the_drawing() -> None:
-    data = build([(9, 1), (3, 2)]).encode()
-    assert data[:8] == b"TBKEYS1\x00" == MAGIC
-    assert struct.unpack_from("<Q", data, 8) == (2,)
-    assert data[24:] == struct.pack("<QQqq", 3, 9, 2, 1)
+    data = bytes(build([(9, 1), (3, 2)], ["x"]).data)
+    assert data[:32] == struct.pack("<QQqq", 3, 9, 2, 1)
+    assert data[32:40] == b'["x"]   '
+    assert data[40:52] == struct.pack("<QI", 3, google_crc32c.value(data[:32]))
+    assert data[52:] == TRAILER.pack(2, 8, google_crc32c.value(data[32:68]), MAGIC)
 
 
 def test_an_empty_one_is_a_file_too() -> None:
-    sidecar = parse(build([]).encode())
-    assert sidecar.find_rows(np.array([1], np.uint64)).tolist() == []
+    run = parse(bytes(build([]).data))
+    assert run.find_numbers(np.array([1], np.uint64)).tolist() == []
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    data = build([(h * 77, h) for h in range(8)]).encode()
-    for at in range(len(data)):
-        for bit in (1, 128):
-            damaged = bytearray(data)
-            damaged[at] ^= bit
-            with pytest.raises(Corrupt):
-                parse(bytes(damaged))
+    with small_blocks():
+        data = bytes(build([(h * 77, h) for h in range(8)], ["name"]).data)
+        for at in range(len(data)):
+            for bit in (1, 128):
+                damaged = bytearray(data)
+                damaged[at] ^= bit
+                with pytest.raises(Corrupt):
+                    parse(bytes(damaged)).columns()
+
+
+def test_a_damaged_block_is_noticed_when_it_is_read_and_not_before() -> None:
+    with small_blocks():
+        damaged = bytearray(build([(h * 77, h) for h in range(12)]).data)
+        damaged[16 * 4] ^= 1
+        run = parse(bytes(damaged))
+        assert run.find_numbers(np.array([77, 9 * 77], np.uint64)).tolist() == [1, 9]
+        with pytest.raises(Corrupt, match="block 1"):
+            run.find_numbers(np.array([5 * 77], np.uint64))
 
 
 def test_every_other_length_is_noticed() -> None:
-    data = build([(1, 1), (2, 2)]).encode()
+    data = bytes(build([(1, 1), (2, 2)]).data)
     for length in range(len(data)):
         with pytest.raises(Corrupt):
             parse(data[:length])
@@ -180,10 +231,4 @@ def test_every_other_length_is_noticed() -> None:
 
 def test_a_count_beyond_all_memory_is_refused_by_the_size_alone() -> None:
     with pytest.raises(Corrupt):
-        parse(HEADER.pack(MAGIC, 2**60, 0))
-
-
-def test_who_asks_for_no_check_gets_none() -> None:
-    data = bytearray(build([(1, 1)]).encode())
-    data[-1] ^= 1
-    KeySidecar.parse(pa.py_buffer(bytes(data)), verify=False)
+        parse(TRAILER.pack(2**60, 0, 0, MAGIC))

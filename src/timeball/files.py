@@ -211,7 +211,7 @@ class RealFile:
 class _Mapping:
     """A file mapped for reading, without a descriptor: Python's mmap keeps one for each mapping (until 3.13).
 
-    Thousands of files are mapped at once, a key sidecar for each file of the pending table among them, and the
+    Thousands of files are mapped at once, files of the pending table among them, and the
     descriptors are needed for connections.
     """
 

@@ -1,28 +1,35 @@
 """A 64-bit hash of text columns, computed on whole columns, the same on every machine and in every release.
 
-The value is stored in key sidecars, so it may never change; that is why it is not a library's hash (polars and
+The value is stored in key runs, so it may never change; that is why it is not a library's hash (polars and
 pandas do not promise stability, and no vectorised XXH64 is at hand). It is only a filter: a reader that finds a
 row by hash compares the text before it uses the row.
 
     h = len * K0;  for each 8-byte little-endian word w, the last one zero-padded:  h = mix(h ^ w)
     mix(x): x ^= x >> 32; x *= K1; x ^= x >> 29; x *= K2; x ^= x >> 32      (the finaliser of SplitMix64's family)
 
-A key sidecar is a sorted table from hash to row: what makes one promise among 100 million cost a few binary searches.
+A key run is a sorted table from hash to a number: what makes one promise among a billion cost a block or two a run.
 
-    byte  0          8        16         24                24 + 8n           24 + 16n
-          +----------+--------+----------+--------- … -----+--------- … -----+
-          | "TBKEYS1"| n      | crc32c   | n hashes, sorted| n row numbers   |   little-endian, 8 bytes each
-          +----------+--------+----------+--------- … -----+--------- … -----+
+    +---- … ----+- … -+---- … ----+------- … -------+---- … ----+---- … ----+-------+-------------+--------+-----------+
+    | block 0   |     | block b-1 | names, as JSON  | b fences  | b crc32c  | pairs | names_bytes | crc32c | "TBKEYS2" |
+    +---- … ----+- … -+---- … ----+------- … -------+---- … ----+---- … ----+-------+-------------+--------+-----------+
+      hashes, then numbers          padded with        8 bytes     4 bytes    8       8             8        8 bytes
+      8 bytes each                  blanks to 8        each        each                 little-endian
 
-Mapped, never loaded: a look-up touches log2(n) pages of the hashes and one of the rows. A sidecar is a cache of
-its data file; one that does not match its checksum is built again. Codec only: no I/O here.
+A block has BLOCK_PAIRS pairs, the last one what is left. A fence is the first hash of a block, so that a look-up reads
+only blocks that may hold what it asks for, and compares each with its checksum as it reads it; the last checksum is of
+what lies between the blocks and itself. What stands behind the blocks is known last: a run may be written as it is
+merged. Mapped, never loaded. A run is a cache; one that does not match its checksums is made again. Codec only: no I/O
+here.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import google_crc32c
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -98,46 +105,149 @@ def hash_keys(unique_key: pa.Array, keys: pa.Array) -> tuple[UInt64Array, npt.ND
     )
 
 
-# ---- the sidecar ------------------------------------------------------------------------------------------
+# ---- sorted runs ------------------------------------------------------------------------------------------
 
-MAGIC = b"TBKEYS1\x00"
-HEADER = struct.Struct("<8sQQ")
-assert HEADER.size == 24
+MAGIC = b"TBKEYS2\x00"
+TRAILER = struct.Struct("<QQQ8s")
+_COVERED = struct.Struct("<QQ")  # of the trailer, by its own checksum
+BLOCK_PAIRS = 2_048  # 32 KiB: one read of a disk, some microseconds of checksum
+MERGE_PAIRS = 1 << 20  # in memory at a time while runs are merged: some 16 bytes each, four times
+
+Pairs = tuple[UInt64Array, Int64Array]  # hashes, numbers
 
 
-class KeySidecar:
-    """Sorted (hash, row) pairs, over arrays or over a mapped file."""
+class KeyRun:
+    """Pairs of a hash and a number, sorted by hash; over bytes, which may be those of a mapped file.
 
-    def __init__(self, hashes: UInt64Array, rows: Int64Array) -> None:
-        self.hashes, self.rows = hashes, rows
+    `names`: what the writer wants to be told again with them, as the files that the numbers speak of.
+    """
+
+    def __init__(self, data: pa.Buffer) -> None:
+        """Read what stands behind the blocks; raise Corrupt."""
+        if data.size < TRAILER.size:
+            raise Corrupt("key run is shorter than its trailer")
+        trailer = data.slice(data.size - TRAILER.size)
+        self.pairs, names_bytes, crc, magic = TRAILER.unpack(trailer)
+        count = -(-self.pairs // BLOCK_PAIRS)
+        size_bytes = 16 * self.pairs
+        if magic != MAGIC or data.size != size_bytes + names_bytes + 12 * count + TRAILER.size:
+            raise Corrupt("not a key run")
+        if google_crc32c.value(data.slice(size_bytes, names_bytes + 12 * count + _COVERED.size)) != crc:
+            raise Corrupt("key run does not match its checksum")
+        self.names: tuple[str, ...] = msgspec.json.decode(
+            data.slice(size_bytes, names_bytes), type=tuple[str, ...]
+        )
+        fences_at = size_bytes + names_bytes
+        self._data = data
+        self._fences = np.frombuffer(data, dtype="<u8", count=count, offset=fences_at)
+        self._sums = np.frombuffer(data, dtype="<u4", count=count, offset=fences_at + 8 * count)
 
     @classmethod
-    def build(cls, hashes: UInt64Array, rows: Int64Array) -> KeySidecar:
-        """From unsorted pairs."""
+    def build(cls, hashes: UInt64Array, numbers: Int64Array, names: Sequence[str] = ()) -> KeyRun:
+        """Return a run of unsorted pairs, in memory."""
         order = np.argsort(hashes, kind="stable")
-        return cls(hashes[order], rows[order])
+        return cls(pa.py_buffer(b"".join(encode([(hashes[order], numbers[order])], names))))
 
-    @classmethod
-    def parse(cls, data: pa.Buffer, *, verify: bool = True) -> KeySidecar:
-        """From bytes; raises Corrupt."""
-        if data.size < HEADER.size:
-            raise Corrupt("key sidecar is shorter than its header")
-        magic, count, crc = HEADER.unpack_from(data)
-        if magic != MAGIC or data.size != HEADER.size + 16 * count:
-            raise Corrupt("not a key sidecar")
-        if verify and google_crc32c.value(data.slice(HEADER.size)) != crc:
-            raise Corrupt("key sidecar does not match its checksum")
-        hashes = np.frombuffer(data, dtype="<u8", count=count, offset=HEADER.size)
-        return cls(hashes, np.frombuffer(data, dtype="<i8", count=count, offset=HEADER.size + 8 * count))
+    @property
+    def data(self) -> pa.Buffer:
+        """Return the bytes of the file."""
+        return self._data
 
-    def encode(self) -> bytes:
-        """Bytes of the file."""
-        payload = self.hashes.astype("<u8").tobytes() + self.rows.astype("<i8").tobytes()
-        return HEADER.pack(MAGIC, len(self.hashes), google_crc32c.value(payload)) + payload
+    def find_numbers(self, hashes: UInt64Array) -> Int64Array:
+        """Return the numbers, ascending, of keys that may be one of those hashed; compare the text before believing it.
 
-    def find_rows(self, hashes: UInt64Array) -> Int64Array:
-        """Rows whose key may be one of those hashed, ascending; compare the text before believing it."""
-        low = np.searchsorted(self.hashes, hashes, side="left")
-        high = np.searchsorted(self.hashes, hashes, side="right")
-        hits = [self.rows[begin:end] for begin, end in zip(low, high, strict=True) if end > begin]
+        Raises Corrupt when a block that may hold one of them does not match its checksum.
+        """
+        wanted = np.unique(hashes)
+        # A hash may stand at the end of the block before the one that begins with it, and in all that begin with it.
+        first = np.maximum(np.searchsorted(self._fences, wanted, side="left"), 1) - 1
+        end = np.searchsorted(self._fences, wanted, side="right")
+        blocks = {
+            block
+            for low, high in zip(first.tolist(), end.tolist(), strict=True)
+            for block in range(low, high)
+        }
+        hits = []
+        for block in sorted(blocks):
+            inside, numbers = self._block(block)
+            mine = wanted[
+                np.searchsorted(end, block, side="right") : np.searchsorted(first, block, side="right")
+            ]
+            low, high = (np.searchsorted(inside, mine, side=side).tolist() for side in ("left", "right"))
+            hits += [numbers[at:to] for at, to in zip(low, high, strict=True) if to > at]
         return np.unique(np.concatenate(hits)) if hits else np.empty(0, np.int64)
+
+    def columns(self) -> Pairs:
+        """Return all pairs, sorted by hash; raise Corrupt."""
+        return joined([self._block(block) for block in range(len(self._fences))])
+
+    def between(self, low: int, high: int) -> Pairs:
+        """Return the pairs with low <= hash < high; raise Corrupt."""
+        begin = max(0, int(np.searchsorted(self._fences, np.uint64(low), side="left")) - 1)
+        end = int(np.searchsorted(self._fences, np.uint64(min(high, _TOP)), side="right"))
+        hashes, numbers = joined([self._block(block) for block in range(begin, end)])
+        at = int(np.searchsorted(hashes, np.uint64(low), side="left"))
+        to = len(hashes) if high > _TOP else int(np.searchsorted(hashes, np.uint64(high), side="left"))
+        return hashes[at:to], numbers[at:to]
+
+    def _block(self, block: int) -> Pairs:
+        begin = block * BLOCK_PAIRS
+        count = min(BLOCK_PAIRS, self.pairs - begin)
+        data = self._data.slice(16 * begin, 16 * count)
+        if google_crc32c.value(data) != self._sums[block]:
+            raise Corrupt(f"block {block} of a key run does not match its checksum")
+        return np.frombuffer(data, "<u8", count), np.frombuffer(data, "<i8", count, offset=8 * count)
+
+
+_TOP = (1 << 64) - 1
+
+
+def encode(parts: Iterable[Pairs], names: Sequence[str] = ()) -> Iterator[bytes]:
+    """Yield the bytes of a run, piece by piece, of pairs that come sorted by hash."""
+    fences, sums, pairs = list[int](), list[int](), 0
+
+    def blocks(part: Pairs) -> Iterator[bytes]:
+        for at in range(0, len(part[0]), BLOCK_PAIRS):
+            hashes, numbers = (column[at : at + BLOCK_PAIRS] for column in part)
+            data = hashes.astype("<u8").tobytes() + numbers.astype("<i8").tobytes()
+            fences.append(int(hashes[0]))
+            sums.append(google_crc32c.value(data))
+            yield data
+
+    left = joined([])
+    for part in parts:
+        hashes, numbers = joined([left, part])
+        whole = len(hashes) // BLOCK_PAIRS * BLOCK_PAIRS
+        yield from blocks((hashes[:whole], numbers[:whole]))
+        left, pairs = (hashes[whole:], numbers[whole:]), pairs + len(part[0])
+    yield from blocks(left)
+    said = msgspec.json.encode(list(names))
+    said += b" " * (-len(said) % 8)
+    tail = said + np.array(fences, "<u8").tobytes() + np.array(sums, "<u4").tobytes()
+    crc = google_crc32c.value(tail + _COVERED.pack(pairs, len(said)))
+    yield tail + TRAILER.pack(pairs, len(said), crc, MAGIC)
+
+
+def merge(runs: Sequence[KeyRun], changed: Callable[[int, Pairs], Pairs]) -> Iterator[Pairs]:
+    """Yield the pairs of these runs in one order, some MERGE_PAIRS at a time; raise Corrupt.
+
+    `changed` is given the place of a run among them and pairs of it, and returns those to keep, with their new numbers.
+    """
+    total = sum(run.pairs for run in runs)
+    # Hashes are spread evenly, so equal shares of their range hold about as many pairs each.
+    count = max(1, -(-total // MERGE_PAIRS))
+    bounds = [(_TOP + 1) * at // count for at in range(count + 1)]
+    for low, high in pairwise(bounds):
+        parts = [changed(at, run.between(low, high)) for at, run in enumerate(runs)]
+        hashes, numbers = joined(parts)
+        # Stable: a sort that makes use of the runs being sorted each.
+        order = np.argsort(hashes, kind="stable")
+        yield hashes[order], numbers[order]
+
+
+def joined(parts: Sequence[Pairs]) -> Pairs:
+    """Return the pairs of all these, one after the other."""
+    return (
+        np.concatenate([np.empty(0, np.uint64), *(part[0] for part in parts)]),
+        np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)]),
+    )

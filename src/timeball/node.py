@@ -67,6 +67,7 @@ from timeball.schedule.scheduler import Scheduler
 from timeball.security import OPEN, Security
 from timeball.stop_signals import stop_asked
 from timeball.table.catalog import Catalog
+from timeball.table.key_index import TableKeys
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +103,11 @@ class Node:
         self.push: PushEdge | None = None
         self._traces: Tracing | None = None
         self.cluster_status: Callable[[], dict[str, object]] = dict  # more of it, given by a cluster's node
-        reader, background = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background")
+        reader, background, lookup = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background", "lookup")
         )
         disk = leading.disk if leading else DiskThread()
-        self._threads: tuple[Disk, Executor, Executor] = disk, reader, background
+        self._threads: tuple[Disk, Executor, Executor, Executor] = disk, reader, background, lookup
         self._loop_lag = LoopLag(self.clock)
         self.metrics: Metrics
         self._level_table = LevelTable.parse(settings.delay_levels)
@@ -194,7 +195,7 @@ class Node:
 
     async def _build(self, hot: Hot | None) -> None:
         settings, files = self.settings, self.files
-        _, reader_thread, background = self._threads
+        _, reader_thread, background, lookup = self._threads
         clock, catalog = SchedulerClock(self.clock), Catalog(files)
         write_format(files)
         opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
@@ -217,6 +218,7 @@ class Node:
             scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
             backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
             ledger=applying.ledger, lease_counts=found.leases,
+            file_keys=TableKeys(files), lookup_thread=lookup,
             reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
             file_replication=self._leading.files if self._leading else None,
         )  # fmt: skip

@@ -25,7 +25,7 @@ class InTurn(World):
     """No threads: what they would do is done when it is asked for, so that turns of the loop are all there is."""
 
     async def build(self, node: Node) -> None:
-        node._threads = (AtOnce(), AtOnce(), AtOnce())
+        node._threads = (AtOnce(), AtOnce(), AtOnce(), AtOnce())
         await super().build(node)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 from timeball.broker import upkeep
 from timeball.broker.tables.rewrite import FILES_MIN
 from timeball.errors import Corrupt, DiskFailed, OverLimit
+from timeball.key_hash import KeyRun
 from timeball.limits import DAY_MS
 from timeball.log import checkpoint
-from timeball.table.data_file import sidecar_name
-from timeball.table.layout import FOLDER
+from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 
 async def left_after_a_cut(world: World) -> World:
@@ -273,35 +274,54 @@ async def test_files_whose_promises_are_all_settled_leave_the_table(world: World
 # ---- keys of data files, before somebody asks for them ----------------------------------------------------------
 
 
-def _sidecars(world: World) -> list[bool]:
-    """For each data file, whether its key sidecar is there."""
-    files = world.broker.parts.hour_log.pending.all()
-    return [world.files.exists(sidecar_name(file.entry.path)) for file in files]
+def _spoken_of(world: World) -> set[str]:
+    """The data files that a run of keys speaks of."""
+    runs = [
+        KeyRun(world.files.map_readonly(f"{KEYS_FOLDER}/{name}"))
+        for name in world.files.list_dir(KEYS_FOLDER)
+    ]
+    return {path for run in runs for path in run.names}
 
 
 @on_node()
-async def test_new_data_files_get_their_keys_before_the_first_cancel(world: World) -> None:
-    assert world.node is not None
+async def test_a_compaction_writes_the_keys_of_its_files(world: World) -> None:
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
-    assert _sidecars(world) == [False, False]
-    await world.node.upkeep.index_keys()
-    assert _sidecars(world) == [True, True]
+    live = {entry.path for entry in world.broker.parts.hour_log.pending.live.entries}
+    assert len(live) == 2 and _spoken_of(world) == live
     await world.cancel(ids[:1])
 
 
 @on_node()
-async def test_one_damaged_data_file_does_not_keep_the_others_from_it(world: World) -> None:
+async def test_new_data_files_get_their_keys_before_the_first_cancel(world: World) -> None:
+    """Those of a writer that has left none."""
     assert world.node is not None
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
-    first = world.broker.parts.hour_log.pending.all()[0]
-    world.files.replace(f"{FOLDER}/{first.entry.path}", b"PAR1 is not all there is to it")
+    for name in world.files.list_dir(KEYS_FOLDER):
+        world.files.remove(f"{KEYS_FOLDER}/{name}")
     await world.node.upkeep.index_keys()
-    assert _sidecars(world) == [False, True]
-    assert first.keys_tried  # said once, not every second
-    with pytest.raises(Corrupt, match=first.entry.path):
+    assert _spoken_of(world) == {entry.path for entry in world.broker.parts.hour_log.pending.live.entries}
+    await world.cancel(ids[:1])
+
+
+@on_node()
+async def test_one_damaged_data_file_does_not_keep_the_others_from_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert world.node is not None
+    ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
+    await world.compact()
+    for name in world.files.list_dir(KEYS_FOLDER):
+        world.files.remove(f"{KEYS_FOLDER}/{name}")
+    first, second = world.broker.parts.hour_log.pending.live.entries
+    world.files.replace(f"{FOLDER}/{first.path}", b"PAR1 is not all there is to it")
+    logging.disable(logging.NOTSET)
+    await world.node.upkeep.index_keys()
+    assert _spoken_of(world) == {second.path}
+    with pytest.raises(Corrupt, match=first.path):
         await world.broker.cancel(ids=ids)
+    assert caplog.text.count("keys not indexed") == 1, "once, and not at every look-up"
 
 
 @on_node(retention_ms=HOUR_MS)

@@ -134,7 +134,7 @@ def test_a_promise_that_was_written_again_is_named_in_each_of_its_rows(tmp_path:
         promised = ball.send("orders", b"later", after="1d", keys="order-17")
         fill_segment(node)
         first, second = write_again(node, promised.seq), write_again(node, promised.seq)
-        assert ball.cancel(key="order-17")[0].verdict == "cancelled"  # makes the sidecars of keys
+        assert ball.cancel(key="order-17")[0].verdict == "cancelled"  # makes the runs of keys
     [report] = documents(folder, "--verify")
     assert sum(segment["kinds"].get("MOVED", 0) for segment in report["segments"]) == 2
     assert report["damage"] == []

@@ -9,9 +9,10 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, batch, opened
 
+from timeball import key_hash
 from timeball.inspect.folder import Damage, FolderDump, FrameFound
 from timeball.inspect.verify import CacheCheck
-from timeball.key_hash import KeySidecar
+from timeball.key_hash import KeyRun
 from timeball.log import checkpoint as cp
 from timeball.log import frame_index
 from timeball.log.key_index import KeyIndex
@@ -96,15 +97,15 @@ def test_a_whole_one_of_another_segment_is_named() -> None:
     assert {d.file for d in check(files)} == {KEYS, FRAMES}
 
 
-def test_a_sidecar_that_has_lost_or_swapped_a_pair_is_named() -> None:
+def test_a_key_run_that_has_lost_or_swapped_a_pair_is_named() -> None:
     files = folder()
-    whole = KeySidecar.parse(files.map_readonly(KEYS))
-    swapped = whole.rows.copy()
+    hashes, rows = KeyRun(files.map_readonly(KEYS)).columns()
+    swapped = rows.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
-    for wrong in (KeySidecar(whole.hashes[1:], whole.rows[1:]), KeySidecar(whole.hashes, swapped)):
-        files.replace(KEYS, wrong.encode())
+    for wrong in ((hashes[1:], rows[1:]), (hashes, swapped)):
+        files.replace(KEYS, b"".join(key_hash.encode([wrong])))
         assert [d.file for d in check(files)] == [KEYS]
-    files.replace(KEYS, KeySidecar(whole.hashes[::-1], whole.rows[::-1]).encode())
+    files.replace(KEYS, b"".join(key_hash.encode([(hashes[::-1], rows[::-1])])))
     assert [d.file for d in check(files)] == [KEYS], "the right pairs, and not sorted"
 
 

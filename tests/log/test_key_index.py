@@ -12,7 +12,7 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, Log, batch, opened, reopened
 
 from timeball.files import Files, RealFiles
-from timeball.key_hash import KeySidecar, UInt64Array, hash_one
+from timeball.key_hash import KeyRun, UInt64Array, hash_one
 from timeball.log import key_index as module
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
@@ -102,27 +102,27 @@ def test_numbers_that_were_set_aside_are_stepped_over() -> None:
     asyncio.run(work())
 
 
-# ---- sidecars --------------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------------
 
 
-def sidecars(files: Files) -> list[str]:
+def runs_of(files: Files) -> list[str]:
     return [name for name in files.list_dir("log") if name.endswith(".keys")]
 
 
 def test_only_a_look_up_makes_them_and_only_of_sealed_segments() -> None:
     files = CrashFiles()
     keys = rows_of(files, 8)
-    assert sidecars(files) == []
+    assert runs_of(files) == []
     keys.find_rows(hashes("id-1"))
     sealed = [f"{segment.ordinal:010d}.keys" for segment in reopened(files).segments.all[:-1]]
-    assert sidecars(files) == sealed and len(sealed) >= 3
+    assert runs_of(files) == sealed and len(sealed) >= 3
 
 
 def test_they_hold_every_id_and_key_of_their_segment() -> None:
     files = CrashFiles()
     rows_of(files, 8).find_rows(hashes("id-1"))
     first = reopened(files).segments.all[0]
-    stored = KeySidecar.parse(files.map_readonly("log/0000000001.keys"))
+    stored = KeyRun(files.map_readonly("log/0000000001.keys"))
     expected = [
         (hash_one(key), seq)
         for seq in range(first.first_seq, first.next_seq)
@@ -131,7 +131,7 @@ def test_they_hold_every_id_and_key_of_their_segment() -> None:
             *([f"order-{seq - 1}", f"customer-{(seq - 1) % 5}"] if seq % 2 == 0 else []),
         ]
     ]
-    assert sorted(zip(stored.hashes.tolist(), stored.rows.tolist(), strict=True)) == sorted(expected)
+    assert sorted(zip(*(column.tolist() for column in stored.columns()), strict=True)) == sorted(expected)
 
 
 def test_a_known_one_is_read_and_not_made_again() -> None:
@@ -155,7 +155,7 @@ def test_a_damaged_one_is_built_again_from_the_log(damage: str) -> None:
         "flip": whole[:40] + bytes([whole[40] ^ 1]) + whole[41:],
         "cut": whole[:-8],
         "empty": b"",
-        "foreign": b"TBKEYS9\0" + whole[8:],
+        "foreign": whole[:-8] + b"TBKEYS9\0",
     }[damage]
     files.replace(name, wrong)
     segments = reopened(files).segments
@@ -220,6 +220,6 @@ def test_what_retention_lets_go_is_found_no_more(tmp_path) -> None:  # type: ign
             log.segments.remove(files, gone)
             assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [21]
             assert keys._sealed.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
-            assert len(sidecars(files)) == len(log.segments.all) - 1
+            assert len(runs_of(files)) == len(log.segments.all) - 1
 
     asyncio.run(work())

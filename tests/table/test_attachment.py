@@ -96,7 +96,7 @@ def test_what_makes_a_repeat_a_repeat_must_be_there(field: str) -> None:
         "", f"{NAME}.parquet", f"../{NAME}.parquet", f"/bucket=2026-11/{NAME}.parquet",
         f"bucket=2026-11/../{NAME}.parquet", f"bucket=2026-11/{NAME}", f"bucket=2026-11/{NAME}.csv",
         f"bucket=2026-11/{NAME}.parquet\n", f"bucket=2026-11/{NAME}\0.parquet",
-        "bucket=2026-11/part-0.parquet",  # two of this name in two buckets would share a key sidecar
+        "bucket=2026-11/part-0.parquet",  # two of this name in two buckets would be one by its last part
         f"bucket=2026-12/{NAME}.parquet",  # of another bucket than it says
     ],
 )  # fmt: skip

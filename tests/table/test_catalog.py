@@ -20,8 +20,7 @@ from timeball.limits import DAY_MS, HOUR_MS
 from timeball.table import catalog as catalog_module
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import APP_ID, DELTA_LOG, Catalog, TableState
-from timeball.table.data_file import sidecar_name
-from timeball.table.layout import FOLDER, KEYS_FOLDER
+from timeball.table.layout import FOLDER
 
 DUES = [NOW_MS + hour * HOUR_MS for hour in (1, 2, 3)]
 
@@ -321,23 +320,10 @@ def test_vacuum_keeps_what_a_reader_of_the_last_hours_may_need(on_disk: tuple[Re
     assert there(files, one) == [True]
 
 
-def test_vacuum_takes_key_sidecars_of_files_that_have_left(on_disk: tuple[RealFiles, Catalog]) -> None:
-    files, catalog = on_disk
-    one, two = put(catalog, files, 5), put(catalog, files, 6)
-    for entry in (*one, *two):
-        files.replace(sidecar_name(entry.path), b"hashes")
-    put(catalog, files, 7, removed=one)
-    catalog.vacuum(DAY_MS)
-    assert files.list_dir(KEYS_FOLDER) == [sidecar_name(two[0].path).rpartition("/")[2]]
-
-
 def test_what_this_life_took_out_goes_when_its_time_is_over(on_disk: tuple[RealFiles, Catalog]) -> None:
     files, catalog = on_disk
     one, two = put(catalog, files, 5), put(catalog, files, 6)
-    for entry in (*one, *two):
-        files.replace(sidecar_name(entry.path), b"hashes")
     put(catalog, files, 7, removed=one)
-    assert files.list_dir(KEYS_FOLDER) == [sidecar_name(two[0].path).rpartition("/")[2]]
     assert catalog.remove_left(NOW_MS) == 0
     assert there(files, [*one, *two]) == [True, True]
     assert catalog.remove_left(NOW_MS + 1) == 1

@@ -19,7 +19,6 @@ from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups
 from tests.table.test_layout import order
 
 from timeball.errors import Corrupt, NotFound
-from timeball.key_hash import hash_text
 from timeball.message import TABLE_SCHEMA
 from timeball.table import data_file
 from timeball.table.attachment import FileEntry
@@ -43,10 +42,6 @@ def one_file(rows: pa.Table) -> DataFile:
 
 def ids(rows: pa.Table) -> list[str]:
     return list(rows.column("unique_key").to_pylist())
-
-
-def hashes(*names: str) -> np.ndarray:
-    return hash_text(pa.array(names, pa.string()))
 
 
 # ---- windows ------------------------------------------------------------------------------------------------
@@ -146,8 +141,8 @@ def test_who_walks_leaves_it_open_and_who_looks_up_leaves_it_as_it_was() -> None
         lambda: file.row_count_up_to(BEGIN_MS, BEGIN_MS), lambda: file.first_due_from(BEGIN_MS), file.check,
     ]  # fmt: skip
     look_ups = [
-        file.ensure_keys,
-        lambda: file.find_rows(hashes("id7")),
+        lambda: file.rows_at(np.array([7]), ["seq"]),
+        file.key_columns,
         lambda: file.find_seqs(np.array([7])),
     ]
     assert not file.is_open
@@ -174,7 +169,7 @@ def test_a_closed_file_leaves_nothing_for_the_collector_of_cycles() -> None:
     try:
         file.check()
         assert footers() > of_others, "an open file has its footer"
-        file.ensure_keys()
+        file.key_columns()
         file.close()
         assert footers() == of_others
     finally:
@@ -185,27 +180,20 @@ def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, li
     entry, data, _ = whole
     file = DataFile(OneFile(damaged(data, len(data) // 3, 0)), entry)
     with pytest.raises(Corrupt):
-        file.find_seqs(np.array([9]))
+        file.find_seqs(np.arange(3 * GROUP_ROWS))
     assert not file.is_open
 
 
-# ---- keys ---------------------------------------------------------------------------------------------------
-
-WORDS = st.sampled_from(["a", "b", "ab", "key", "k" * 40, "é"])
-KEYS = st.none() | st.lists(WORDS, max_size=3).map(" ".join)
+# ---- rows by place and number ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.none() | WORDS, KEYS), min_size=1, max_size=3 * GROUP_ROWS), st.lists(WORDS))
-def test_a_key_finds_every_row_that_has_it(
-    named: list[tuple[str | None, str | None]], asked: list[str]
-) -> None:
-    unique_key, keys = [one for one, _ in named], [many for _, many in named]
-    file = one_file(table_rows([BEGIN_MS] * len(named), unique_key=unique_key, keys=keys))
-    found = file.find_rows(hashes(*asked))
-    has = [{one, *(many or "").split(" ")} & set(asked) for one, many in named]
-    assert found.column("seq").to_pylist() == [seq for seq, names in enumerate(has, 1) if names]
-    assert found.column_names == ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
+@given(st.sets(st.integers(0, 3 * GROUP_ROWS - 1), min_size=1))
+def test_rows_at_places_of_the_file(places: set[int]) -> None:
+    file = one_file(table_rows([BEGIN_MS + i for i in range(3 * GROUP_ROWS)]))
+    found = file.rows_at(np.array(sorted(places)), ["seq", "unique_key"])
+    assert found.column("seq").to_pylist() == [place + 1 for place in sorted(places)]
+    assert ids(found) == [f"id{place + 1}" for place in sorted(places)]
 
 
 @settings(max_examples=40)
@@ -214,36 +202,6 @@ def test_numbers_find_their_rows(asked: list[int]) -> None:
     file = one_file(table_rows([BEGIN_MS + i // 2 for i in range(2 * GROUP_ROWS)], first_seq=5))
     found = file.find_seqs(np.array(asked, dtype=np.int64)).column("seq").to_pylist()
     assert found == sorted(set(asked) & set(range(5, 5 + 2 * GROUP_ROWS)))
-
-
-def test_the_sidecar_is_written_at_the_first_look_up_and_used_by_the_next_broker() -> None:
-    file = one_file(table_rows([BEGIN_MS + i for i in range(20)]))
-    files, name = file._files, data_file.sidecar_name(file.entry.path)
-    assert not files.exists(name)
-    file.ensure_keys()
-    written = files.content(name)
-    calls = files.calls
-    assert ids(DataFile(files, file.entry).find_rows(hashes("id7"))) == ["id7"]
-    assert (files.calls, files.content(name)) == (calls, written)
-
-
-@pytest.mark.parametrize("damage", ["flip", "short", "empty", "gone"])
-def test_a_sidecar_is_a_cache_and_is_built_again(damage: str) -> None:
-    file = one_file(table_rows([BEGIN_MS + i for i in range(20)]))
-    files, name = file._files, data_file.sidecar_name(file.entry.path)
-    file.ensure_keys()
-    written = files.content(name)
-    if damage == "gone":
-        files.remove(name)
-    else:
-        left = {"flip": written[:-1] + bytes([written[-1] ^ 1]), "short": written[:-8], "empty": b""}
-        files.replace(name, left[damage])
-    assert ids(DataFile(files, file.entry).find_rows(hashes("id7", "id20"))) == ["id7", "id20"]
-    assert files.content(name) == written
-
-
-def test_a_sidecar_lies_where_readers_of_the_table_do_not_look() -> None:
-    assert data_file.sidecar_name("bucket=2026-11/abc.parquet") == "pending/_keys/abc.parquet.keys"
 
 
 # ---- damage -------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 from timeball.table.catalog import Catalog
+from timeball.table.key_index import TableKeys
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -158,9 +159,11 @@ class Components:
     hour_log: HourLog  # keeps the pending table, under every strategy
     levels: DelayLevels
     outcomes: Outcomes  # of all promises
+    file_keys: TableKeys  # rows of the live files by id, key and number
     catalog: Catalog  # the table's Delta log: a cache of the live files
     ledger: AttachState  # attaches and reservations, as TABLE rows say
     reader_thread: Executor  # one thread: reads log and files, and alone changes the Delta log
+    lookup_thread: Executor  # one thread: finds promises in files, beside the reader thread
     background: Executor  # one thread: compaction and rewriting, which may take seconds
     on_failure: Callable[[BaseException], None]  # stops the broker: memory may be ahead of the files
     file_replication: FileReplication | None = None  # None: this broker is alone

@@ -376,7 +376,7 @@ class Broker:
             "durability": parts.settings.durability,
             "waiting_messages": parts.waiting_messages,
             "redelivery_messages": parts.lease_counts.waiting_rows,
-            "schedule": self.schedule_statistics(),
+            "schedule": self.schedule_statistics() | parts.file_keys.statistics(),
             "levels": parts.levels.statistics(),
             "transactions": self.transactions.statistics(),
             "table": {"uri": parts.catalog.uri, "version": parts.catalog.version},
@@ -386,7 +386,7 @@ class Broker:
         }
 
     def schedule_statistics(self) -> dict[str, int]:
-        """Return the counts of the scheduler, of the table, and of the strategy."""
+        """Return the counts of the scheduler, of the table and its keys, and of the strategy."""
         parts, counts = self.parts, self.parts.scheduler.statistics() | self.parts.hour_log.statistics()
         if not parts.compacts:
             kept = parts.backlog.statistics()

@@ -18,20 +18,21 @@ from timeball import limits
 from timeball.broker.components import in_thread, rollback_on_error
 from timeball.broker.memory import give_back
 from timeball.broker.service import Broker
-from timeball.errors import Corrupt, OverLimit, RequestError
+from timeball.errors import OverLimit, RequestError
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment
+from timeball.table.file_set import FileSet
 
 logger = logging.getLogger(__name__)
 
 OFFSETS_INTERVAL_MS = 1_000
 RETENTION_INTERVAL_MS = 60_000
 COMPACT_LOOK_MS = 1_000
-# A cancel by key looks into every data file, so a new one should have its sidecar before the first cancel.
+# A cancel by key asks for the keys of every data file, so a new one should have its own before the first cancel.
 KEYS_INTERVAL_MS = 1_000
 SEAL_LOOK_MS = 1_000
 ROOM_LOOK_MS = 1_000
@@ -56,6 +57,7 @@ class Upkeep:
         # It never goes back: another replica of this log may have removed what stands below it.
         self._log_from_seq = max(log_from_seq, broker.parts.reader.first_seq)
         self._is_burst = False  # much is due within seconds
+        self._keys_of: FileSet | None = None  # the files whose keys are indexed
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()
 
@@ -221,18 +223,16 @@ class Upkeep:
         self._parts.idempotency_keys.drop(self._parts.clock.now_ms() - self._settings.idempotency_ms)
 
     async def index_keys(self) -> None:
-        """Build key sidecars of new data files: the first cancel would build them all while consumers wait."""
-        fresh = [file for file in self._parts.hour_log.pending.all() if not file.keys_tried]
-        for file in fresh:
-            try:
-                # One file at a time, so that pulls and gathers come between.
-                await in_thread(self._parts.reader_thread, file.ensure_keys)
-            except Corrupt as error:
-                # It may be due in a year: a request that looks it up gets the error, and the other files go on.
-                logger.error("keys not indexed file=%s reason=%s", file.entry.path, error)
-        if fresh:
-            # Sidecars are built in large, short-lived arrays, which malloc would keep (memory.py).
-            await in_thread(self._parts.background, give_back)
+        """Let the keys of new data files be found, and merge runs of keys."""
+        parts, live = self._parts, self._parts.hour_log.pending.live
+        if live is self._keys_of:
+            return
+        await in_thread(parts.background, parts.file_keys.bring_up, live)
+        while await in_thread(parts.background, parts.file_keys.merge, live):
+            pass
+        self._keys_of = live
+        # Runs are made of large, short-lived arrays, which malloc would keep (memory.py).
+        await in_thread(parts.background, give_back)
 
     async def make_room(self) -> None:
         """Let the log be ready for what is due within seconds, when that is much, and give memory back behind it."""
@@ -313,3 +313,4 @@ class Upkeep:
                 Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)
             )
             await in_thread(self._parts.reader_thread, lambda: parts.catalog.vacuum(limits.DAY_MS))
+            await in_thread(parts.background, parts.file_keys.sweep)

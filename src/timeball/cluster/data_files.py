@@ -32,7 +32,6 @@ from timeball.cluster.shipment import Shipment
 from timeball.errors import NotLeader, OverLimit, PeerError, TimeballError
 from timeball.files import Files
 from timeball.table.attachment import PATH, FileEntry
-from timeball.table.data_file import sidecar_name
 from timeball.table.layout import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -244,7 +243,6 @@ class DataFiles:
             del self._removable[path]
             if path not in self._live.entries and path not in self._told:
                 self._files.remove(f"{FOLDER}/{path}")
-                self._files.remove(sidecar_name(path))
 
     # -- leading -----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Do the caches beside the log say what the log says? For `timeball dump --verify`.
 
-Caches are key sidecars, frame indexes and the queue index. A broker rebuilds one that does not match its checksum, but
+Caches are key runs, frame indexes and the queue index. A broker rebuilds one that does not match its checksum, but
 another may be whole and of another log. Here each is compared with the frames and rows, segment by segment as these
 are read. The queue index is compared only where the checkpoint vouches for it; what lies beyond is written again at a
 start.
@@ -14,7 +14,7 @@ import pyarrow as pa
 from timeball.errors import Corrupt, NotFound
 from timeball.files import Files
 from timeball.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
-from timeball.key_hash import KeySidecar, UInt64Array, hash_keys
+from timeball.key_hash import KeyRun, UInt64Array, hash_keys
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.queue_file import FOLDER as QUEUES
@@ -51,14 +51,14 @@ class CacheCheck:
         keys, self._keys = self._keys, []
         frames, self._frames = self._frames, []
         if not segment.is_last and not segment.is_spare:
-            self._compare_sidecar(f"{FOLDER}/{segment.ordinal:010d}.keys", keys)
+            self._compare_keys(f"{FOLDER}/{segment.ordinal:010d}.keys", keys)
             self._compare_frame_index(segment, frames)
         found, self._damage = list(self._damage.values()), {}
         return found
 
-    def _compare_sidecar(self, name: str, keys: list[tuple[UInt64Array, Int64Array]]) -> None:
+    def _compare_keys(self, name: str, keys: list[tuple[UInt64Array, Int64Array]]) -> None:
         try:
-            stored = KeySidecar.parse(self._files.map_readonly(name))
+            stored = KeyRun(self._files.map_readonly(name)).columns()
         except NotFound:
             return  # made with the first look-up
         except Corrupt as error:
@@ -66,7 +66,7 @@ class CacheCheck:
             return
         hashes = np.concatenate([np.empty(0, np.uint64), *(pair[0] for pair in keys)])
         seqs = np.concatenate([np.empty(0, np.int64), *(pair[1] for pair in keys)])
-        if not _same(hashes, seqs, stored.hashes, stored.rows):
+        if not _same(hashes, seqs, *stored):
             self._note(name, None, "it does not hold the keys of its segment; delete it, it is made again")
 
     def _compare_frame_index(self, found: SegmentFound, frames: list[fmt.Frame]) -> None:

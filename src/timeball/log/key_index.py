@@ -1,8 +1,8 @@
 """Rows of the log by message id or key, indexed at the first look-up.
 
 Cancels and queries by key are rare beside sends, so a commit pays nothing for them: the first look-up indexes
-what has been appended since the last one, in the calling (reader) thread. A sealed segment's index goes to a
-sidecar beside it and is mapped, so memory holds only the active segment's.
+what has been appended since the last one, in the calling (reader) thread. A sealed segment's index becomes a
+key run beside it and is mapped, so memory holds only the active segment's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import KeySidecar, UInt64Array, hash_keys
+from timeball.key_hash import KeyRun, UInt64Array, hash_keys, joined
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.message import Int64Array
@@ -27,8 +27,8 @@ class KeyIndex:
     def __init__(self, files: Files, segments: Segments, reader: LogReader) -> None:
         self._files, self._segments, self._reader = files, segments, reader
         self._lock = threading.Lock()
-        self._sealed: dict[int, KeySidecar] = {}
-        self._runs: list[KeySidecar] = []
+        self._sealed: dict[int, KeyRun] = {}
+        self._runs: list[KeyRun] = []
         # Of the active segment: its ordinal, the row that the next look-up indexes from, and the runs made so far.
         self._active = -1
         self._indexed_to = 0
@@ -38,9 +38,9 @@ class KeyIndex:
         """Return the numbers of durable rows whose id or key has one of these hashes; the caller compares the text."""
         with self._lock:
             segments = self._segments.all
-            parts = [self._sealed_index(segment).find_rows(wanted) for segment in segments[:-1]]
+            parts = [self._find_sealed(segment, wanted) for segment in segments[:-1]]
             self._index_active(segments[-1])
-            parts += [run.find_rows(wanted) for run in self._runs]
+            parts += [run.find_numbers(wanted) for run in self._runs]
         return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
     def _forget(self, gone: list[Segment]) -> None:
@@ -48,23 +48,27 @@ class KeyIndex:
             for segment in gone:
                 self._sealed.pop(segment.ordinal, None)
 
-    def _sealed_index(self, segment: Segment) -> KeySidecar:
+    def _find_sealed(self, segment: Segment, wanted: UInt64Array) -> Int64Array:
+        try:
+            return self._sealed_index(segment).find_numbers(wanted)
+        except Corrupt:
+            # A cache: built again from the segment, which is the truth.
+            self._sealed.pop(segment.ordinal, None)
+            self._files.remove(_name(segment))
+            return self._sealed_index(segment).find_numbers(wanted)
+
+    def _sealed_index(self, segment: Segment) -> KeyRun:
         known = self._sealed.get(segment.ordinal)
         if known is None:
-            name = f"{FOLDER}/{segment.ordinal:010d}.keys"
-            try:
-                known = KeySidecar.parse(self._files.map_readonly(name)) if self._files.exists(name) else None
-            except Corrupt:
-                known = None  # a cache: built again from the segment, which is the truth
-            if known is None:
-                self._files.replace(name, self._index(segment.first_seq, segment.next_seq).encode())
-                known = KeySidecar.parse(self._files.map_readonly(name))
+            name = _name(segment)
+            if not self._files.exists(name):
+                self._files.replace(name, bytes(self._index(segment.first_seq, segment.next_seq).data))
+            known = KeyRun(self._files.map_readonly(name))
             self._sealed[segment.ordinal] = known
         return known
 
     def _index_active(self, segment: Segment) -> None:
-        # The log has rolled: what is indexed of the old segment is thrown away, since its sidecar is made from the
-        # file.
+        # The log has rolled: what is indexed of the old segment is thrown away, since its run is made from the file.
         if segment.ordinal != self._active:
             self._active, self._indexed_to, self._runs = segment.ordinal, segment.first_seq, []
         to_seq = segment.next_seq
@@ -72,18 +76,16 @@ class KeyIndex:
             self._runs.append(self._index(self._indexed_to, to_seq))
             self._indexed_to = to_seq
         if len(self._runs) > RUNS_MAX:
-            self._runs = [_merge(self._runs)]
+            self._runs = [KeyRun.build(*joined([run.columns() for run in self._runs]))]
 
-    def _index(self, from_seq: int, to_seq: int) -> KeySidecar:
-        runs = []
+    def _index(self, from_seq: int, to_seq: int) -> KeyRun:
+        parts = []
         for rows in self._reader.coalesced(from_seq, to_seq, None, 65_536):
             hashes, positions = hash_keys(rows.column("unique_key"), rows.column("keys"))
             seqs = rows.column("seq").to_numpy()
-            runs.append(KeySidecar(hashes, seqs[positions]))
-        return _merge(runs)
+            parts.append((hashes, seqs[positions]))
+        return KeyRun.build(*joined(parts))
 
 
-def _merge(runs: list[KeySidecar]) -> KeySidecar:
-    if not runs:
-        return KeySidecar(np.empty(0, np.uint64), np.empty(0, np.int64))
-    return KeySidecar.build(np.concatenate([r.hashes for r in runs]), np.concatenate([r.rows for r in runs]))
+def _name(segment: Segment) -> str:
+    return f"{FOLDER}/{segment.ordinal:010d}.keys"

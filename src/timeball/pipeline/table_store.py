@@ -25,6 +25,7 @@ from timeball.limits import SECOND_MS
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.groups import place_of
 from timeball.table.attachment import FileEntry
+from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.layout import cut_files
 from timeball.wire import Status
 
@@ -70,10 +71,16 @@ class Store:
                 LOG.warning("file not removed file=%s reason=%s", path, error)
 
     def put_rows(self, rows: pa.Table, now_ms: int) -> Iterator[FileEntry]:
-        """Cut sorted rows of TABLE_SCHEMA into files and write each; yields its entry once it is written."""
-        for entry, data in cut_files(rows, now_ms):
+        """Cut sorted rows of TABLE_SCHEMA into files and write each; yields its entry once it is written.
+
+        Behind the last one come their keys, for the broker's look-ups (table/key_index.py).
+        """
+        keys = FileKeys()
+        for entry, data in cut_files(rows, now_ms, keys):
             self.put(entry.path, data)
             yield entry
+        if keys.has_files:
+            self.put(run_path(), keys.run().data.to_pybytes())
 
 
 # ---- a version of the table --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from timeball.message import Int64Array
 Ranges = Sequence[tuple[int, int]]  # of sequence numbers: (first_seq, rows)
 Job = Literal["compact", "bulk", "rewrite"]
 ANY_ROWS = "any"  # a digest: remember the job, and compare its rows with nothing
-# What layout.describe gives out, and nothing else: a random last part is what makes a key sidecar's name unique.
+# What layout.describe gives out, and nothing else: by a random last part a file is known wherever it is named.
 PATH = re.compile(r"bucket=[0-9T-]{7,13}/[0-9a-f]{32}\.parquet")
 
 

@@ -36,7 +36,6 @@ from timeball.errors import Corrupt, DiskFailed
 from timeball.files import Files
 from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
-from timeball.table.data_file import sidecar_name
 from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN
 
 logger = logging.getLogger(__name__)
@@ -247,7 +246,6 @@ class Catalog:
         self._make_durable()
         for entry in removed:
             self._left[entry.path] = now_ms
-            self._files.remove(sidecar_name(entry.path))
         return version
 
     @contextmanager
@@ -290,10 +288,6 @@ class Catalog:
         gone = [name for name in named if name not in kept and self._files.exists(f"{FOLDER}/{name}")]
         for name in gone:
             self._files.remove(f"{FOLDER}/{name}")
-        live = {entry.path.rpartition("/")[2] for entry in self.state().files}
-        for name in self._files.list_dir(KEYS_FOLDER):
-            if name.removesuffix(".keys") not in live:
-                self._files.remove(f"{KEYS_FOLDER}/{name}")
         return len(gone)
 
     def _opened(self) -> DeltaTable:

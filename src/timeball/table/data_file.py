@@ -3,9 +3,8 @@
 The file is sorted, so a window is one contiguous run of rows; row-group statistics say which groups may hold
 it and only those are read. Nothing is held between calls but the parsed footer and its mapping, which `close` drops
 again: the memory of a waiting promise is its share of a `FileEntry`. A reader that walks through a file leaves it open
-and closes it when it is not near any more; a look-up by key or number leaves it as it was, because it may ask thousands
-of files, whose footers would weigh more than the promises in them. A key sidecar stays mapped: each look-up asks every
-one, and a mapping costs no memory of ours.
+and closes it when it is not near any more; a look-up by number leaves it as it was, because it may ask thousands of
+files, whose footers would weigh more than the promises in them. Which rows have a key, the key index says.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ import pyarrow.parquet as pq
 
 from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import KeySidecar, UInt64Array, hash_keys
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry, Ranges, overlap
-from timeball.table.layout import FOLDER, KEYS_FOLDER, check_seal
+from timeball.table.layout import FOLDER, check_seal
 
 Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
-_ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
+ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 _TOPIC = TABLE_SCHEMA.get_field_index("topic")
 _SOME_ROWS = 4_096  # decoded at a time where bodies are among the columns
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
-_NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in _ID_COLUMNS]).empty_table()
+_NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS]).empty_table()
 
 
 class DataFile:
@@ -43,8 +41,6 @@ class DataFile:
         self._parquet: pq.ParquetFile | None = None
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each
-        self._keys: KeySidecar | None = None
-        self.keys_tried = False
 
     @property
     def is_open(self) -> bool:
@@ -97,26 +93,40 @@ class DataFile:
             first = int(due[np.searchsorted(due, due_ms, side="left")])
         return first
 
-    def find_rows(self, hashes: UInt64Array) -> pa.Table:
-        """The identifying columns of the rows with a key that may be one of those hashed."""
-        rows = self._sidecar().find_rows(hashes)
-        if len(rows) == 0:
-            return _NO_ROWS
+    def rows_at(self, rows: Int64Array, columns: list[str]) -> pa.Table:
+        """These columns of the rows at these places of the file, ascending."""
         with self._briefly():
             self._open()
             groups = np.unique(np.searchsorted(self._group_starts, rows, side="right") - 1)
             parts = []
-            for group in groups:
+            for group in groups.tolist():
                 start = self._group_starts[group]
                 inside = rows[(rows >= start) & (rows < self._group_starts[group + 1])]
-                parts.append(self._read([int(group)], _ID_COLUMNS).take(pa.array(np.sort(inside) - start)))
+                parts.append(self._read([group], columns).take(pa.array(inside - start)))
             return pa.concat_tables(parts)
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
-        """As `find_rows`, for sequence numbers; reads the whole seq column, so it is for rare use."""
+        """The identifying columns of the rows with these numbers; reads the numbers of row groups that may hold one."""
+        parts = [_NO_ROWS]
         with self._briefly():
-            rows = self._read(list(range(self._open().num_row_groups)), _ID_COLUMNS)
-        return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seqs)))
+            self._open()
+            low, high = self._group_seqs
+            wanted = np.sort(seqs)
+            begin, end = (
+                np.searchsorted(wanted, low, side="left"),
+                np.searchsorted(wanted, high, side="right"),
+            )
+            for group in np.flatnonzero(end > begin).tolist():
+                inside = np.isin(self._read([group], ["seq"]).column("seq").to_numpy(), wanted)
+                if inside.any():
+                    parts.append(self._read([group], ID_COLUMNS).filter(pa.array(inside)))
+        return pa.concat_tables(parts)
+
+    def key_columns(self) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+        """The ids and the keys of all rows."""
+        with self._briefly():
+            rows = self._read(list(range(self._open().num_row_groups)), ["unique_key", "keys"])
+        return rows.column("unique_key"), rows.column("keys")
 
     def group_count(self) -> int:
         """How many row groups it has."""
@@ -126,7 +136,7 @@ class DataFile:
     def identities(self, group: int) -> pa.RecordBatch:
         """The identifying columns of one row group, sorted by (due_ms, seq)."""
         with self._briefly():
-            rows = self._read([group], _ID_COLUMNS).combine_chunks()
+            rows = self._read([group], ID_COLUMNS).combine_chunks()
         return pa.RecordBatch.from_arrays([column.chunk(0) for column in rows.columns], schema=rows.schema)
 
     # -- row group by row group, for reads that come to a part of a file and no schedule's -----------------------
@@ -181,15 +191,6 @@ class DataFile:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
         return pa.Table.from_batches(parts)
 
-    def ensure_keys(self) -> None:
-        """Build the key sidecar now, ahead of the first look-up; `keys_tried` says that this was done or cannot be."""
-        try:
-            self._sidecar()
-        except Corrupt:
-            self.keys_tried = True
-            raise
-        self.keys_tried = True
-
     def check(self) -> None:
         """Raise Corrupt unless the file opens and its footer agrees with its entry."""
         self._open()
@@ -209,24 +210,6 @@ class DataFile:
         finally:
             if not was_open:
                 self.close()
-
-    def _sidecar(self) -> KeySidecar:
-        if self._keys is not None:
-            return self._keys
-        name = sidecar_name(self.entry.path)
-        if self._files.exists(name):
-            try:
-                self._keys = KeySidecar.parse(self._files.map_readonly(name))
-                return self._keys
-            except Corrupt:
-                pass  # a cache: built again from the data file, which has its own checksums
-        with self._briefly():
-            groups = list(range(self._open().num_row_groups))
-            columns = self._read(groups, ["unique_key", "keys"]).combine_chunks()
-        hashes, rows = hash_keys(*(columns.column(c).chunk(0) for c in ("unique_key", "keys")))
-        self._files.replace(name, KeySidecar.build(hashes, rows).encode())
-        self._keys = KeySidecar.parse(self._files.map_readonly(name))
-        return self._keys
 
     def _open(self) -> pq.ParquetFile:
         if self._parquet is None:
@@ -294,11 +277,6 @@ def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
     begin, end = spans.reshape(-1, 2).T
     found = [files[at] for at in np.flatnonzero(overlap(begin, end, ranges)).tolist()]
     return sorted(found, key=lambda file: file.entry.min_due_ms)
-
-
-def sidecar_name(path: str) -> str:
-    """Return the path of a data file's key sidecar; Delta tools leave folders that begin with '_' alone."""
-    return f"{KEYS_FOLDER}/{path.rpartition('/')[2]}.keys"
 
 
 def search(due: Int64Array, seq: Int64Array, position: Position) -> int:

@@ -43,6 +43,7 @@ from timeball import limits
 from timeball.errors import Corrupt
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry
+from timeball.table.file_keys import KEYS, FileKeys
 
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
@@ -50,7 +51,7 @@ ROW_GROUP_ROWS = 65_536  # the unit of a gather: small enough to read in ~10 ms,
 PART_ROWS = 32_768  # rows that are sorted and written at a time: some megabytes, four times
 PARTITION_COLUMN = "bucket"
 FOLDER = "pending"  # below the data folder
-KEYS_FOLDER = f"{FOLDER}/_keys"
+KEYS_FOLDER = f"{FOLDER}/{KEYS}"
 
 
 def sort_rows(rows: pa.Table | pa.RecordBatch) -> pa.Table:
@@ -164,11 +165,17 @@ def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
     )
 
 
-def cut_files(rows: pa.Table, now_ms: int) -> Iterator[tuple[FileEntry, bytes]]:
-    """Entries and contents of the files for sorted `rows`: what compaction, bulk and rewrite all write."""
+def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iterator[tuple[FileEntry, bytes]]:
+    """Entries and contents of the files for sorted `rows`: what compaction, bulk and rewrite all write.
+
+    `keys` gathers theirs, for a run that the caller writes behind the files.
+    """
     for bucket, part in split_by_bucket(rows, now_ms):
         data = encode_file(part)
-        yield describe(bucket, part, len(data)), data
+        entry = describe(bucket, part, len(data))
+        if keys is not None:
+            keys.add(entry.path, part.column("unique_key"), part.column("keys"))
+        yield entry, data
 
 
 def _values(table: pa.Table, name: str) -> Int64Array:

@@ -14,16 +14,17 @@ from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search, scan
 from timeball.errors import OutOfRange
 from timeball.message import Kind, build_rows
-from timeball.table.data_file import DataFile
+from timeball.table.file_set import FileSet
 
 
-def look_up(
-    world: World, thorough: bool = False, files: list[DataFile] | None = None, **names: object
-) -> Found:
+def look_up(world: World, thorough: bool = False, live: FileSet | None = None, **names: object) -> Found:
     parts = world.broker.parts
-    files = parts.hour_log.pending.all() if files is None else files
-    search = Search(parts.reader, parts.key_index, parts.outcomes.moved, Names(**names))
-    search.search(files)
+    live = parts.hour_log.pending.live if live is None else live
+    search = Search(
+        parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, Names(**names)
+    )
+    for step in (search.search_numbers, search.search_log, search.search_names):
+        step()
     missing = search.missing(thorough=thorough)
     if missing:
         search.add_rows(scan(parts.reader, missing))
@@ -32,7 +33,7 @@ def look_up(
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
     parts = world.broker.parts
-    rows = promise_lookup.read(parts.reader, parts.hour_log.pending.all(), candidates)
+    rows = promise_lookup.read(parts.reader, parts.file_keys, parts.hour_log.pending.live, candidates)
     return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
 
 
@@ -85,7 +86,7 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
     [key] = await world.bulk("a", [1_000], 1)
     seq = look_up(world, ids=[key]).candidates[0].seq
     await world.advance(1_000)
-    found = look_up(world, files=[], seqs=[seq])
+    found = look_up(world, live=FileSet([]), seqs=[seq])
     assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
     # Set aside, and never anybody's.
     assert look_up(world, seqs=[await world.broker.reserve(3)]) == Found()

@@ -25,7 +25,7 @@ from timeball.message import Kind, int64
 from timeball.schedule.hour_log import pending
 from timeball.schedule.outcomes import NOTHING_SENT, Outcomes, ReleaseCursor
 from timeball.schedule.scheduler import Scheduler
-from timeball.table.layout import KEYS_FOLDER
+from timeball.table.key_index import TableKeys
 
 HOUR, DAY = limits.HOUR_MS, limits.DAY_MS
 
@@ -326,11 +326,9 @@ def test_a_walk_through_many_hours_keeps_few_files_open(world: World) -> None:
 
 def test_look_ups_leave_no_file_open(world: World) -> None:
     hourly(world, 40)
-    world.files.make_dir(KEYS_FOLDER)
+    keys, live = TableKeys(world.files), world.backlog.pending.live
     for number in range(0, 120, 7):
-        hashes = hash_text(pa.array([f"body {number}"]))
-        found = [file.find_rows(hashes) for file in world.live_files()]
-        assert sum(rows.num_rows for rows in found) == 1
+        assert keys.find_keys(live, hash_text(pa.array([f"body {number}"]))).num_rows == 1
     seq = world.live_files()[9].entry.min_seq
     assert sum(file.find_seqs(np.array([seq])).num_rows for file in world.live_files()) == 1
     assert open_files(world) == 0

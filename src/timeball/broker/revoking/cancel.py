@@ -30,6 +30,7 @@ import pyarrow as pa
 from timeball.broker.components import Components, in_thread
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs, scan
+from timeball.errors import NotFound
 from timeball.message import CANCELLED_BY, Kind, build_rows, encode_properties
 from timeball.wire import Verdict
 
@@ -140,13 +141,29 @@ def _unknown(subject: str, found: Found) -> Verdict:
 
 
 async def look_up(parts: Components, names: Names, *, thorough: bool = False) -> Found:
-    search = Search(parts.reader, parts.key_index, parts.outcomes.moved, names)
-    # The list of files is made in the reader thread, which removes them.
-    await in_thread(parts.reader_thread, lambda: search.search(parts.hour_log.pending.all()))
+    while not (search := await _search(parts, names)):
+        pass
     missing = search.missing(thorough=thorough)
     if missing:
         search.add_rows(await asyncio.to_thread(scan, parts.reader, missing))
     return search.result()
+
+
+async def _search(parts: Components, names: Names) -> Search | None:
+    """Return what log and files say; None when retention has removed some of either meanwhile: search again."""
+    first_seq, live = parts.reader.first_seq, parts.hour_log.pending.live
+    search = Search(parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, names)
+    try:
+        if names.seqs:
+            await in_thread(parts.lookup_thread, search.search_numbers)
+        await in_thread(parts.reader_thread, search.search_log)
+        if names.ids or names.keys:
+            await in_thread(parts.lookup_thread, search.search_names)
+    except NotFound:
+        if parts.hour_log.pending.live is live:
+            raise  # a file is missing that should be there
+        return None
+    return search if parts.reader.first_seq == first_seq else None
 
 
 async def look_again(

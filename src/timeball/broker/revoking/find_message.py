@@ -90,7 +90,8 @@ def _contents(parts: Components, candidates: list[Candidate]) -> dict[int, Conte
         return {}
     numbers = {c.seq: c.number for c in candidates}
     # The files are listed in this thread, which removes them.
-    rows = promise_lookup.read(parts.reader, parts.hour_log.pending.all(), candidates).to_pylist()
+    live = parts.hour_log.pending.live
+    rows = promise_lookup.read(parts.reader, parts.file_keys, live, candidates).to_pylist()
     return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}
 
 

@@ -9,13 +9,15 @@ of them is where it waits now, and a RELEASE or CANCEL row of its number is its 
 Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic: they
 carry their producer's id and keys, but its message has been delivered, and to cancel a copy would lose it.
 
-Lookups run in the reader thread. Retention removes old segments and files in the same thread, so what a step finds at
-its beginning is still there at its end.
+The log is searched in the reader thread, which alone removes segments; the files in a thread of their own, where
+decoding a row keeps no consumer and no release waiting. Both are searched as the table was at the beginning, so a
+promise that moves meanwhile from the log to a file, or from file to file, is found all the same; a lookup is repeated
+when retention has removed what it was to read (cancel.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,7 +36,8 @@ from timeball.schedule.delay_levels.levels import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
 from timeball.schedule.locations import KINDS, as_promises
 from timeball.schedule.moved import Moved
-from timeball.table.data_file import DataFile
+from timeball.table.file_set import FileSet
+from timeball.table.key_index import TableKeys
 
 COLUMNS = [
     "seq", "kind", "topic", "queue_offset", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq",
@@ -115,23 +118,63 @@ def is_on_its_way_back(topic: str) -> bool:
 
 
 class Search:
-    """One lookup; its methods run in the reader thread, except `missing`.
+    """One lookup; each of its methods runs in one thread, one after the other.
 
-    Call `search`, then scan the log for what is `missing` (`scan`) and `add_rows`, then `result`.
+    Call `search_numbers`, `search_log` (reader thread) and `search_names`, then scan the log for what is `missing`
+    (`scan`) and `add_rows`, then `result`.
     """
 
-    def __init__(self, reader: LogReader, key_index: KeyIndex, moved: Moved, names: Names) -> None:
+    def __init__(
+        self,
+        reader: LogReader,
+        key_index: KeyIndex,
+        file_keys: TableKeys,
+        live: FileSet,
+        moved: Moved,
+        names: Names,
+    ) -> None:
         self._reader, self._key_index, self._moved, self._names = reader, key_index, moved, names
-        self._files: list[DataFile] = []
+        self._file_keys, self._live = file_keys, live
         self._found: dict[tuple[str, int], Candidate] = {}
         self._settled: dict[int, Settled] = {}
         self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
 
-    def search(self, files: list[DataFile]) -> None:
-        """Search the key index, the log by number, and these files of the table."""
-        self._files = files
-        self._by_number(self._names.seqs)
-        self._by_name()
+    def search_numbers(self) -> None:
+        """Search the files for the numbers."""
+        number_of = self._versions()
+        for row in self._file_keys.find_seqs(
+            self._live, np.array(list(number_of), dtype=np.int64)
+        ).to_pylist():
+            if _number_in_table(row) == number_of[row["seq"]]:
+                self._add_filed(str(number_of[row["seq"]]), row)
+
+    def search_log(self) -> None:
+        """Search the log by number, and its key index for the names and for what ended the promises found so far."""
+        for version, number in self._versions().items():
+            if (
+                not self._in_log(version, number)
+                and 0 < number < self._reader.next_seq
+                and (str(number), number) not in self._found
+            ):
+                self._unknown.add(number)
+        by_id, by_key = set(self._names.ids), set(self._names.keys)
+        # The rows that end a promise named by its number are found by its id.
+        known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
+        # One look-up for all names: each asks every sealed segment's index.
+        hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
+        for row in self._reader.read_rows(self._key_index.find_rows(hashes)).select(COLUMNS).to_pylist():
+            for name in _names(row, by_id, by_key):
+                self._add_logged(name, row)
+            self._note_settling(row)
+            self._note_move(row)
+
+    def search_names(self) -> None:
+        """Search the files for the ids and keys."""
+        by_id, by_key = set(self._names.ids), set(self._names.keys)
+        hashes = hash_text(pa.array([*by_id, *by_key], pa.string()))
+        for row in self._file_keys.find_keys(self._live, hashes).to_pylist():
+            for name in _names(row, by_id, by_key):
+                self._add_filed(name, row)
 
     def missing(self, *, thorough: bool) -> set[int]:
         """Return the numbers to scan the log for; `thorough`: also those of promises without an id, for their end."""
@@ -173,27 +216,13 @@ class Search:
 
     # -- by number ---------------------------------------------------------------------------------------------
 
-    def _by_number(self, numbers: Iterable[int]) -> None:
-        """Add these promises in their newest versions, as far as these are found where they got their instants."""
-        number_of = {self._version_of(number): number for number in numbers}
-        # Sorted once, so that each file searches only the numbers within its own bounds.
-        wanted = np.unique(np.array(list(number_of), dtype=np.int64))
-        for file in self._files:
-            inside = wanted[(wanted >= file.entry.min_seq) & (wanted <= file.entry.max_seq)]
-            for row in file.find_seqs(inside).to_pylist() if len(inside) else ():
-                if _number_in_table(row) == number_of[row["seq"]]:
-                    self._add_filed(str(number_of[row["seq"]]), row)
-        for version, number in number_of.items():
-            if (
-                not self._in_log(version, number)
-                and 0 < number < self._reader.next_seq
-                and (str(number), number) not in self._found
-            ):
-                self._unknown.add(number)
-
-    def _version_of(self, number: int) -> int:
-        moved_to = self._moved.newest(number)
-        return number if moved_to is None else moved_to[1]
+    def _versions(self) -> dict[int, int]:
+        """Return the numbers asked for, by the version of each that is the newest."""
+        found = {}
+        for number in self._names.seqs:
+            moved_to = self._moved.newest(number)
+            found[number if moved_to is None else moved_to[1]] = number
+        return found
 
     def _in_log(self, version: int, number: int) -> bool:
         """Return whether the log keeps this row; add it when it is a version of this promise."""
@@ -207,27 +236,6 @@ class Search:
                 if row["kind"] in KINDS and _number_of(row) == number:
                     self._add_logged(str(number), row)
         return there
-
-    # -- by id and key -----------------------------------------------------------------------------------------
-
-    def _by_name(self) -> None:
-        """Add promises with these ids and keys, and the end of these and of those found by number."""
-        by_id, by_key = set(self._names.ids), set(self._names.keys)
-        # The rows that end a promise named by its number are found by its id.
-        known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
-        # One look-up for all names: each asks every sealed segment's index.
-        hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
-        for row in self._reader.read_rows(self._key_index.find_rows(hashes)).select(COLUMNS).to_pylist():
-            for name in _names(row, by_id, by_key):
-                self._add_logged(name, row)
-            self._note_settling(row)
-            self._note_move(row)
-        for file in self._files if by_id or by_key else ():
-            rows = file.find_rows(hashes)
-            # Mostly none: a cancel asks every file.
-            for row in rows.to_pylist() if rows.num_rows else ():
-                for name in _names(row, by_id, by_key):
-                    self._add_filed(name, row)
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -310,13 +318,9 @@ def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
     return sorted(names)
 
 
-def may_hold(file: DataFile, due_ms: int, seq: int) -> bool:
-    """Return whether a promise may lie in this file, by the bounds of its entry."""
-    entry = file.entry
-    return entry.min_seq <= seq <= entry.max_seq and entry.min_due_ms <= due_ms <= entry.max_due_ms
-
-
-def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidate]) -> pa.RecordBatch:
+def read(
+    reader: LogReader, file_keys: TableKeys, live: FileSet, candidates: Sequence[Candidate]
+) -> pa.RecordBatch:
     """Return the whole rows of those of these promises that log or table hold, in READ_SCHEMA (reader thread).
 
     A row of a delay level comes as it waits, under the schedule's topic.
@@ -326,11 +330,8 @@ def read(reader: LogReader, files: list[DataFile], candidates: Sequence[Candidat
     logged = at >= reader.first_seq
     parts = [as_promises(reader.read_rows(np.unique(at[logged])))]
     wanted = [c for c, is_logged in zip(candidates, logged.tolist(), strict=True) if not is_logged]
-    for file in files if wanted else ():
-        inside = [c for c in wanted if may_hold(file, c.due_ms, c.seq)]
-        rows = file.rows_of(*pairs(inside)) if inside else None
-        if rows is not None and rows.num_rows:
-            parts.append(table_rows(rows))
+    if wanted:
+        parts += [table_rows(rows) for rows in file_keys.rows_of(live, *pairs(wanted)) if rows.num_rows]
     return pa.concat_batches(parts)
 
 

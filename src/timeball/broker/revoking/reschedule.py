@@ -67,12 +67,11 @@ async def _move(
     told: dict[int, Verdict] = {}
     for at in range(0, len(candidates), ROWS_AT_ONCE):
         chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
-
-        files = parts.hour_log.pending.all()
         # Read before the decision: reading may fail or wait, and after it nothing may.
         rows = await in_thread(
-            parts.reader_thread, promise_lookup.read, parts.reader, files, list(chunk.values())
-        )
+            parts.reader_thread, promise_lookup.read,
+            parts.reader, parts.file_keys, parts.hour_log.pending.live, list(chunk.values()),
+        )  # fmt: skip
         for frame in in_frames(rows) if rows.num_rows else ():
             told |= await _move_frame(
                 parts, appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()]

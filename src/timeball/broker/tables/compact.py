@@ -20,6 +20,8 @@ from timeball.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.locations import KINDS, as_promises, versions_in
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.file_keys import FileKeys, run_path
+from timeball.table.key_index import write_pieces
 
 JOB_ID = "broker"
 
@@ -76,14 +78,17 @@ def write_files(
 ) -> list[FileEntry]:
     """Sort rows of TABLE_SCHEMA and write a file a bucket; an attach makes them durable and part of the table.
 
+    A run of their keys is written besides (table/key_index.py).
+
     `begun` gets the entry of each file before it is there, for a caller who removes them after a failure.
     """
     entries: list[FileEntry] = []
     if rows.num_rows == 0:
         return entries
+    keys = FileKeys()
     for part in layout.sorted_parts(rows, now_ms):
         # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
-        for entry, data in layout.cut_files(part, now_ms):
+        for entry, data in layout.cut_files(part, now_ms, keys):
             name = f"{layout.FOLDER}/{entry.path}"
             files.make_dir(name.rpartition("/")[0])
             if begun is not None:
@@ -95,7 +100,17 @@ def write_files(
             finally:
                 file.close()
             entries.append(entry)
+        if keys.is_full:
+            _write_keys(files, keys)
+            keys = FileKeys()
+    _write_keys(files, keys)
     return entries
+
+
+def _write_keys(files: Files, keys: FileKeys) -> None:
+    if keys.has_files:
+        name = f"{layout.FOLDER}/{run_path()}"
+        write_pieces(files, name, [keys.run().data])
 
 
 def promises(

@@ -163,7 +163,7 @@ class Listing:
 
     def _read_candidates(self, chosen: list[Candidate], ranges: Ranges) -> list[Waiting]:
         parts = self._parts
-        rows = read(parts.reader, parts.hour_log.pending.all(), chosen)
+        rows = read(parts.reader, parts.file_keys, parts.hour_log.pending.live, chosen)
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
         names = _campaigns(np.array([c.number for c in chosen], np.int64), ranges)
         return [

@@ -21,6 +21,7 @@ from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import DataFile, Position
+from timeball.table.file_set import FileSet
 
 WINDOW_ROWS_MAX = 8_000_000  # positions looked at in one opening: 16 bytes each
 WINDOW_FILES_MAX = 64  # files looked into in one opening
@@ -38,6 +39,7 @@ class PendingFiles:
         self._next_ms = {entry.path: entry.min_due_ms for entry in entries}
         # A lower bound of the instants that have not been opened: kept, as there may be thousands of files.
         self.first_due_ms = FAR_MS
+        self._set: FileSet | None = None  # made when it is asked for
         self._keep_first()
 
     def __len__(self) -> int:
@@ -52,6 +54,13 @@ class PendingFiles:
     def open_files(self) -> int:
         """Return how many live files have their footers in memory."""
         return sum(file.is_open for file in self._live.values())
+
+    @property
+    def live(self) -> FileSet:
+        """Return the live files for look-ups; the same object until an attach changes them."""
+        if self._set is None:
+            self._set = FileSet(self.live_entries())
+        return self._set
 
     def all(self) -> list[DataFile]:
         """Return all live files."""
@@ -103,7 +112,7 @@ class PendingFiles:
         kept = {path: file for path, file in self._live.items() if path not in gone}
         fresh = {entry.path: DataFile(self._files, entry) for entry in attachment.files}
         # Replaced, not changed: `over` may iterate in the reader thread.
-        self._live = kept | fresh
+        self._live, self._set = kept | fresh, None
         self._next_ms = {path: due_ms for path, due_ms in self._next_ms.items() if path in kept}
         # Compaction and rewriting move promises whose instants up to `opened_ms` were opened in their old place. Those
         # of a bulk job, and of a campaign that is resumed, are new: even those due before that must be opened. A file

@@ -1,0 +1,289 @@
+"""Find rows of the pending table by id, key or number, in any number of files: the one door to them for look-ups.
+
+    runs      sorted runs of the keys of files (file_keys.py), in `pending/_keys`; a look-up asks each for a block
+    cover     runs that writers have left are opened; files that no run speaks of are read, and become a run
+    merge     runs of like size become one, and what they say of files that have left is left out
+
+A cache: the log says which files live, the files what is in them. A run is used as far as it speaks of live files; one
+that is missing or damaged is made again, from the files. So a merge needs no order of steps: the new run is there, or
+the old ones are, or both are, which say the same.
+
+A few files stay open, those used last: a footer costs more than the look-up. They are no one else's, since Arrow's
+reader fails when two threads use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.errors import Corrupt, OverLimit
+from timeball.files import Files
+from timeball.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
+from timeball.message import TABLE_SCHEMA, Int64Array
+from timeball.table.attachment import FileEntry
+from timeball.table.data_file import ID_COLUMNS, DataFile
+from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, run_path
+from timeball.table.file_set import FileSet
+from timeball.table.layout import FOLDER, KEYS_FOLDER
+
+logger = logging.getLogger(__name__)
+
+RUNS_MIN = 6  # runs of like size before they become one: each pair is then written O(log n) times
+RUNS_MAX = 256  # merged at once
+SIZE_RATIO = 8
+SMALL_PAIRS = 65_536  # runs up to this size are alike
+OPEN_GROUPS_MAX = 1_024  # row groups of the files that stay open: 14 KB each
+
+_NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS]).empty_table()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A run on the disk; `name` is relative to the data folder."""
+
+    name: str
+    run: KeyRun
+
+
+class TableKeys:
+    """The keys of the live files. Blocking, any thread; `merge` runs beside look-ups, all else waits for its turn."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._lock = threading.RLock()
+        self._runs: tuple[_Stored, ...] = ()
+        self._covered: FileSet | None = None  # the files that the runs are known to speak of
+        self._unreadable: set[str] = set()  # files whose keys could not be read, as the log lines have said
+        self._open: OrderedDict[str, DataFile] = OrderedDict()  # the one used last comes last
+        self._open_groups = 0
+
+    # -- look-ups ------------------------------------------------------------------------------------------------
+
+    def find_keys(self, live: FileSet, hashes: UInt64Array) -> pa.Table:
+        """Return the identifying columns of the rows with a key that may be one of those hashed.
+
+        Raises Corrupt when a file cannot be read, NotFound when one of them has left the table and is gone.
+        """
+        with self._lock:
+            hits = self._hits(live, hashes)
+            parts = [self._file(entry).rows_at(np.unique(rows), ID_COLUMNS) for entry, rows in hits]
+        return pa.concat_tables(parts) if parts else _NO_ROWS
+
+    def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
+        """Return the same of the rows with these numbers; reads the numbers of files that may hold them."""
+        with self._lock:
+            parts = [self._file(entry).find_seqs(seq) for entry in live.with_seqs(seq)]
+        return pa.concat_tables(parts) if parts else _NO_ROWS
+
+    def rows_of(self, live: FileSet, due_ms: Int64Array, seq: Int64Array) -> list[pa.Table]:
+        """Return all columns of the rows with these instants and numbers, a table a file, in TABLE_SCHEMA."""
+        with self._lock:
+            return [
+                self._file(entry).rows_of(due_ms[places], seq[places])
+                for entry, places in live.with_pairs(due_ms, seq)
+            ]
+
+    def _hits(self, live: FileSet, hashes: UInt64Array) -> list[tuple[FileEntry, list[int]]]:
+        while True:
+            runs, hits = self._cover(live), defaultdict[str, list[int]](list)
+            for stored in runs:
+                try:
+                    numbers = stored.run.find_numbers(hashes).tolist()
+                except Corrupt as error:
+                    logger.warning("keys of data files made again run=%s reason=%s", stored.name, error)
+                    self._drop(stored)
+                    break
+                for number in numbers:
+                    hits[stored.run.names[number >> ROW_BITS]].append(number & ROW_MASK)
+            else:
+                # A run may speak of files that have left, or are not attached.
+                return [(entry, hits[path]) for path in hits if (entry := live.get(path)) is not None]
+
+    def _file(self, entry: FileEntry) -> DataFile:
+        """Return a file, open; those used longest ago are closed."""
+        file = self._open.pop(entry.path, None)
+        if file is None:
+            file = DataFile(self._files, entry)
+            file.check()
+            self._open_groups += file.group_count()
+        self._open[entry.path] = file
+        while self._open_groups > OPEN_GROUPS_MAX and len(self._open) > 1:
+            self._close(next(iter(self._open)))
+        return file
+
+    def _close(self, path: str) -> None:
+        file = self._open.pop(path)
+        self._open_groups -= file.group_count()
+        file.close()
+
+    # -- covering the live files -----------------------------------------------------------------------------------
+
+    def bring_up(self, live: FileSet) -> None:
+        """Do ahead of the look-ups what they would do: the first one would read thousands of files."""
+        with self._lock:
+            for path in [path for path in self._open if live.get(path) is None]:
+                self._close(path)
+            try:
+                self._cover(live)
+            except Corrupt:
+                return  # logged: a request that looks it up gets the error, and the other files are covered
+            for stored in self._runs:
+                if not any(live.get(path) for path in stored.run.names):
+                    self._drop(stored, covered=live)
+
+    def _cover(self, live: FileSet) -> tuple[_Stored, ...]:
+        """Return runs that speak of all these files; raise Corrupt for one that cannot be read."""
+        if self._covered is live:
+            return self._runs
+        missing = self._missing(live)
+        if missing:
+            self._open_new(missing)
+            missing = self._missing(live)
+        error = self._build(missing)
+        if error is not None:
+            raise error
+        self._covered = live
+        return self._runs
+
+    def _missing(self, live: FileSet) -> dict[str, FileEntry]:
+        spoken_of = set[str]().union(*(stored.run.names for stored in self._runs))
+        return {entry.path: entry for entry in live.entries if entry.path not in spoken_of}
+
+    def _open_new(self, missing: dict[str, FileEntry]) -> None:
+        """Use the runs in the folder that speak of files which are missing."""
+        known = {stored.name for stored in self._runs}
+        found = []
+        for name in (f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)):
+            if name not in known:
+                try:
+                    found.append(_Stored(name, KeyRun(self._files.map_readonly(name))))
+                except Corrupt as error:
+                    # Of a writer that has not finished, or never will: `sweep` removes it.
+                    logger.info("keys of data files not used run=%s reason=%s", name, error)
+        # The largest first: those that were merged into it, and are still there, add nothing to it.
+        left = set(missing)
+        for stored in sorted(found, key=lambda stored: -stored.run.pairs):
+            if not left.isdisjoint(stored.run.names):
+                left.difference_update(stored.run.names)
+                self._runs = (*self._runs, stored)
+
+    def _build(self, missing: dict[str, FileEntry]) -> Corrupt | None:
+        """Read the keys of these files into runs; return what was wrong with the last that cannot be read."""
+        keys, failed = FileKeys(), None
+        for path, entry in missing.items():
+            try:
+                # Not among the open ones: all of them come by once.
+                keys.add(path, *DataFile(self._files, entry).key_columns())
+            except Corrupt as error:
+                failed = error
+                if path not in self._unreadable:
+                    logger.error("keys not indexed file=%s reason=%s", path, error)
+                    self._unreadable.add(path)
+            if keys.is_full:
+                self._runs = (*self._runs, self._store([keys.run().data]))
+                keys = FileKeys()
+        if keys.has_files:
+            self._runs = (*self._runs, self._store([keys.run().data]))
+        return failed
+
+    def _store(self, pieces: Iterable[pa.Buffer | bytes]) -> _Stored:
+        """Write a run to the disk, and map it."""
+        name = f"{FOLDER}/{run_path()}"
+        # Under its own name at once: without its end it is no run.
+        write_pieces(self._files, name, pieces)
+        return _Stored(name, KeyRun(self._files.map_readonly(name)))
+
+    def _drop(self, stored: _Stored, *, covered: FileSet | None = None) -> None:
+        self._runs = tuple(each for each in self._runs if each is not stored)
+        self._covered = covered
+        self._files.remove(stored.name)
+
+    # -- upkeep ----------------------------------------------------------------------------------------------------
+
+    def merge(self, live: FileSet) -> bool:
+        """Merge runs where that is worth it; return whether it was. Takes seconds for ten million keys."""
+        with self._lock:
+            chosen = self._choose(live)
+        if not chosen:
+            return False
+        try:
+            merged = self._merged(chosen, live)
+        except Corrupt as error:
+            logger.warning("keys of data files not merged reason=%s", error)
+            merged = None
+        with self._lock:
+            # A damaged one is found by reading all of them: the files that they speak of are read again.
+            for stored in chosen:
+                self._drop(stored)
+            if merged is not None:
+                self._runs = (*self._runs, merged)
+        return True
+
+    def sweep(self) -> None:
+        """Remove runs that speak of no live file: of failed jobs, and of earlier lives."""
+        with self._lock:
+            known = {stored.name for stored in self._runs}
+            for name in self._files.list_dir(KEYS_FOLDER):
+                # Of an attach to come, too: its files are then read once more.
+                if f"{KEYS_FOLDER}/{name}" not in known:
+                    self._files.remove(f"{KEYS_FOLDER}/{name}")
+
+    def _choose(self, live: FileSet) -> list[_Stored]:
+        runs = sorted(self._runs, key=lambda stored: stored.run.pairs)
+        for at, stored in enumerate(runs):
+            largest = SIZE_RATIO * max(SMALL_PAIRS, stored.run.pairs)
+            alike = [each for each in runs[at:] if each.run.pairs <= largest]
+            if len(alike) >= RUNS_MIN:
+                return alike[:RUNS_MAX]
+        # By files, as a run does not say how many pairs each has.
+        for stored in runs:
+            if 2 * sum(live.get(path) is not None for path in stored.run.names) < len(stored.run.names):
+                return [stored]
+        return []
+
+    def _merged(self, chosen: Sequence[_Stored], live: FileSet) -> _Stored:
+        places: dict[str, int] = {}
+        changes = []
+        for stored in chosen:
+            to = np.full(len(stored.run.names), -1, np.int64)
+            for at, path in enumerate(stored.run.names):
+                if live.get(path) is not None and path not in places:  # once: two runs may speak of one file
+                    to[at] = places[path] = len(places)
+            changes.append(to)
+
+        def changed(at: int, pairs: Pairs) -> Pairs:
+            hashes, numbers = pairs
+            to = changes[at][numbers >> ROW_BITS]
+            kept = to >= 0
+            return hashes[kept], (to[kept] << ROW_BITS) | (numbers[kept] & ROW_MASK)
+
+        return self._store(encode(merge([stored.run for stored in chosen], changed), list(places)))
+
+    def statistics(self) -> dict[str, int]:
+        """Return counts for people."""
+        runs = self._runs
+        return {"key_runs": len(runs), "key_pairs": sum(stored.run.pairs for stored in runs)}
+
+
+def write_pieces(files: Files, name: str, pieces: Iterable[pa.Buffer | bytes]) -> None:
+    """Write a new file, piece by piece; durable on return. It is removed again when that fails."""
+    files.make_dir(KEYS_FOLDER)
+    file, at = files.create(name), 0
+    try:
+        for piece in pieces:
+            file.write_at(at, piece)
+            at += len(piece)
+        file.sync()
+    except (Corrupt, OverLimit):
+        files.remove(name)
+        raise
+    finally:
+        file.close()
+    files.sync_dir(KEYS_FOLDER)

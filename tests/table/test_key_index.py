@@ -1,0 +1,326 @@
+"""The index answers as reading every live file would: after each change, without its runs, after each power cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles, PowerCut
+from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows
+
+from timeball import key_hash
+from timeball.broker.tables.compact import write_files
+from timeball.errors import Corrupt, NotFound
+from timeball.files import Files
+from timeball.key_hash import KeyRun, hash_text
+from timeball.table import key_index
+from timeball.table.attachment import FileEntry
+from timeball.table.data_file import ID_COLUMNS, DataFile
+from timeball.table.file_set import FileSet
+from timeball.table.key_index import TableKeys
+from timeball.table.layout import FOLDER, KEYS_FOLDER
+
+WORDS = ["red", "blue", "green", "k" * 40, "é"]
+BEGIN_MS = ONE_BUCKET[0]
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Blocks of four pairs, merges from three runs on, few open files."""
+    with small_groups(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_hash, "BLOCK_PAIRS", 4)
+        patch.setattr(key_hash, "MERGE_PAIRS", 8)
+        patch.setattr(key_index, "RUNS_MIN", 3)
+        patch.setattr(key_index, "OPEN_GROUPS_MAX", 3)
+        yield
+
+
+def hashes(texts: Sequence[str]) -> np.ndarray:
+    return hash_text(pa.array(texts, pa.string()))
+
+
+@dataclass
+class Table:
+    """Files of a table, and what is in each, by path."""
+
+    files: CrashFiles
+    rows: dict[str, pa.Table] = field(default_factory=dict)
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+    next_seq: int = 1
+
+    @property
+    def live(self) -> FileSet:
+        return FileSet(self.entries.values())
+
+    def add(self, keys: Sequence[str | None], *, with_run: bool = True) -> None:
+        """Write and attach a file, with the run that its writer leaves, or without."""
+        rows = table_rows([BEGIN_MS + n for n in range(len(keys))], first_seq=self.next_seq, keys=keys)
+        before = self.files.list_dir(KEYS_FOLDER)
+        [entry] = write_files(self.files, rows, NOW_MS)
+        if not with_run:
+            for name in set(self.files.list_dir(KEYS_FOLDER)) - set(before):
+                self.files.remove(f"{KEYS_FOLDER}/{name}")
+        self.entries[entry.path], self.rows[entry.path] = entry, rows
+        self.next_seq += len(keys)
+
+    def remove(self, place: int) -> None:
+        """Let a file leave the table, and the disk."""
+        path = sorted(self.entries, key=lambda path: self.entries[path].min_seq)[place % len(self.entries)]
+        del self.entries[path], self.rows[path]
+        self.files.remove(f"{FOLDER}/{path}")
+
+    def scanned(self, texts: Sequence[str]) -> list[int]:
+        """The numbers of the rows with one of these keys, by reading all."""
+        return sorted(
+            row["seq"]
+            for rows in self.rows.values()
+            for row in rows.to_pylist()
+            if {row["unique_key"], *(row["keys"] or "").split(" ")} & set(texts)
+        )
+
+
+def found(index: TableKeys, live: FileSet, texts: Sequence[str]) -> list[int]:
+    rows = index.find_keys(live, hashes(texts))
+    assert rows.column_names == ID_COLUMNS
+    # As a caller does: a hash is a filter only.
+    return sorted(
+        row["seq"]
+        for row in rows.to_pylist()
+        if {row["unique_key"], *(row["keys"] or "").split(" ")} & set(texts)
+    )
+
+
+KEYS = st.none() | st.lists(st.sampled_from(WORDS), max_size=2).map(" ".join)
+FILES = st.lists(KEYS, min_size=1, max_size=2 * GROUP_ROWS)
+STEPS = st.one_of(
+    st.tuples(st.just("add"), FILES),
+    st.tuples(st.just("add without run"), FILES),
+    st.tuples(st.just("remove"), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["bring up", "merge", "sweep", "start", "lose", "damage"]), st.integers(0, 999)
+    ),
+)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(STEPS, min_size=1, max_size=14), st.lists(st.sampled_from([*WORDS, "id3", "id9"]), min_size=1)
+)
+def test_it_answers_as_a_scan_of_all_files_does(steps: list[tuple[str, object]], asked: list[str]) -> None:
+    with small():
+        table = Table(CrashFiles())
+        index = TableKeys(table.files)
+        for step, what in steps:
+            live = change(table, index, step, what)
+            index = TableKeys(table.files) if step == "start" else index
+            assert found(index, live, asked) == table.scanned(asked), step
+            numbers = index.find_seqs(live, np.arange(3, 30, 4)).column("seq").to_pylist()
+            everything = [row["seq"] for rows in table.rows.values() for row in rows.to_pylist()]
+            assert sorted(numbers) == sorted(set(everything) & set(range(3, 30, 4)))
+
+
+def change(table: Table, index: TableKeys, step: str, what: object) -> FileSet:
+    if step.startswith("add"):
+        assert isinstance(what, list)
+        table.add(what, with_run=step == "add")
+    elif step == "remove" and table.entries:
+        assert isinstance(what, int)
+        table.remove(what)
+    live = table.live
+    runs = table.files.list_dir(KEYS_FOLDER)
+    if step == "bring up":
+        index.bring_up(live)
+    elif step == "merge":
+        index.bring_up(live)
+        while index.merge(live):
+            pass
+    elif step == "sweep":
+        index.bring_up(live)
+        index.sweep()
+        assert len(table.files.list_dir(KEYS_FOLDER)) == index.statistics()["key_runs"]
+    elif step in ("lose", "damage") and runs:
+        assert isinstance(what, int)
+        name = f"{KEYS_FOLDER}/{runs[what % len(runs)]}"
+        if step == "lose":
+            table.files.remove(name)
+        elif data := table.files.content(name):
+            table.files.open(name).write_at(what % len(data), bytes([data[what % len(data)] ^ 1]))
+    return live
+
+
+def test_an_index_that_skips_a_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: it believes of a new file that its keys are known."""
+    monkeypatch.setattr(TableKeys, "_missing", lambda self, live: {})
+    table = Table(CrashFiles())
+    table.add(["red"], with_run=False)
+    assert found(TableKeys(table.files), table.live, ["red"]) != table.scanned(["red"])
+
+
+def many(count: int) -> Table:
+    table = Table(CrashFiles())
+    for number in range(count):
+        table.add([WORDS[number % len(WORDS)]] * 3)
+    return table
+
+
+def test_many_runs_become_few_and_what_has_left_is_left_out() -> None:
+    with small():
+        table = many(9)
+        index = TableKeys(table.files)
+        index.bring_up(table.live)
+        assert index.statistics() == {"key_runs": 9, "key_pairs": 54}
+        table.remove(0)
+        index.bring_up(table.live)
+        assert index.merge(table.live) and not index.merge(table.live)
+        assert index.statistics() == {"key_runs": 1, "key_pairs": 48}
+        for place in range(5):
+            table.remove(place)
+        live = table.live
+        index.bring_up(live)
+        assert index.merge(live), "most of it speaks of files that have left"
+        assert index.statistics() == {"key_runs": 1, "key_pairs": 18}
+        assert len(table.files.list_dir(KEYS_FOLDER)) == 1
+
+
+def test_a_run_that_speaks_of_no_live_file_goes() -> None:
+    table = many(2)
+    index = TableKeys(table.files)
+    index.bring_up(table.live)
+    table.remove(0)
+    index.bring_up(table.live)
+    assert index.statistics()["key_runs"] == len(table.files.list_dir(KEYS_FOLDER)) == 1
+
+
+def test_a_look_up_asks_the_runs_and_reads_the_rows_found_and_no_other_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = many(5)
+    index, live, opened = TableKeys(table.files), table.live, []
+    index.bring_up(live)
+    check = DataFile.check
+    monkeypatch.setattr(DataFile, "check", lambda file: (opened.append(file.entry.path), check(file)))
+    assert found(index, live, ["id4"]) == [4]
+    assert len(opened) == 1
+    assert found(index, live, ["id5"]) == [5]
+    assert len(opened) == 1, "it stays open for a while"
+    assert found(index, live, ["nothing"]) == []
+    assert len(opened) == 1
+
+
+def test_the_files_that_were_used_longest_ago_are_closed() -> None:
+    with small():
+        table = many(9)
+        index, live = TableKeys(table.files), table.live
+        for seq in range(1, 28):
+            assert found(index, live, [f"id{seq}"]) == [seq]
+            assert 1 <= index._open_groups == sum(file.group_count() for file in index._open.values()) <= 3
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_never_an_empty_answer() -> None:
+    table = many(1)
+    table.add(["red"], with_run=False)
+    path = list(table.entries)[1]
+    table.files.replace(f"{FOLDER}/{path}", b"PAR1 is not all there is to it")
+    index = TableKeys(table.files)
+    index.bring_up(table.live)
+    for _ in range(2):
+        with pytest.raises(Corrupt, match=path):
+            index.find_keys(table.live, hashes(["red"]))
+
+
+def test_a_file_that_has_gone_is_not_found() -> None:
+    table = many(1)
+    index, live = TableKeys(table.files), table.live
+    table.remove(0)
+    with pytest.raises(NotFound):
+        index.find_keys(live, hashes(["id1"]))
+
+
+# ---- power cuts ---------------------------------------------------------------------------------------------------
+
+
+def life(files: Files, table: Table) -> None:
+    """Attach, cover, merge, let a file leave, merge again."""
+    index = TableKeys(files)
+    for number in range(5):
+        table.add([WORDS[number % 3]] * 2, with_run=number != 2)
+        # As an attach does before its row: the files are durable, their keys need not be.
+        [entry] = list(table.entries.values())[-1:]
+        files.sync_file(f"{FOLDER}/{entry.path}")
+        files.sync_dir(f"{FOLDER}/{entry.path.rpartition('/')[0]}")
+    index.bring_up(table.live)
+    index.merge(table.live)
+    for _ in range(3):
+        table.add(["red"])
+    index.bring_up(table.live)
+    while index.merge(table.live):
+        pass
+
+
+@pytest.mark.slow
+def test_after_a_power_cut_at_every_call_it_answers_as_a_scan_does() -> None:
+    with small():
+        whole = CrashFiles()
+        life(whole, Table(whole))
+        for cut in range(1, whole.calls + 1):
+            table = Table(CrashFiles(crash_at=cut))
+            with pytest.raises(PowerCut):
+                life(table.files, table)
+            for seed in range(2):
+                after = table.files.crash(seed)
+                entries = [e for e in table.entries.values() if survives(after, e)]
+                left = Table(
+                    after, {e.path: table.rows[e.path] for e in entries}, {e.path: e for e in entries}
+                )
+                after.make_dir(KEYS_FOLDER)
+                index = TableKeys(after)
+                assert found(index, left.live, WORDS) == left.scanned(WORDS), (cut, seed)
+                assert found(index, left.live, ["id3"]) == left.scanned(["id3"]), (cut, seed)
+
+
+def survives(files: CrashFiles, entry: FileEntry) -> bool:
+    """Whether the file is whole: a row of the log names no other."""
+    try:
+        DataFile(files, entry).check()
+        DataFile(files, entry).rows_between((0, 0), (1 << 62, 0))
+    except (Corrupt, NotFound):
+        return False
+    return True
+
+
+def test_a_run_that_was_merged_and_is_still_there_says_nothing_twice() -> None:
+    with small():
+        table = many(4)
+        old = {
+            name: table.files.content(f"{KEYS_FOLDER}/{name}") for name in table.files.list_dir(KEYS_FOLDER)
+        }
+        index, live = TableKeys(table.files), table.live
+        index.bring_up(live)
+        assert index.merge(live)
+        for name, data in old.items():
+            table.files.replace(f"{KEYS_FOLDER}/{name}", data)
+        again = TableKeys(table.files)
+        again.bring_up(live)
+        assert again.statistics() == {"key_runs": 1, "key_pairs": 24}
+        assert found(again, live, ["red"]) == table.scanned(["red"])
+
+
+def test_a_run_is_written_piece_by_piece_and_not_kept_when_that_fails() -> None:
+    files = CrashFiles()
+
+    def pieces() -> Iterator[bytes]:
+        yield b"some"
+        raise Corrupt("a block of a run that is merged")
+
+    with pytest.raises(Corrupt):
+        key_index.write_pieces(files, f"{KEYS_FOLDER}/x.keys", pieces())
+    assert files.list_dir(KEYS_FOLDER) == []
+    run = KeyRun.build(np.arange(5, dtype=np.uint64), np.arange(5))
+    key_index.write_pieces(files, f"{KEYS_FOLDER}/x.keys", [run.data.slice(0, 7), run.data.slice(7)])
+    assert files.content(f"{KEYS_FOLDER}/x.keys") == bytes(run.data)
