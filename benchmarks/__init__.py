@@ -17,6 +17,7 @@ NAMES = [
     "burst",
     "memory",
     "restart",
+    "keys",
     "compact",
     "pipeline",
     "up",

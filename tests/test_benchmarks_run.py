@@ -32,6 +32,7 @@ SLOW = {
     "beside",
     "burst",
     "restart",
+    "keys",
     "memory",
     "compact",
     "pipeline",
@@ -122,6 +123,14 @@ WANTED = {
     ],
     "memory": ["at 2,000", "at 10,000", "slope between them", "server CPU (schedule, compact)"],
     "restart": ["process start to first on-time release", "missing or doubled", "server CPU since its start"],
+    "keys": [
+        "runs of keys",
+        "memory",
+        "cancel by key, 8 at a time: rate",
+        "kill -9 to the first cancel by key",
+        "missing or failed",
+        "missing or doubled",
+    ],
     "cluster": [
         "one machine 8x512: rate",
         "one machine 64x1: broker's CPU",
