@@ -39,6 +39,21 @@ def test_values_are_parsed() -> None:
     assert read_options({"from_seq": "Watermark"}).from_seq == "watermark"
 
 
+def test_names_of_kafka_and_of_delta_are_ours() -> None:
+    kafka = {"subscribe": "orders", "startingOffsets": '{"orders": {"0": 23, "1": -2}}'}
+    parsed = read_options({**kafka, "endingOffsets": '{"orders": {"0": 30, "1": -1}}', "minPartitions": "4"})
+    assert (parsed.read, parsed.topic, parsed.min_partitions) == ("queue", "orders", 4)
+    assert (parsed.from_offset, parsed.to_offset) == ({0: 23}, {0: 30})
+    assert read_options({"subscribe": "orders", "startingoffsets": "earliest"}).from_offset == "first"
+    log = read_options(
+        {"startingOffsets": "earliest", "endingOffsets": "latest", "maxOffsetsPerTrigger": "9"}
+    )
+    assert (log.from_seq, log.to_seq, log.max_rows_per_batch) == ("first", None, 9)
+    assert read_options({"STARTINGOFFSETS": "17"}).from_seq == 17
+    assert read_options({"read": "pending", "versionAsOf": "3"}).version == 3
+    assert read_options({"read": "Queue", "topic": "t", "startingOffsets": "latest"}).from_offset == "latest"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -64,6 +79,13 @@ def test_values_are_parsed() -> None:
         ({"read": "ranges", "columns": "seq"}, "option columns: no column 'seq' when read=ranges"),
         ({"read": "queue"}, "option topic: missing; read=queue needs it"),
         ({"read": "queue", "topic": "t", "from_offset": "0:7"}, "option from_offset='0:7': first, latest"),
+        ({"startingOffsets": "soon"}, "option startingOffsets='soon': .*latest"),
+        ({"maxOffsetsPerTrigger": "0"}, "option maxOffsetsPerTrigger='0': at least 1"),
+        ({"maxRowsPerTrigger": "5", "max_rows_per_batch": "6"}, "max_rows_per_batch, which is given as well"),
+        ({"versionAsOf": "3"}, "option versionAsOf: only with read=pending or ledger, not with read=log"),
+        ({"subscribe": "t", "startingOffsets": '{"u": {"0": 5}}'}, "the topic that is read is 't'"),
+        ({"subscribe": "t", "startingOffsets": '{"t": {"0": -1}}'}, "option startingOffsets"),
+        ({"subscribe": "t", "startingOffsets": '{"t": 5}'}, "option startingOffsets"),
         ({"timestamp": "2030-01-31T09:00:00"}, "option timestamp='2030-01-31T09:00:00': names no time zone"),
     ],
 )

@@ -18,6 +18,10 @@ from timeball.pipeline.groups import split_endpoint
 
 Offsets = dict[int, int]  # queue -> offset
 MOST = 2**62
+NO_ALIASES: Mapping[str, str] = {}
+# Kafka's words. In its JSON an offset may be one of two numbers instead.
+EARLIEST = "earliest"
+KAFKA_WORDS = {-2: "first", -1: "latest"}
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -27,19 +31,22 @@ def parse(
     record: type[T],
     parsers: Mapping[str, Callable[[str], Any]],
     ignored: Collection[str] = (),
+    aliases: Mapping[str, str] = NO_ALIASES,
 ) -> T:
-    """Parse options, given in any case, as a record; SetupError names the first bad one."""
+    """Parse options, given in any case, as a record; SetupError names the first bad one as it was given."""
     found: dict[str, Any] = {}
     for key, given in options.items():
-        name = key.lower()
-        if name in ignored:
+        if key.lower() in ignored:
             continue
+        name = aliases.get(key.lower(), key.lower())
         if name not in record.__struct_fields__:
             raise SetupError(f"option {key}: unknown; there are {', '.join(record.__struct_fields__)}")
+        if name in found:
+            raise SetupError(f"option {key}: another name of {name}, which is given as well")
         try:
             found[name] = parsers[name](given.strip())
         except ValueError as error:
-            raise SetupError(f"option {name}={given!r}: {error}") from error
+            raise SetupError(f"option {key}={given!r}: {error}") from error
     return record(**found)
 
 
@@ -73,8 +80,9 @@ def position(*named: str) -> Callable[[str], int | str]:
     """Parse a sequence number, or one of these names."""
 
     def parse(text: str) -> int | str:
-        if text.lower() in named:
-            return text.lower()
+        word = ours(text)
+        if word in named:
+            return word
         try:
             return count(0)(text)
         except ValueError as error:
@@ -83,17 +91,34 @@ def position(*named: str) -> Callable[[str], int | str]:
     return parse
 
 
-def offsets(*named: str) -> Callable[[str], int | str | Offsets]:
-    """Parse where to stand in queues: a name, one offset for all of them, or queue=offset,queue=offset."""
+def ours(text: str) -> str:
+    """Return a word in lower case, and Kafka's word for the first row as ours."""
+    return "first" if text.lower() == EARLIEST else text.lower()
+
+
+def end_seq(text: str) -> int | None:
+    """Parse the number of the row to stop before; `latest` is where everything ends that is durable."""
+    return None if text.lower() == "latest" else count(0)(text)
+
+
+def offsets(*named: str, rest: str = "first") -> Callable[[str], int | str | Offsets]:
+    """Parse where to stand in queues: a name, one offset for all of them, or queue=offset,queue=offset.
+
+    Kafka's form is understood too, {"orders": {"0": 100}}. `rest`: where queues stand that are not named.
+    """
     wanted = ", ".join([*named, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
 
     def parse(text: str) -> int | str | Offsets:
-        if text.lower() in named:
-            return text.lower()
+        word = ours(text)
+        if word in named:
+            return word
         try:
-            if "=" not in text:
+            if text.startswith("{"):
+                pairs = kafka_offsets(text, rest)
+            elif "=" in text:
+                pairs = [(queue, offset) for queue, offset in (entry.split("=") for entry in text.split(","))]
+            else:
                 return count(0)(text)
-            pairs = [entry.split("=") for entry in text.split(",")]
             found = {queue_id(queue): count(0)(offset) for queue, offset in pairs}
         except ValueError as error:
             raise ValueError(wanted) from error
@@ -102,6 +127,25 @@ def offsets(*named: str) -> Callable[[str], int | str | Offsets]:
         return found
 
     return parse
+
+
+def kafka_offsets(text: str, rest: str) -> list[tuple[str, str]]:
+    """Return the queues and offsets of one topic in Kafka's JSON, without those that stand where the rest does."""
+    [queues] = kafka_topics(text).values()
+    return [
+        (queue, str(offset)) for queue, offset in queues.items() if KAFKA_WORDS.get(offset, offset) != rest
+    ]
+
+
+def kafka_topics(text: str) -> dict[str, dict[str, int]]:
+    """Return the offsets by queue of the one topic that Kafka's JSON names; ValueError for another number of them."""
+    try:
+        topics = msgspec.json.decode(text, type=dict[str, dict[str, int]])
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+    if len(topics) != 1:
+        raise ValueError("one topic")
+    return topics
 
 
 def queue_id(text: str) -> int:

@@ -3,6 +3,8 @@
 Spark passes options as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An unknown option
 is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect; so is one that does not apply to what
 is read, such as `kinds` with read=pending.
+
+Names that users of Spark know from Kafka's source and from Delta's are understood as ours: `aliases` is the only list.
 """
 
 from __future__ import annotations
@@ -39,6 +41,22 @@ STARTS = ("first", "latest", "watermark")
 OFFSET_STARTS = ("first", "latest")
 # Spark's own words, which it passes on to the sink of a stream.
 SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
+# Names of Kafka's source and of Delta's, in the lower case in which Spark may pass them on -> ours.
+ALIASES = {
+    "subscribe": "topic",
+    "startingoffsets": "from_offset",
+    "endingoffsets": "to_offset",
+    "maxoffsetspertrigger": "max_rows_per_batch",
+    "maxrowspertrigger": "max_rows_per_batch",
+    "minoffsetspertrigger": "min_rows_per_batch",
+    "minpartitions": "min_partitions",
+    "versionasof": "version",
+    "timestampasof": "timestamp",
+}
+SUBSCRIBED = (
+    "subscribe"  # Kafka's word for a topic as its consumers see it: read=queue, unless another is named
+)
+IN_LOG = {"from_offset": "from_seq", "to_offset": "to_seq"}  # an offset of the log is the number of a row
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +132,7 @@ def describe() -> dict[str, str]:
         "columns": "only these columns, in this order; of the log, the broker sends no others. * is all; group is more",
         "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",
-        "to_seq": "row to stop before (batch; default: everything durable)",
+        "to_seq": "row to stop before; latest: everything durable (latest)",
         "kinds": "only these kinds of rows, filtered by the broker: promise,release or 2,4",
         "body_kinds": "only rows of these kinds keep their body; null for the others",
         "placed": "true: only rows that have a place in a queue; false: only those that have none",
@@ -140,20 +158,41 @@ def describe() -> dict[str, str]:
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check the options of a read; SetupError names the first bad one."""
-    parsed = values.parse(options, ReadOptions, _PARSERS)
+    given = {key.lower(): text for key, text in options.items()}
+    if SUBSCRIBED in given and "read" not in given:
+        options = {"read": "queue", **options}
+    names = aliases(options)
+    parsed = values.parse(options, ReadOptions, _PARSERS, aliases=names)
     parsed = msgspec.structs.replace(
         parsed, endpoint=confined(parsed.endpoint, parsed.group), columns=_chosen(parsed)
     )
     for key in options:
-        fits = FITS.get(key.lower(), tuple(SCHEMAS))
+        fits = FITS.get(names.get(key.lower(), key.lower()), tuple(SCHEMAS))
         if parsed.read not in fits:
             raise SetupError(f"option {key}: only with read={' or '.join(fits)}, not with read={parsed.read}")
     if parsed.read == "queue" and parsed.topic is None:
         raise SetupError("option topic: missing; read=queue needs it")
+    _check_topic_of_offsets(options, parsed)
     if parsed.version is not None and parsed.timestamp is not None:
         raise SetupError("options version and timestamp: give one of them")
     arrow_schema(parsed)
     return parsed
+
+
+def aliases(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of Kafka and of Delta, in lower case, with our option that each stands for in this read."""
+    read = next((text.strip().lower() for key, text in options.items() if key.lower() == "read"), None)
+    if read == "queue":
+        return ALIASES
+    return {name: IN_LOG.get(option, option) for name, option in ALIASES.items()}
+
+
+def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> None:
+    """Refuse Kafka's offsets of another topic than the one that is read."""
+    for key, text in options.items():
+        is_kafkas = ALIASES.get(key.lower(), key) in IN_LOG and text.lstrip().startswith("{")
+        if is_kafkas and {*values.kafka_topics(text)} != {parsed.topic}:
+            raise SetupError(f"option {key}={text!r}: the topic that is read is {parsed.topic!r}")
 
 
 def _chosen(options: ReadOptions) -> tuple[str, ...] | None:
@@ -222,13 +261,13 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "columns": values.names,
     "topic": values.text,
     "from_seq": values.position(*STARTS),
-    "to_seq": values.count(0),
+    "to_seq": values.end_seq,
     "kinds": values.kinds,
     "body_kinds": values.kinds,
     "placed": values.flag,
     "queue_id": values.queue_id,
     "from_offset": values.offsets(*OFFSET_STARTS),
-    "to_offset": values.offsets("latest"),
+    "to_offset": values.offsets("latest", rest="latest"),
     "version": values.count(0),
     "timestamp": values.instant_ms,
     "table_uri": values.text,
