@@ -26,6 +26,16 @@ timeball.errors.OutOfRange: compact from seq 3: the watermark is 7
         ("java.lang.OutOfMemoryError: Java heap space", SetupError, "spark.driver.memory"),
         ("java.io.IOException: No space left on device", StorageError, "no space left"),
         ("ModuleNotFoundError: No module named 'pyarrow'", SetupError, "cannot import pyarrow"),
+        (
+            'Cannot run program "/opt/v/bin/python": error=2',
+            SetupError,
+            "no /opt/v/bin/python: set PYSPARK_PYTHON",
+        ),
+        (
+            "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, PySpark",
+            SetupError,
+            "executors run Python 3.10 and the driver 3.11: set PYSPARK_PYTHON",
+        ),
         ("[DATA_SOURCE_NOT_FOUND] Failed to find the data source: timeball", SetupError, "session.register"),
         (
             "Traceback\n  File x\nValueError: seven\n\tat java",

@@ -29,6 +29,18 @@ _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
         "Java started but Spark did not: see the lines above; is JAVA_HOME a full Java 17 or later?",
     ),
     (
+        re.compile(r'Cannot run program "([^"]*python[^"]*)"'),
+        SetupError,
+        r"an executor has no \1: set PYSPARK_PYTHON, or --conf spark.pyspark.python=…, to the Python there that has "
+        "the packages, for example ./environment/bin/python of a packed one.",
+    ),
+    (
+        re.compile(r"PYTHON_VERSION_MISMATCH\D*(\d+\.\d+)\D*(\d+\.\d+)", re.DOTALL),
+        SetupError,
+        r"executors run Python \1 and the driver \2: set PYSPARK_PYTHON, or --conf spark.pyspark.python=…, to the same "
+        "version on all of them.",
+    ),
+    (
         re.compile(r"OutOfMemoryError|GC overhead limit"),
         SetupError,
         "Spark ran out of memory: raise spark.driver.memory (or spark.executor.memory), or lower max_rows_per_batch.",
@@ -63,12 +75,14 @@ def plain(error: BaseException) -> TimeballError:
         if isinstance(kind, type) and issubclass(kind, TimeballError):
             return kind(sentence.strip())
     for pattern, kind, sentence in _KNOWN:
-        if pattern.search(text):
-            return kind(sentence)
+        match = pattern.search(text)
+        if match is not None:
+            return kind(match.expand(sentence))
     missing = _MODULE.search(text)
     if missing:
         return SetupError(
-            f"Spark's Python workers cannot import {missing.group(1)}: install it on every executor."
+            f"Spark's Python workers cannot import {missing.group(1)}: install it on every executor, or name the "
+            "Python that has it with PYSPARK_PYTHON."
         )
     # The last line of a Python traceback from a worker says more than Spark's first.
     raised = _RAISED.findall(text)
