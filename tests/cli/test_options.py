@@ -10,9 +10,10 @@ from tests.certificates import certificate
 from tests.node_fixture import running_node
 from typer.testing import CliRunner
 
-from timeball.cli.options import build_settings, connect, settings_options
+from timeball.cli.options import SparkOptions, build_settings, connect, settings_options, spark_options
 from timeball.config import Settings
-from timeball.errors import NotFound, SetupError, Unavailable
+from timeball.errors import NotFound, RequestError, SetupError, Unavailable
+from timeball.pipeline.run import SUBMITTED
 
 
 def test_every_setting_has_an_option() -> None:
@@ -114,3 +115,28 @@ def test_a_broker_that_speaks_tls_is_not_called_absent(
         secure = node.endpoint.replace("grpc:", "grpc+tls:")
         with pytest.raises(Unavailable, match="certificate verify failed"), connect(secure) as ball:
             ball.create_topic("orders")
+
+
+def test_a_command_on_spark_has_the_options_of_spark_submit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    @spark_options
+    def command(spark: SparkOptions, other: int = 3) -> None:
+        seen.append((spark, other))
+
+    assert list(inspect.signature(command).parameters) == ["master", "conf", "packages", "name", "other"]
+    command(master="m", conf=["a=1=2", "b=3"], packages=["g:a:1", "g:b:2"], name="mine", other=4)
+    [(spark, other)] = seen
+    assert other == 4 and dict(spark.conf) == {
+        "a": "1=2",
+        "b": "3",
+        "spark.jars.packages": "g:a:1,g:b:2",
+        "spark.app.name": "mine",
+    }
+    assert spark.words()[:4] == ["--master", "m", "--conf", "a=1=2"]
+    assert SparkOptions().words() == []
+    with pytest.raises(RequestError, match="--conf a: write NAME=VALUE"):
+        command(master=None, conf=["a"], packages=None, name=None)
+    monkeypatch.setenv(SUBMITTED, "1234")
+    with pytest.raises(RequestError, match="give them to spark-submit"):
+        command(master=None, conf=None, packages=["g:a:1"], name=None)

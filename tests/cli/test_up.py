@@ -21,6 +21,7 @@ from tests.node_fixture import eventually
 
 from timeball import Timeball
 from timeball.cli.exit_codes import ExitCode
+from timeball.cli.options import SparkOptions
 from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
 from timeball.clock import ManualClock
 from timeball.config import Settings
@@ -29,7 +30,7 @@ from timeball.config import Settings
 def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
     """And reaches the broker where it listens."""
     settings = Settings(data=Path("d"), compact_rows=7, compact_rows_min=3)
-    command = pipeline_command(settings, "grpc://h:1", "m", pipeline_jobs(settings))
+    command = pipeline_command(settings, "grpc://h:1", SparkOptions("m"), pipeline_jobs(settings))
     assert command[:3] == [sys.executable, "-m", "timeball"]
     assert command[command.index("--endpoint") + 1] == "grpc://h:1"
     assert command[command.index("--master") + 1] == "m"
@@ -48,7 +49,7 @@ def test_without_spark_the_broker_compacts_and_no_master_is_named() -> None:
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
 def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
     settings = Settings(data=Path("d"), strategy=schedule)  # type: ignore[arg-type]
-    command = pipeline_command(settings, "grpc://h:1", "m", pipeline_jobs(settings))
+    command = pipeline_command(settings, "grpc://h:1", SparkOptions("m"), pipeline_jobs(settings))
     assert command[5:7] == ["ledger", "--log-level"]
     assert not [word for word in command if "compact" in word]
 

@@ -27,6 +27,7 @@ from tests.crash.siege import CLOCK, Siege, cancel, consume, send_many, send_one
 from tests.pipeline import bulk_write
 
 from timeball import Timeball
+from timeball.cli.options import SparkOptions
 from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
 from timeball.config import Settings
 from timeball.limits import HOUR_MS
@@ -88,7 +89,7 @@ class SupervisedSpark:
     def __init__(self, endpoint: str) -> None:
         self.pids: list[int] = []
         self.said: list[str] = []
-        command = pipeline_command(SETTINGS, endpoint, "local[2]", pipeline_jobs(SETTINGS))
+        command = pipeline_command(SETTINGS, endpoint, SparkOptions("local[2]"), pipeline_jobs(SETTINGS))
         self._supervisor = Supervisor(command, self._say)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="supervisor")

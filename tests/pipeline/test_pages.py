@@ -48,7 +48,17 @@ ARCHIVE, BULK, FORECAST, SOURCE, SQL = (
     f"docs/pipeline/{name}.md" for name in ("archive", "bulk", "forecast", "data-source", "sql")
 )
 # Said in words, or the same in every command.
-IN_WORDS = {"--dry-run", "--yes", "--master", "--endpoint", "--json", "--help"}
+IN_WORDS = {
+    "--dry-run",
+    "--yes",
+    "--master",
+    "--conf",
+    "--packages",
+    "--name",
+    "--endpoint",
+    "--json",
+    "--help",
+}
 
 
 def blocks(name: str, language: str) -> list[str]:

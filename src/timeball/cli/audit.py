@@ -16,11 +16,12 @@ import typer
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
-    DEFAULT_MASTER,
+    SPARK_AS_IT_IS,
     EndpointOption,
     JsonOption,
-    MasterOption,
+    SparkOptions,
     reach,
+    spark_options,
 )
 from timeball.cli.output import show
 
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 OFFENDERS_SHOWN = 10
 
 
+@spark_options
 def audit(
-    master: MasterOption = DEFAULT_MASTER,
+    spark: SparkOptions = SPARK_AS_IT_IS,
     ledger: Annotated[
         str | None,
         typer.Option(
@@ -57,12 +59,12 @@ def audit(
     from timeball.cli.spark import spark_session
 
     reach(endpoint)
-    with spark_session(master, "timeball-audit") as spark:
+    with spark_session(spark, "timeball-audit") as session:
         from timeball.pipeline.jobs import audit as job
         from timeball.pipeline.run.job_status import Board
         from timeball.pipeline.run.runner import default_folder
 
-        report = job.run(spark, endpoint, ledger_uri=ledger)
+        report = job.run(session, endpoint, ledger_uri=ledger)
         # Without the messages concerned, which may be long: these are shown here.
         groups = {name: msgspec.structs.replace(each, offenders={}) for name, each in report.groups.items()}
         counts = msgspec.structs.replace(report, offenders={}, groups=groups)

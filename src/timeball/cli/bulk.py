@@ -23,11 +23,13 @@ import typer
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
-    DEFAULT_MASTER,
+    SPARK_AS_IT_IS,
     EndpointOption,
     JsonOption,
-    MasterOption,
+    SparkOptions,
+    pair,
     reach,
+    spark_options,
 )
 from timeball.cli.output import bars, print_note, progress_bar, show
 from timeball.cli.units import show_bytes, show_instant
@@ -92,12 +94,9 @@ Rejects = Annotated[
 TableUri = Annotated[
     str | None, typer.Option("--table-uri", metavar="URI", help="Where executors reach the pending table.")
 ]
-Conf = Annotated[
-    list[str] | None,
-    typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
-]
 
 
+@spark_options
 def bulk(
     files: Files = None,
     topic: Topic = None,
@@ -115,8 +114,7 @@ def bulk(
     dry_run: DryRun = False,
     rejects: Rejects = None,
     table_uri: TableUri = None,
-    conf: Conf = None,
-    master: MasterOption = DEFAULT_MASTER,
+    spark: SparkOptions = SPARK_AS_IT_IS,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -154,14 +152,13 @@ def bulk(
         raise RequestError("--format jdbc: name the campaign with --campaign, since a table's rows change")
     name = campaign or campaign_id(source, meaning)
     where = {"campaign": name, "dry_run": dry_run, "rejects_uri": rejects, "table_uri": table_uri}
-    settings = dict(pair("--conf", each) for each in conf or [])
     from timeball.cli.spark import spark_session
 
     reach(endpoint)
     if not dry_run:
         print_note(f"campaign {name}")
-    with spark_session(master, "timeball-bulk", settings) as spark:
-        report = _run(spark, source, endpoint, meaning, where, quiet=as_json)
+    with spark_session(spark, "timeball-bulk") as session:
+        report = _run(session, source, endpoint, meaning, where, quiet=as_json)
     show(document(report), describe(report), as_json=as_json)
     if report.rejected:
         raise typer.Exit(ExitCode.CHECK_FAILED)
@@ -241,14 +238,6 @@ def campaign_id(source: Source, meaning: Mapping[str, str | None]) -> str:
         stamps += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found if p.is_file()]
     said = [source.places, source.format, sorted(source.options.items()), sorted(meaning.items()), stamps]
     return f"bulk-{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]}"
-
-
-def pair(option: str, text: str) -> tuple[str, str]:
-    """The two sides of NAME=VALUE; RequestError, naming the option, for another shape."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise RequestError(f"{option} {text}: write NAME=VALUE")
-    return name, value
 
 
 def _read(spark: SparkSession, source: Source) -> DataFrame:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the settings as options.
+"""Options that several commands share, the settings as options, and those of a Spark session.
 
 `Settings` is the list of what an operator may choose; `settings_options` makes one option of each of its
 fields, with that field's help text and default. A value is taken from, in this order: the option, the
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,6 @@ EndpointOption = Annotated[
     typer.Option("--endpoint", envvar="TIMEBALL_ENDPOINT", metavar="URI", help="Where the broker listens."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one document a line.")]
-MasterOption = Annotated[str, typer.Option("--master", envvar="TIMEBALL_MASTER", help="Spark master.")]
 NoSparkOption = Annotated[
     bool,
     typer.Option(
@@ -46,7 +46,7 @@ NoSparkOption = Annotated[
 CLUSTER_NAMES = [
     "cluster", "group", "etcd", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file",
 ]  # fmt: skip
-DEFAULT_ENDPOINT, DEFAULT_MASTER = "grpc://127.0.0.1:7400", "local[2]"
+DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
 
 
 def as_parameter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -176,6 +176,89 @@ def _value(file: Path, name: str, value: Any) -> Any:
     if type(value) is not wanted:
         raise SetupError(f"--settings {file}: {name} = {value!r} should be of type {wanted.__name__}")
     return value
+
+
+# ---- where Spark runs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparkOptions:
+    """The options of a Spark session that every command on Spark has."""
+
+    master: str | None = None
+    conf: tuple[tuple[str, str], ...] = ()
+
+    def words(self) -> list[str]:
+        """Return the options as a command line has them."""
+        words = [] if self.master is None else ["--master", self.master]
+        return words + [word for key, value in self.conf for word in ("--conf", f"{key}={value}")]
+
+
+SPARK_AS_IT_IS = SparkOptions()
+_SPARK = {
+    "master": Annotated[
+        str | None,
+        typer.Option(
+            "--master", envvar="TIMEBALL_MASTER", help="Spark master (local[2], or spark-submit's)."
+        ),
+    ],
+    "conf": Annotated[
+        list[str] | None,
+        typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
+    ],
+    "packages": Annotated[
+        list[str] | None,
+        typer.Option("--packages", metavar="G:A:V", help="Maven packages for Spark; may be repeated."),
+    ],
+    "name": Annotated[str | None, typer.Option("--name", help="Spark's name for the application.")],
+}
+
+
+def spark_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(…, spark, …)` the options of a Spark session in the place of that parameter."""
+    parameters = []
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        if own.annotation is SparkOptions:
+            for name, annotation in _SPARK.items():
+                kind = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(inspect.Parameter(name, kind, default=None, annotation=annotation))
+        else:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def with_spark(*before: Any, **given: Any) -> None:
+        chosen = build_spark_options(**{name: given.pop(name) for name in _SPARK})
+        command(*before, **given, spark=chosen)
+
+    with_spark.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_spark.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_spark
+
+
+def build_spark_options(
+    master: str | None, conf: Sequence[str] | None, packages: Sequence[str] | None, name: str | None
+) -> SparkOptions:
+    """Return the options of a session; RequestError for a setting of another shape than NAME=VALUE."""
+    settings = dict(pair("--conf", each) for each in conf or [])
+    if packages:
+        from timeball.pipeline.run import SUBMITTED
+
+        if SUBMITTED in os.environ:
+            raise RequestError("--packages: Spark runs already; give them to spark-submit")
+        settings["spark.jars.packages"] = ",".join(
+            [*packages, *filter(None, [settings.get("spark.jars.packages")])]
+        )
+    if name is not None:
+        settings["spark.app.name"] = name
+    return SparkOptions(master, tuple(settings.items()))
+
+
+def pair(option: str, text: str) -> tuple[str, str]:
+    """Return the two sides of NAME=VALUE; RequestError, naming the option, for another shape."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise RequestError(f"{option} {text}: write NAME=VALUE")
+    return name, value
 
 
 # ---- the way to a broker --------------------------------------------------------------------------------------

@@ -23,13 +23,14 @@ from rich.table import Table
 from timeball.cli import log_lines
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
-    DEFAULT_MASTER,
+    SPARK_AS_IT_IS,
     EndpointOption,
     JsonOption,
-    MasterOption,
     NoSparkOption,
+    SparkOptions,
     addresses_of,
     connect,
+    spark_options,
 )
 from timeball.cli.output import out, print_json, print_line
 from timeball.config import LogFormat, LogLevel
@@ -57,9 +58,10 @@ def _pipeline() -> None:
 
 
 @app.command("run")
+@spark_options
 def run(
     jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive, dispatch")],
-    master: MasterOption = DEFAULT_MASTER,
+    spark: SparkOptions = SPARK_AS_IT_IS,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     once: Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")] = False,
     checkpoint: Annotated[
@@ -116,7 +118,8 @@ def run(
         return
     from timeball.pipeline.run.session import continuous
 
-    with spark_session(master, "timeball " + " ".join(names), continuous(master)) as session:
+    chosen_spark = SparkOptions(spark.master, tuple(continuous(spark.master, dict(spark.conf)).items()))
+    with spark_session(chosen_spark, "timeball " + " ".join(names)) as session:
         runner.run(names, spark=session, **asked)
 
 

@@ -19,13 +19,14 @@ import typer
 from timeball.cli.campaign import TableOption
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
-    DEFAULT_MASTER,
+    SPARK_AS_IT_IS,
     EndpointOption,
     JsonOption,
-    MasterOption,
+    SparkOptions,
     as_parameter,
     naming,
     reach,
+    spark_options,
 )
 from timeball.cli.output import bars, print_json, print_line, progress_bar, show
 from timeball.cli.units import parse_duration_ms, show_bytes, show_ms
@@ -74,6 +75,7 @@ NameOption = Annotated[
 ]
 
 
+@spark_options
 def replay(
     from_ms: FromOption,
     until_ms: UntilOption,
@@ -93,7 +95,7 @@ def replay(
     job_id: NameOption = None,
     archive: ArchiveOption = None,
     table_uri: TableOption = None,
-    master: MasterOption = DEFAULT_MASTER,
+    spark: SparkOptions = SPARK_AS_IT_IS,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -118,7 +120,7 @@ def replay(
         with naming("--job-id"):
             check_campaign(job_id)
     reach(endpoint)
-    with spark_session(master, "timeball-replay") as spark:
+    with spark_session(spark, "timeball-replay") as session:
         from timeball.pipeline.jobs import replay as job
 
         window = job.Window(
@@ -130,7 +132,7 @@ def replay(
             to_topic=to_topic,
             by=by.value,
         )
-        carry_out(spark, endpoint, window, Wish(archive, table_uri, job_id, dry_run, yes, late, as_json))
+        carry_out(session, endpoint, window, Wish(archive, table_uri, job_id, dry_run, yes, late, as_json))
 
 
 @dataclass(frozen=True)

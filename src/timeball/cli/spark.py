@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import psutil
     from pyspark.sql import SparkSession
 
+    from timeball.cli.options import SparkOptions
+
 STDERR = 2
 
 
@@ -39,11 +41,12 @@ def load_runner(*, with_spark: bool = True) -> ModuleType:
 
 
 def open_session(
-    master: str, name: str, conf: Mapping[str, str] | None = None, log: Path | None = None
+    master: str | None, name: str, conf: Mapping[str, str] | None = None, log: Path | None = None
 ) -> SparkSession:
     """A session that knows the format `timeball`; SetupError when pyspark or Java is missing.
 
-    `log`: where Spark's own stderr goes; by default a file without a name, gone with the session.
+    `master`: None for spark-submit's, or a local one. `log`: where Spark's own stderr goes; by default a file without
+    a name, gone with the session.
     """
     try:
         from timeball.pipeline.run.session import build_session
@@ -54,9 +57,9 @@ def open_session(
 
 
 @contextmanager
-def spark_session(master: str, name: str, conf: Mapping[str, str] | None = None) -> Iterator[SparkSession]:
-    """Open a session for the length of a block."""
-    spark = open_session(master, name, conf)
+def spark_session(chosen: SparkOptions, name: str) -> Iterator[SparkSession]:
+    """Open a session for the length of a block; `name` is the application's if none was chosen."""
+    spark = open_session(chosen.master, name, dict(chosen.conf))
     try:
         yield spark
     finally:

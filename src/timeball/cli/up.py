@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.options import DEFAULT_MASTER, JsonOption, MasterOption, NoSparkOption, settings_options
+from timeball.cli.options import (
+    SPARK_AS_IT_IS,
+    JsonOption,
+    NoSparkOption,
+    SparkOptions,
+    settings_options,
+    spark_options,
+)
 from timeball.cli.output import print_json, print_note
 from timeball.cli.serve import local_endpoint, run_broker
 from timeball.clock import Clock, SystemClock
@@ -43,9 +50,10 @@ Say = Callable[[str, str], None]
 
 
 @settings_options
+@spark_options
 def up(
     settings: Settings,
-    master: MasterOption = DEFAULT_MASTER,
+    spark: SparkOptions = SPARK_AS_IT_IS,
     archive: Annotated[
         bool, typer.Option("--archive", help="Keep every message that passed, too: the job archive.")
     ] = False,
@@ -71,7 +79,7 @@ def up(
     def start_pipeline(node: Node) -> Callable[[], Awaitable[None]]:
         endpoint = local_endpoint(settings, node.port)
         jobs = pipeline_jobs(settings, archive=archive, no_spark=no_spark)
-        command = pipeline_command(settings, endpoint, None if no_spark else master, jobs)
+        command = pipeline_command(settings, endpoint, None if no_spark else spark, jobs)
         return _start_pipeline(settings, command, _speaker(as_json), no_spark=no_spark)
 
     asyncio.run(run_broker(settings, as_json, start_pipeline))
@@ -104,8 +112,10 @@ def pipeline_jobs(settings: Settings, *, archive: bool = False, no_spark: bool =
     return [*(["compact"] if compacts else []), "ledger", *(["archive"] if archive else [])]
 
 
-def pipeline_command(settings: Settings, endpoint: str, master: str | None, jobs: Sequence[str]) -> list[str]:
-    """Return the child's command line, compaction by the broker's own settings; `master` None: without Spark."""
+def pipeline_command(
+    settings: Settings, endpoint: str, spark: SparkOptions | None, jobs: Sequence[str]
+) -> list[str]:
+    """Return the child's command line, compaction by the broker's own settings; `spark` None: without it."""
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,
@@ -114,7 +124,7 @@ def pipeline_command(settings: Settings, endpoint: str, master: str | None, jobs
     command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs]
     command += ["--log-level", settings.log_level, "--log-format", settings.log_format]
     command += ["--endpoint", endpoint, "--stop-on-eof"]
-    command += ["--no-spark"] if master is None else ["--master", master]
+    command += ["--no-spark"] if spark is None else spark.words()
     for name, value in compact.items() if "compact" in jobs else ():
         command += ["--option", f"compact.{name}={value}"]
     return command

@@ -86,6 +86,11 @@ def test_no_broker() -> None:
     )
 
 
+def test_settings_of_spark_say_nothing_where_this_process_counts() -> None:
+    refused = run_here("forecast", "--endpoint", NOWHERE, "--conf", "spark.ui.enabled=true")
+    assert refused.returncode == 2 and "say nothing without --master" in refused.stderr
+
+
 def test_other_commands_do_not_wait_for_its_modules() -> None:
     code = (
         "import sys, timeball.cli.forecast.command;"

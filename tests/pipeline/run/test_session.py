@@ -37,6 +37,11 @@ def test_the_caller_has_the_last_word() -> None:
     assert "log4j2.configurationFile" in chosen["spark.driver.extraJavaOptions"]
 
 
+def test_without_a_master_it_is_local() -> None:
+    assert settings(None) == settings("local[2]")
+    assert settings("spark://host:7077")["spark.master"] == "spark://host:7077"
+
+
 @pytest.mark.spark
 def test_java_home_is_given_back(spark: SparkSession) -> None:
     assert "timeball" not in os.environ.get("JAVA_HOME", "")

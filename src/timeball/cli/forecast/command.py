@@ -1,11 +1,12 @@
 """`timeball forecast`: when how much of what waits falls due, its peaks, and what would be late then.
 
-DuckDB counts in this process; with --master Spark does, for a table that is out of reach from here, or too large. What
-follows is the same: both give a load.
+DuckDB counts in this process; with --master, or under spark-submit, Spark does, for a table that is out of reach from
+here, or too large. What follows is the same: both give a load.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,15 @@ from timeball.cli.forecast.options import (
     parse_moment,
     parse_rates,
 )
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    SPARK_AS_IT_IS,
+    EndpointOption,
+    JsonOption,
+    SparkOptions,
+    as_parameter,
+    spark_options,
+)
 from timeball.cli.output import print_note, show
 from timeball.cli.units import parse_duration_ms
 from timeball.errors import RequestError
@@ -88,12 +97,9 @@ ExtraColumnOption = Annotated[
     typer.Option("--extra-column", metavar="NAME", help="Its column of instants, if not due_ms or due."),
 ]
 PictureOption = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="Draw it (PNG, SVG).")]
-MasterOption = Annotated[
-    str | None,
-    typer.Option("--master", envvar="TIMEBALL_MASTER", help="Count on this Spark master, not here."),
-]
 
 
+@spark_options
 def forecast(
     by: ByOption = Bars.AUTO,
     from_: FromOption = None,
@@ -114,7 +120,7 @@ def forecast(
     extra_file: ExtraFileOption = None,
     extra_column: ExtraColumnOption = None,
     picture: PictureOption = None,
-    master: MasterOption = None,
+    spark: SparkOptions = SPARK_AS_IT_IS,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -137,12 +143,23 @@ def forecast(
     window = Window(from_, until, version, timestamp_ms, check)
     extra = Extra(extra_rows, extra_at, extra_over_ms or 0, extra_topic, extra_file, extra_column)
     asked = Asked(by, peaks, by_topic, topics or [], rates, backlog, within_ms)
-    answer_to(endpoint, master, window, extra, asked, picture, as_json)
+    answer_to(endpoint, counted_by(spark), window, extra, asked, picture, as_json)
+
+
+def counted_by(spark: SparkOptions) -> SparkOptions | None:
+    """Return the options of the Spark that counts; None when this process does."""
+    from timeball.pipeline.run import SUBMITTED
+
+    if spark.master is not None or SUBMITTED in os.environ:
+        return spark
+    if spark != SparkOptions():
+        raise RequestError("--conf, --packages and --name say nothing without --master: this process counts")
+    return None
 
 
 def answer_to(
     endpoint: str,
-    master: str | None,
+    spark: SparkOptions | None,
     window: Window,
     extra: Extra,
     asked: Asked,
@@ -158,7 +175,7 @@ def answer_to(
     if picture is not None:
         check_picture(picture)  # minutes of counting should not end with a missing library
     apart = asked.by_topic or bool(asked.topics) or any(name != THE_OTHERS for name in asked.rates)
-    found = answer(count(endpoint, master, window, by_topic=apart, quiet=as_json), asked, extra)
+    found = answer(count(endpoint, spark, window, by_topic=apart, quiet=as_json), asked, extra)
     show(found.document, describe(found.document), as_json=as_json)
     if picture is not None:
         draw(found, picture)

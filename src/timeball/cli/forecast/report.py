@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from timeball.cli.forecast.options import THE_OTHERS, Asked, Extra, Window
-from timeball.cli.options import reach
+from timeball.cli.options import SparkOptions, reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms
 from timeball.limits import SECOND_MS
@@ -51,7 +51,7 @@ Count = Callable[[str, Snapshot, Due, bool], Load]  # endpoint, snapshot, due, b
 
 
 def count(
-    endpoint: str, master: str | None, window: Window, *, by_topic: bool = False, quiet: bool = False
+    endpoint: str, spark: SparkOptions | None, window: Window, *, by_topic: bool = False, quiet: bool = False
 ) -> Counted:
     """Pin a snapshot, and count by SQL: in this process with DuckDB, or on Spark when a master is named.
 
@@ -61,7 +61,7 @@ def count(
     reach(endpoint)  # says at once what is wrong; what follows is patient with a broker that restarts
     groups = read_groups(endpoint)
     check_version(window.version, len(groups))
-    with _counting(master, quiet) as counting:
+    with _counting(spark, quiet) as counting:
         found = {each.name: _count_group(each.endpoint, window, counting, by_topic) for each in groups}
     return add_up(found)
 
@@ -105,9 +105,9 @@ def _count_group(endpoint: str, window: Window, counting: Count, by_topic: bool)
 
 
 @contextmanager
-def _counting(master: str | None, quiet: bool) -> Iterator[Count]:
+def _counting(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
     """Open what counts: DuckDB in this process, or Spark."""
-    if master is None:
+    if spark is None:
         from timeball.pipeline.views.duckdb_session import SqlSession
 
         def count_here(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
@@ -120,11 +120,11 @@ def _counting(master: str | None, quiet: bool) -> Iterator[Count]:
         return
     from timeball.cli.spark import spark_session
 
-    with spark_session(master, "timeball-forecast") as spark:
+    with spark_session(spark, "timeball-forecast") as session:
         from timeball.pipeline.views import spark_views
 
         def count_there(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
-            return spark_views.due_load(spark, endpoint, shot, by_topic=by_topic, due=due)
+            return spark_views.due_load(session, endpoint, shot, by_topic=by_topic, due=due)
 
         yield count_there
 

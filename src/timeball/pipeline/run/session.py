@@ -28,13 +28,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pyspark import SparkContext
+from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
 import timeball
 from timeball import places
 from timeball.errors import SetupError, TimeballError
 from timeball.pipeline.dispatch.due_stream import DueDataSource
+from timeball.pipeline.run import SUBMITTED
 from timeball.pipeline.source.data_source import TimeballDataSource
 from timeball.pipeline.source.delta_writer import DeltaDataSource
 from timeball.pipeline.spark_errors import spark_errors
@@ -90,12 +91,19 @@ appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
 """
 
 
-def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the settings of a session on `master`; `conf` has the last word."""
+def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the settings of a session on `master`; `conf` has the last word.
+
+    None is the master that spark-submit has chosen: then what it was told stands before ours, and its JVM runs already.
+    """
+    if master is None and SUBMITTED in os.environ:
+        return {**COMMON, **places.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
+    master = master or LOCAL_MASTER
     chosen = {
         **COMMON,
         **places.spark_settings(),
         **(LOCAL if master.startswith("local") else {}),
+        "spark.master": master,
         **(conf or {}),
     }
     java_options = "spark.driver.extraJavaOptions"
@@ -103,20 +111,22 @@ def settings(master: str, conf: Mapping[str, str] | None = None) -> dict[str, st
     return chosen
 
 
-def continuous(master: str, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+def continuous(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what a session of continuous jobs asks for on `master`; `conf` has the last word."""
-    return {**(CONTINUOUS if master.startswith("local") else {}), **(conf or {})}
+    is_submitted = master is None and SUBMITTED in os.environ
+    is_local = not is_submitted and (master or LOCAL_MASTER).startswith("local")
+    return {**(CONTINUOUS if is_local else {}), **(conf or {})}
 
 
 def build_session(
-    master: str = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
+    master: str | None = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
 ) -> SparkSession:
     """Build a session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     _show_package_to_workers()
     with spark_errors(), _java(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")
-        builder = SparkSession.builder.master(master).appName(app_name)
+        builder = SparkSession.builder.appName(app_name)
         for key, value in settings(master, conf).items():
             builder = builder.config(key, value)
         spark = builder.getOrCreate()
@@ -154,7 +164,7 @@ def make_active(spark: SparkSession) -> None:
 def _java() -> Iterator[None]:
     """Set JAVA_HOME only while the JVM is launched; other programs may want another."""
     before = os.environ.get("JAVA_HOME")
-    if SparkContext._gateway is None:
+    if SparkContext._gateway is None and SUBMITTED not in os.environ:
         os.environ["JAVA_HOME"] = str(java_home())
     try:
         yield
