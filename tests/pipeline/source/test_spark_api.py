@@ -7,13 +7,19 @@ import importlib.util
 from types import ModuleType
 
 import pytest
-from pyspark.sql import datasource
+from pyspark.sql import SparkSession, datasource
 
 from timeball.errors import SetupError
 from timeball.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline.source import spark_api
 from timeball.pipeline.source.options import RANGE_SCHEMA, arrow_schema, read_options
-from timeball.pipeline.source.spark_api import spark_schema
+from timeball.pipeline.source.spark_api import (
+    PARTITION_ROWS,
+    PARTITIONS,
+    described,
+    shuffled_by_size,
+    spark_schema,
+)
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, *names: str) -> ModuleType:
@@ -70,3 +76,31 @@ def test_options_choose_schema_and_columns() -> None:
     assert arrow_schema(read_options({})) == READ_SCHEMA
     assert arrow_schema(read_options({"read": "pending"})) == TABLE_SCHEMA
     assert arrow_schema(read_options({"columns": "body,seq"})).names == ["body", "seq"]
+
+
+@pytest.mark.spark
+def test_a_block_is_described_and_shuffled_by_its_size(spark: SparkSession) -> None:
+    def newest() -> tuple[str | None, int]:
+        job = spark.sparkContext._jsc.sc().statusStore().jobsList(None).apply(0)
+        text = job.description()
+        return text.get() if text.isDefined() else None, int(job.numTasks())
+
+    before = spark.conf.get(PARTITIONS) or ""
+    spark.conf.set(PARTITIONS, "7")
+    rows = spark.range(100, numPartitions=1).selectExpr("id % 50 as key")
+    try:
+        with described(spark, "the outer block"):
+            with described(spark, "a sum"), shuffled_by_size(spark, 2 * PARTITION_ROWS):
+                assert spark.conf.get(PARTITIONS) == "2"
+                rows.collect()
+            assert newest()[0] == "a sum"
+            rows.collect()
+            assert newest() == ("the outer block", 1)
+        with shuffled_by_size(spark, 10**9):
+            assert spark.conf.get(PARTITIONS) == "7", "no more than is set"
+        with shuffled_by_size(spark, 0):
+            assert spark.conf.get(PARTITIONS) == "1"
+        rows.collect()
+        assert newest()[0] is None and spark.conf.get(PARTITIONS) == "7"
+    finally:
+        spark.conf.set(PARTITIONS, before)

@@ -37,6 +37,7 @@ from timeball.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import GROUP, place_of
 from timeball.pipeline.jobs import ledger
+from timeball.pipeline.source.spark_api import described, shuffled_by_size
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import beside, open_table
 from timeball.pipeline.views.snapshot import settled_status
@@ -120,7 +121,7 @@ def add_up(groups: dict[str, AuditReport]) -> AuditReport:
 def _audit(spark: SparkSession, endpoint: str, ledger_uri: str | None, overdue_ms: int) -> AuditReport:
     for tries_left in reversed(range(LOOKS_MAX)):
         try:
-            with spark_errors():
+            with spark_errors(), described(spark, f"audit of {endpoint}"):
                 report = _audit_once(spark, endpoint, ledger_uri, overdue_ms)
         except OutOfRange as error:
             if not tries_left:
@@ -144,7 +145,8 @@ def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms:
     judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
     judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
     try:
-        return balance(judged, queue_gaps(spark, endpoint, scope), scope)
+        with shuffled_by_size(spark, scope.end - scope.since):
+            return balance(judged, queue_gaps(spark, endpoint, scope), scope)
     finally:
         judged.unpersist()
 

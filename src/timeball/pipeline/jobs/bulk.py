@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from timeball.message import Int64Array
 from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
 from timeball.pipeline.jobs.campaign_groups import open_parts
+from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, create_table, sibling
 from timeball.pipeline.views.due_histogram import Load, merge
@@ -188,8 +190,8 @@ class Job:
 
     def survey(self, screened: DataFrame) -> list[Survey]:
         """Count the rows of each part in one pass."""
-        self._tell("survey")
-        return count_surveys(screened, len(self._parts))
+        with self._step("survey"):
+            return count_surveys(screened, len(self._parts))
 
     def write(self, frame: DataFrame, columns: Columns, surveys: Sequence[Survey]) -> None:
         """Do the steps that leave a trace, in an order that can be cut anywhere.
@@ -202,17 +204,23 @@ class Job:
             now_ms = planned[0].planned_ms
         screened = screen(frame, columns, now_ms)
         if surveys[0].reasons:
-            self._tell("rejects")
-            self._put_rejects(screened.where(f.col(REASON).isNotNull()))
+            with self._step("rejects"):
+                self._put_rejects(screened.where(f.col(REASON).isNotNull()))
         for number, (part, survey) in enumerate(zip(self._parts.values(), surveys, strict=True)):
             if planned[number].state != "planned":
                 continue
-            self._tell("write")
-            self._write_part(screened, number, part, survey)
+            with self._step("write"):
+                self._write_part(screened, number, part, survey)
             if part.decided().state == "planned":
                 raise OutOfRange(
                     f"campaign {self._id} was attached so long ago that it is forgotten: use another id"
                 )
+
+    @contextmanager
+    def _step(self, step: str) -> Iterator[None]:
+        self._tell(step)
+        with described(self._spark, f"bulk {self._id}: {step}"):
+            yield
 
     def _write_part(self, screened: DataFrame, number: int, part: Campaign, survey: Survey) -> None:
         valid = screened.where(f.col(REASON).isNull())

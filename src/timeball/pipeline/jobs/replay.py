@@ -37,6 +37,7 @@ from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.archive_writer import PASSED
 from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.source.pushdown import Bounds
+from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import beside, open_table
 from timeball.rules import check_campaign
@@ -287,7 +288,7 @@ def plan(
     width = width_ms(window.end_ms - window.start_ms)
     again = due(window)
     step = (f.floor(again / width) * width).cast("bigint")
-    with spark_errors():
+    with spark_errors(), described(spark, f"replay {window.job_id}: what passed"):
         groups = (
             passed(spark, endpoint, window, sources)
             .groupBy("topic", step.alias("step"))
@@ -350,7 +351,8 @@ def run(
         campaign.plan(planned.rows, sources.now_ms)
         again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
-        writer.option("table_uri", campaign.table_uri).mode("append").save()
+        with described(spark, f"replay {name}"):
+            writer.option("table_uri", campaign.table_uri).mode("append").save()
         attached = campaign.decided()
         if attached.state == "planned":
             raise OutOfRange(f"replay {name} was done so long ago that it is forgotten: name it anew")

@@ -12,14 +12,15 @@ field declared not null at run time. So there are six types, and every field may
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyspark
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
@@ -68,6 +69,12 @@ else:
     globals().update({name: _part("pyspark.sql.streaming.datasource", name) for name in _STREAM.split()})
 
 
+PARTITIONS = "spark.sql.shuffle.partitions"
+DEFAULT_PARTITIONS = "200"
+PARTITION_ROWS = 500_000  # as a reader's partition
+DESCRIPTION = "spark.job.description"
+
+
 def check_streams() -> None:
     """Raise SetupError unless this PySpark has all that streams need."""
     if SupportsTriggerAvailableNow.__module__ == __name__:
@@ -89,6 +96,29 @@ _TYPES: dict[pa.DataType, DataType] = {
 def spark_schema(schema: pa.Schema) -> StructType:
     """Return the Spark schema that reads batches of this Arrow schema."""
     return StructType([StructField(field.name, _TYPES[field.type], True) for field in schema])
+
+
+@contextmanager
+def described(spark: SparkSession, text: str) -> Iterator[None]:
+    """Describe what Spark runs in a block, for the pages of its UI."""
+    context = spark.sparkContext
+    before = context.getLocalProperty(DESCRIPTION)
+    context.setLocalProperty(DESCRIPTION, text)
+    try:
+        yield
+    finally:
+        context.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]  # None: none
+
+
+@contextmanager
+def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
+    """Shuffle about so many rows in a block into as many partitions as they are worth, and no more than is set."""
+    before = spark.conf.get(PARTITIONS, DEFAULT_PARTITIONS) or DEFAULT_PARTITIONS
+    spark.conf.set(PARTITIONS, max(1, min(int(before), -(-rows // PARTITION_ROWS))))
+    try:
+        yield
+    finally:
+        spark.conf.set(PARTITIONS, before)
 
 
 def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:

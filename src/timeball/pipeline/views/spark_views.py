@@ -24,7 +24,7 @@ from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import Group
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
-from timeball.pipeline.source.spark_api import spark_schema, unite
+from timeball.pipeline.source.spark_api import described, spark_schema, unite
 from timeball.pipeline.source.table_reader import read_delta
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import ALWAYS, Due
@@ -84,7 +84,7 @@ def due_load(
 
 def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
     """Count rows (due_ms, topic) on the executors."""
-    with spark_errors():
+    with spark_errors(), described(frame.sparkSession, "forecast: what waits, by the instant it is due"):
         return count_due(
             lambda text: _run(frame.sparkSession, text, {"pending": frame}).toArrow(),
             by_topic=by_topic,
