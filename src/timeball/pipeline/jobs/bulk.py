@@ -40,6 +40,7 @@ from timeball.message import Int64Array
 from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
 from timeball.pipeline.jobs.campaign_groups import open_parts
+from timeball.pipeline.jobs.preflight import check_table
 from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, create_table, sibling
@@ -134,6 +135,8 @@ def run(
         repeated = job.attached_before()
         surveys = [NOTHING] * len(parts)
         if not repeated:
+            if not dry_run:
+                job.check_tables()
             surveys = job.survey(screen(frame, columns, job.now_ms))
             if not dry_run:
                 job.write(frame, columns, surveys)
@@ -187,6 +190,11 @@ class Job:
         if any(each is not None and each.state == "cancelled" for each in known):
             raise InvalidMessage(f"campaign {self._id} was cancelled: schedule these rows under another id")
         return not any(each is None or each.state == "planned" for each in known)
+
+    def check_tables(self) -> None:
+        """Raise SetupError, before the rows are read, unless tasks reach the table of each part."""
+        for part in self._parts.values():
+            check_table(self._spark, part.table_uri, part.broker.status().table.version, "--table-uri")
 
     def survey(self, screened: DataFrame) -> list[Survey]:
         """Count the rows of each part in one pass."""

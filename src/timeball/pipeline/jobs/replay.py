@@ -36,6 +36,7 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.archive_writer import PASSED
 from timeball.pipeline.jobs.campaign import Campaign
+from timeball.pipeline.jobs.preflight import check_table
 from timeball.pipeline.source.pushdown import Bounds
 from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
@@ -348,6 +349,7 @@ def run(
         return ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=False, ranges=[])
     with spark_errors(), Endpoint(endpoint) as broker:
         campaign = Campaign(broker, name, table_uri)
+        check_table(spark, campaign.table_uri, broker.status().table.version, "--table-uri")
         campaign.plan(planned.rows, sources.now_ms)
         again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
