@@ -56,6 +56,7 @@ def test_a_bad_option_reaches_the_user_as_one_sentence(spark: SparkSession) -> N
     ):
         spark.read.format("timeball").option("colour", "red").load()
     assert caught.value.__cause__ is not None
+    assert len(str(caught.value.__cause__).splitlines()) <= 3, "without the calls in Spark's worker"
 
 
 def fake_java(home: Path, version: str) -> Path:

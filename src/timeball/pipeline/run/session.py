@@ -48,6 +48,10 @@ COMMON = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.ui.showConsoleProgress": "false",
+    # An error of ours is one sentence; the calls in a Python worker that led to it tell a user nothing.
+    "spark.sql.execution.pyspark.udf.hideTraceback.enabled": str(
+        os.environ.get("TIMEBALL_DEBUG") != "1"
+    ).lower(),
     # Arrow's own pool touches fresh memory far more slowly: sorting a million rows takes twice as long with it.
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
 }
