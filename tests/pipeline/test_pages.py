@@ -308,7 +308,7 @@ def test_the_examples_of_the_data_source_run(
     node.run(node.broker.compact())
     send_due_now(node.endpoint, 10)
     before = len(attached_seqs(broker))
-    assert run_examples(SOURCE, node.endpoint, **{'"/shared': f'"{tmp_path}'}) == 5
+    assert run_examples(SOURCE, node.endpoint, **{'"/shared': f'"{tmp_path}'}) == 6
     assert spark.read.parquet(str(tmp_path / "orders")).count() == 10
     assert len(attached_seqs(broker)) == before + 1
     assert re.search(r"\| *orders\| *30\|", capsys.readouterr().out)

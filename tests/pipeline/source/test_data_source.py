@@ -8,6 +8,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.types import LongType, StructField, StructType
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 from tests.pipeline.two_groups import two_groups
@@ -18,8 +19,9 @@ from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.run.on_spark import OnSpark
-from timeball.pipeline.source.data_source import in_one_group
-from timeball.pipeline.source.options import write_options
+from timeball.pipeline.source.data_source import TimeballDataSource, in_one_group
+from timeball.pipeline.source.log_reader import LogReader
+from timeball.pipeline.source.options import DEFAULT_ENDPOINT, write_options
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import sibling
 
@@ -99,11 +101,46 @@ def test_what_is_not_there_is_refused(spark: SparkSession, node: RunningNode) ->
         read(spark, node, max_rows_per_batch=5).count()
 
 
+@pytest.mark.smoke
 @pytest.mark.spark
-def test_a_wrong_schema_is_refused(spark: SparkSession, node: RunningNode) -> None:
+def test_a_schema_names_the_columns_that_are_fetched(spark: SparkSession, node: RunningNode) -> None:
+    send(node.endpoint, 10)
     reader = spark.read.format("timeball").option("endpoint", node.endpoint)
-    with pytest.raises(SetupError, match=r"leave \.schema"), spark_errors():
-        reader.schema("seq string").load().count()
+    rows = reader.schema("topic string, seq bigint").load().where("seq between 6 and 10").collect()
+    assert [(row.topic, row.seq) for row in rows] == [("orders", seq) for seq in range(6, 11)]
+    for wrong, said in (
+        ("seq string", "column seq: name some"),
+        ("colour string", "column colour: name some"),
+    ):
+        with pytest.raises(SetupError, match=said), spark_errors():
+            reader.schema(wrong).load().count()
+    with pytest.raises(SetupError, match=r"leave it out: struct<body:binary>"), spark_errors():
+        reader.schema("seq bigint").option("columns", "body").load().count()
+
+
+def test_a_schema_without_an_option_is_refused() -> None:
+    """A table of Spark's catalog is queried so, whatever its options say."""
+    some = StructType([StructField("seq", LongType())])
+    with pytest.raises(SetupError, match="write CREATE TEMPORARY VIEW"):
+        TimeballDataSource({}).reader(some)
+    assert isinstance(TimeballDataSource({"endpoint": DEFAULT_ENDPOINT}).reader(some), LogReader)
+    assert isinstance(TimeballDataSource({}).reader(TimeballDataSource({}).schema()), LogReader)
+
+
+@pytest.mark.spark
+def test_a_view_in_sql(spark: SparkSession, node: RunningNode) -> None:
+    send(node.endpoint, 10)
+    send_due_now(node.endpoint, 5)
+    options = f"USING timeball OPTIONS (endpoint '{node.endpoint}', read 'queue', topic 'orders')"
+    some = f"USING timeball OPTIONS (endpoint '{node.endpoint}', columns 'seq,topic', startingOffsets 'earliest')"
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW orders_now {options}")
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW promised {some}")
+    assert [row[0] for row in spark.sql("SELECT count(*) FROM orders_now").collect()] == [5]
+    assert spark.table("promised").columns == ["seq", "topic"]
+    rows = spark.sql("SELECT count(*) FROM promised WHERE seq BETWEEN 1 AND 10").collect()
+    assert [row[0] for row in rows] == [10]
+    with pytest.raises(SetupError, match="write CREATE TEMPORARY VIEW"), spark_errors():
+        spark.sql(f"CREATE TABLE orders_table {options}")
 
 
 @pytest.mark.smoke

@@ -86,6 +86,7 @@ def test_names_of_kafka_and_of_delta_are_ours() -> None:
         ({"subscribe": "t", "startingOffsets": '{"u": {"0": 5}}'}, "the topic that is read is 't'"),
         ({"subscribe": "t", "startingOffsets": '{"t": {"0": -1}}'}, "option startingOffsets"),
         ({"subscribe": "t", "startingOffsets": '{"t": 5}'}, "option startingOffsets"),
+        ({"option.read": "queue", "provider": "timeball"}, "write CREATE TEMPORARY VIEW"),
         ({"timestamp": "2030-01-31T09:00:00"}, "option timestamp='2030-01-31T09:00:00': names no time zone"),
     ],
 )

@@ -5,7 +5,8 @@
     df.write.format("timeball").mode("append").save()
 
 Executors fetch rows as Arrow batches, over Flight or from the table's files, so they enter the JVM column by column.
-Spark has no column pruning for Python sources; the option `columns` takes its place. Filter pushdown reduces the rows
+Spark has no column pruning for Python sources; a schema that has some of the columns takes its place, as does the
+option `columns`: only these are fetched. Filter pushdown reduces the rows
 fetched, and Spark applies every filter again: pushdown may be coarse, never wrong.
 
     read     batch   stream   rows                                        filters pushed down on
@@ -24,15 +25,18 @@ This module chooses the reader or writer; each has a module of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
 from timeball.errors import SetupError
 from timeball.pipeline.endpoint import read_groups
-from timeball.pipeline.groups import split_endpoint
+from timeball.pipeline.groups import GROUP, split_endpoint
 from timeball.pipeline.source.log_reader import LogReader, LogStream
 from timeball.pipeline.source.options import (
+    SCHEMAS,
     ReadOptions,
     WriteOptions,
     arrow_schema,
@@ -68,16 +72,14 @@ class TimeballDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """See DataSource."""
-        options = read_options(self.options)
-        expect_schema(schema, options)
+        options = reduced_to(schema, self.options)
         check_batch(options)
         return READERS[options.read](options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """See DataSource."""
         check_streams()
-        options = read_options(self.options)
-        expect_schema(schema, options)
+        options = reduced_to(schema, self.options)
         return QueueStream(options) if options.read == "queue" else LogStream(options)
 
     # Tasks must reserve numbers where the driver attaches: of a cluster a write goes to one group.
@@ -106,8 +108,27 @@ def in_one_group(options: WriteOptions) -> WriteOptions:
     return msgspec.structs.replace(options, endpoint=groups[0].endpoint) if len(groups) > 1 else options
 
 
-def expect_schema(schema: StructType, options: ReadOptions) -> None:
-    """Refuse a schema given by hand that is not what will arrive."""
-    ours = spark_schema(arrow_schema(options))
-    if [(f.name, f.dataType) for f in schema.fields] != [(f.name, f.dataType) for f in ours.fields]:
-        raise SetupError(f"leave .schema(...) out: with these options it is {ours.simpleString()}")
+def reduced_to(schema: StructType, given_options: Mapping[str, str]) -> ReadOptions:
+    """Return the options with the columns of a schema, which may be given by hand; refuse what will not arrive."""
+    options = read_options(given_options)
+    given = [(field.name, field.dataType) for field in schema.fields]
+    every = arrow_schema(msgspec.structs.replace(options, columns=(*SCHEMAS[options.read].names, GROUP)))
+    known = {field.name: field.dataType for field in spark_schema(every).fields}
+    wrong = [name for name, kind in given if known.get(name) != kind]
+    names = tuple(name for name, _ in given)
+    if not given_options and names != tuple(arrow_schema(options).names):
+        # So is a query of a table of Spark's catalog: it would read another broker than the table's options say.
+        raise SetupError(
+            ".schema(...) without an option: name the endpoint; in SQL write CREATE TEMPORARY VIEW"
+        )
+    if wrong or (options.columns is not None and options.columns != names):
+        ours = spark_schema(every if options.columns is None else arrow_schema(options))
+        raise SetupError(
+            f".schema(...){f', column {wrong[0]}' if wrong else ''}: name some of these columns, with their types, or "
+            f"leave it out: {ours.simpleString()}"
+        )
+    return (
+        options
+        if names == tuple(arrow_schema(options).names)
+        else msgspec.structs.replace(options, columns=names)
+    )

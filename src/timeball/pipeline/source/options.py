@@ -39,6 +39,9 @@ ALL_COLUMNS = "*"
 STREAMED = ("log", "queue", "ranges")  # what can be read as a stream too
 STARTS = ("first", "latest", "watermark")
 OFFSET_STARTS = ("first", "latest")
+# What Spark's catalog says of a table when one is created, and what it puts before the name of an option.
+CATALOG_OPTIONS = ("provider", "location", "owner")
+CATALOG_PREFIX = "option."
 # Spark's own words, which it passes on to the sink of a stream.
 SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
 # Names of Kafka's source and of Delta's, in the lower case in which Spark may pass them on -> ours.
@@ -158,6 +161,7 @@ def describe() -> dict[str, str]:
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check the options of a read; SetupError names the first bad one."""
+    _check_no_catalog(options)
     given = {key.lower(): text for key, text in options.items()}
     if SUBSCRIBED in given and "read" not in given:
         options = {"read": "queue", **options}
@@ -185,6 +189,16 @@ def aliases(options: Mapping[str, str]) -> dict[str, str]:
     if read == "queue":
         return ALIASES
     return {name: IN_LOG.get(option, option) for name, option in ALIASES.items()}
+
+
+def _check_no_catalog(options: Mapping[str, str]) -> None:
+    """Refuse a table of Spark's catalog, whose queries would have no option: they would read the default endpoint."""
+    for key in options:
+        if key.startswith(CATALOG_PREFIX) or key.lower() in CATALOG_OPTIONS:
+            raise SetupError(
+                "CREATE TABLE … USING timeball: Spark hands no option of such a table to a source in Python; write "
+                "CREATE TEMPORARY VIEW … USING timeball OPTIONS (…)"
+            )
 
 
 def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> None:
