@@ -159,6 +159,12 @@ def test_the_pending_table_of_any_version(spark: SparkSession, node: RunningNode
     assert now.count() == 700
     assert read(spark, node, read="pending", version=version).count() == 600
     assert read(spark, node, read="pending", timestamp=between_ms).count() == 600
+    history = read(spark, node, read="history", columns="version,at_ms,job").orderBy("version").collect()
+    assert [(row.version, row.job) for row in history[-2:]] == [
+        (version, "compact"),
+        (version + 1, "compact"),
+    ]
+    assert [row.at_ms for row in history[-2:]] == [before["timestamp"], newest["timestamp"]]
     middle = now.agg(f.percentile_approx("due_ms", 0.5)).collect()[0][0]
     assert now.where(f"due_ms < {middle}").count() + now.where(f"due_ms >= {middle}").count() == 700
     assert read(spark, node, read="pending", columns="due_ms,seq").columns == ["due_ms", "seq"]

@@ -67,7 +67,7 @@ def test_names_of_kafka_and_of_delta_are_ours() -> None:
         ({"kinds": "0"}, "option kinds"),
         (
             {"read": "everything"},
-            "option read='everything': one of log, queue, pending, ledger, events, ranges",
+            "option read='everything': one of log, queue, pending, ledger, events, history, ranges",
         ),
         ({"endpoint": "localhost:7400"}, "option endpoint='localhost:7400': grpc://host:port"),
         ({"columns": "seq,seq"}, "option columns"),

@@ -15,6 +15,7 @@ fetched, and Spark applies every filter again: pushdown may be coarse, never wro
     pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
     ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
     events   yes     -        EVENT_SCHEMA, of rows of the log            none
+    history  yes     -        HISTORY_SCHEMA: versions of the table       -
     ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
 
 Of a cluster all groups are read, each from its own leader; the column `group` says which, where it is named in
@@ -46,15 +47,16 @@ from timeball.pipeline.source.options import (
 )
 from timeball.pipeline.source.queue_reader import QueueReader, QueueStream
 from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter, check_streams, spark_schema
-from timeball.pipeline.source.table_reader import TableReader
+from timeball.pipeline.source.table_reader import HistoryReader, TableReader
 
-READERS: dict[str, type[LogReader | QueueReader | TableReader]] = {
+READERS: dict[str, type[LogReader | QueueReader | TableReader | HistoryReader]] = {
     "log": LogReader,
     "events": LogReader,
     "ranges": LogReader,
     "queue": QueueReader,
     "pending": TableReader,
     "ledger": TableReader,
+    "history": HistoryReader,
 }
 
 

@@ -25,6 +25,10 @@ from timeball.pipeline.source.option_values import Offsets
 
 DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
 RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
+# A version of the pending table: since when it is current, and what made it (compact, bulk, rewrite).
+HISTORY_SCHEMA = pa.schema(
+    [("version", pa.int64()), ("at_ms", pa.int64()), ("job", pa.string()), ("watermark", pa.int64())]
+)
 # What can be read, and its columns.
 SCHEMAS = {
     "log": READ_SCHEMA,
@@ -32,6 +36,7 @@ SCHEMAS = {
     "pending": TABLE_SCHEMA,
     "ledger": EVENT_SCHEMA,
     "events": EVENT_SCHEMA,
+    "history": HISTORY_SCHEMA,
     "ranges": RANGE_SCHEMA,
 }
 GROUP_FIELD = pa.field(GROUP, pa.string())  # of any read, where `columns` names it
@@ -115,7 +120,7 @@ FITS: dict[str, tuple[str, ...]] = {
     "to_offset": ("queue",),
     "version": ("pending", "ledger"),
     "timestamp": ("pending", "ledger"),
-    "table_uri": ("pending", "ledger"),
+    "table_uri": ("pending", "ledger", "history"),
     "ledger_uri": ("ledger",),
     "max_rows_per_batch": STREAMED,
     "min_rows_per_batch": STREAMED,
@@ -131,7 +136,7 @@ def describe() -> dict[str, str]:
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
         "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
-        "read": "log, queue, pending, ledger, events: of rows of the log, or ranges: only (from_seq, to_seq) (log)",
+        "read": "log, queue, pending, ledger, events: of rows of the log, history: versions, or ranges: pieces of the log (log)",
         "columns": "only these columns, in this order; of the log, the broker sends no others. * is all; group is more",
         "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",

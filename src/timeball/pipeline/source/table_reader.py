@@ -5,6 +5,7 @@ statistics in the Delta log, row groups by the statistics in their footers, rows
 
     read=pending   TABLE_SCHEMA; promises already settled may still be in it until their file is rewritten
     read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null
+    read=history   HISTORY_SCHEMA; the versions of the pending table that can be named, with their instants
 
 Of a cluster each group has tables of its own: all of them are read, and a version names its group as well.
 
@@ -30,7 +31,7 @@ from timeball.errors import NotFound, SetupError, StorageError
 from timeball.pipeline.endpoint import group_statuses
 from timeball.pipeline.groups import GROUP, PLACEHOLDER, Group, place_of
 from timeball.pipeline.source.log_reader import piece_rows
-from timeball.pipeline.source.options import GROUP_FIELD, ReadOptions, arrow_schema
+from timeball.pipeline.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema
 from timeball.pipeline.source.pushdown import Bounds, Wanted, wanted
 from timeball.pipeline.source.spark_api import Filter, spark_schema
 from timeball.pipeline.table_store import as_of, beside, dataset_of, open_table
@@ -97,6 +98,35 @@ class TableReader(DataSourceReader):
                 ) from error
             except (OSError, pa.ArrowException) as error:
                 raise StorageError(f"cannot read {piece.uri}: {error}") from error
+
+
+class HistoryReader(DataSourceReader):
+    """A read of the pending table's versions, by their Delta log."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.options = options
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """See DataSourceReader; one for each group."""
+        return [
+            TablePart([Slice(table.table_uri, 0, None, 0)], group) for group, table in tables_of(self.options)
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """See DataSourceReader."""
+        assert isinstance(partition, TablePart)
+        for piece in partition.slices:
+            rows = [
+                {
+                    "version": commit["version"],
+                    "at_ms": commit["timestamp"],
+                    "job": commit.get("job"),
+                    "watermark": int(commit["watermark"]) if "watermark" in commit else None,
+                }
+                for commit in reversed(open_table(piece.uri).history())
+            ]
+            batch = pa.RecordBatch.from_pylist(rows, SCHEMAS["history"])
+            yield name_group(fit(batch, arrow_schema(self.options)), partition.group)
 
 
 def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
