@@ -1,45 +1,61 @@
-"""Jobs on executors that are processes of their own, as a program, so that a test can kill one of them.
+"""All jobs on a cluster's executors, as a program, so that a test can kill it or what works for it.
 
-python cluster_jobs.py ENDPOINT ROWS FIRST_DUE_MS TOPIC. The last line it prints is the audit's report, as JSON.
+python cluster_jobs.py ENDPOINT FOLDER ROWS FIRST_DUE_MS, settings of the session as JSON on stdin. It prints the name
+of each step that it begins, and at last a document of what it has found.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
 import msgspec
 
 from timeball.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import audit, ledger
+from timeball.pipeline.jobs import audit, bulk, ledger, replay
+from timeball.pipeline.jobs.bulk_input import Columns
 from timeball.pipeline.run import runner
 from timeball.pipeline.run.session import build_session
+from timeball.pipeline.views import spark_views
 
-MASTER = (
-    "local-cluster[2,1,640]"  # two executors with a core and 640 MB each, behind a master and two workers
-)
-CONF = {"spark.executor.memory": "640m", "spark.driver.memory": "512m"}
-PARTITIONS = 12
+TOPIC = "cluster"
+PARTITIONS = 8
 
 
-def main(endpoint: str, rows: str, first_due_ms: str, topic: str) -> None:
-    spark = build_session(MASTER, "cluster jobs", CONF)
+def begin(step: str) -> None:
+    print(step, flush=True)
+
+
+def main(endpoint: str, folder: str, rows: str, first_due_ms: str) -> None:
+    conf = json.load(sys.stdin)
+    spark = build_session(conf.pop("spark.master"), "cluster jobs", conf)
     frame = spark.range(0, int(rows), numPartitions=PARTITIONS).selectExpr(
-        f"'{topic}' as topic",
+        f"'{TOPIC}' as topic",
         "concat('body ', id) as body",
         "concat('key ', id) as unique_key",
         f"{first_due_ms} + (id % 12) * {HOUR_MS} as due_ms",
     )
-    frame.write.format("timeball").option("endpoint", endpoint).option("job_id", "cluster").mode(
-        "append"
-    ).save()
-    runner.run(["compact", "ledger"], spark=spark, endpoint=endpoint, once=True)
-    report = audit.run(spark, endpoint)
+    begin("bulk")
+    columns = Columns(due="due_ms", topic="topic", unique_key="unique_key")
+    bulk.run(spark, frame, endpoint, columns=columns, campaign="cluster")
+    begin("streams")
+    runner.run(["compact", "ledger", "archive"], spark=spark, endpoint=endpoint, once=True, checkpoint=folder)
+    begin("replay")
     with Endpoint(endpoint) as broker:
-        known = ledger.promises(spark, endpoint).where(f"topic = '{topic}'").count()
-        watermark = broker.status().watermark
+        now_ms = broker.status().now_ms
+    window = replay.Window(from_ms=now_ms - HOUR_MS, until_ms=now_ms, start_ms=now_ms + HOUR_MS)
+    again = replay.run(spark, endpoint, window)
+    begin("dispatch")
+    runner.run(["dispatch"], spark=spark, endpoint=endpoint, once=True, checkpoint=folder)
+    begin("forecast")
+    waiting = spark_views.waiting_frame(spark, endpoint, bodies=False).count()
+    begin("audit")
+    report = audit.run(spark, endpoint)
+    known = ledger.promises(spark, endpoint).where(f"topic = '{TOPIC}'").count()
     spark.stop()
-    print(msgspec.json.encode({"known": known, "watermark": watermark, "audit": report}).decode())
+    found = {"known": known, "replayed": again.rows, "waiting": waiting, "audit": report}
+    print(msgspec.json.encode(found).decode())
 
 
 if __name__ == "__main__":
