@@ -136,7 +136,7 @@ def describe() -> dict[str, str]:
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
         "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
-        "read": "log, queue, pending, ledger, events: of rows of the log, history: versions, or ranges: pieces of the log (log)",
+        "read": "log, queue, pending, ledger, events (of the log), history (versions), or ranges of the log (log)",
         "columns": "only these columns, in this order; of the log, the broker sends no others. * is all; group is more",
         "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",
