@@ -1,11 +1,9 @@
 """The verbs that every edge calls, and the order in which a decision becomes bytes.
 
-Each verb takes the caller for whom it is done and has policy.py decide whether that caller may. What the broker does
-by itself, it does as ANONYMOUS.
+Each verb takes its caller, and policy.py decides whether the caller may. The broker itself acts as ANONYMOUS.
 
-Everything here runs on one event loop and takes no lock on the way of a message: validate, append to the log
-(which fixes the order), and let the commit's callback bring the caches up to date before anyone is told.
-Only attaches are serialised among themselves, since each begins where the last one ended.
+Everything runs on one event loop, and a message takes no lock: validate, append to the log (which fixes the order), and
+let the commit's callback bring the caches up to date before the answer. Only attaches wait for one another.
 """
 
 from __future__ import annotations
@@ -174,14 +172,15 @@ class Broker:
     ) -> list[MessagePlace]:
         """Return where the messages with this id are (revoking/find_message.py)."""
         self.policy.allow(caller, Verb.LOOK)
-        may = None if self.policy.allows(caller, Verb.ADMIN) else partial(self._may_look, caller)
+        may = (
+            None
+            if self.policy.allows(caller, Verb.ADMIN)
+            else lambda topic: caller.may(Verb.LOOK, topic=topic)
+        )
         names = Names([message_id], topic=topic, may=may)
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
         groups = GroupPlaces(self.parts, self.consuming.leases, lambda name: may_receive(group=name))
         return await find_message(self.parts, names, lambda name: may_receive(topic=name), groups)
-
-    def _may_look(self, caller: Caller, topic: str) -> bool:
-        return caller.may(Verb.LOOK, topic=topic)
 
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
