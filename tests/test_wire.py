@@ -40,6 +40,8 @@ REQUESTS = {
     "starts": st.builds(wire.Starts, from_seq=NUMBERS, to_seq=NUMBERS),
     "reserve": st.builds(wire.Reserve, rows=st.integers(1, 2**40)),
     "compactor": st.builds(wire.Lease, lease_ms=st.integers(0, 1_000)),
+    "source_positions": st.builds(wire.SourcePositions, source=st.text("aZ0._-", min_size=1, max_size=8)),
+    "drain": st.builds(wire.Drain, heir=NAMES, dry_run=st.booleans()),
     "dispatcher": st.builds(wire.DispatcherLease, lease_ms=st.integers(0, 1_000)),
 }
 TICKETS = [

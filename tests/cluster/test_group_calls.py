@@ -73,7 +73,7 @@ async def asking(
         node = Node(Settings(data=tmp_path / "data", group=group, segment_bytes=1 << 20, **ports, **settings))
         directory = Directory(world.coordinator("z"))
         calls = GroupCalls("g0", directory, SystemClock(), tls)
-        node.build_broker = partial(GroupedBroker, others=calls)
+        node.build_broker = partial(GroupedBroker, others=calls, account=lambda name: ANONYMOUS)
         await node.start()
         try:
             coordinator = world.coordinator("a")

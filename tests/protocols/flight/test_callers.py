@@ -148,10 +148,12 @@ BODIES: dict[str, Any] = {
     "compactor": {"lease_ms": 0},
     "dispatcher": {"lease_ms": 0},
     "reschedule": {"ids": ["nobody's"], "delay_ms": 1_000},
+    "source_positions": {"source": "kafka"},  # of the caller's own
+    "drain": {"heir": "g2"},
 }
 OF_GROUPS = {"offsets", "commit", "ack", "change_invisible_time", "dead_letter", "dead_letters"}
-SHOP_MAY = {"status", "topics", "queues", "groups", "get", "cancel", "reschedule", *OF_GROUPS}
-OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule"}  # of orders and workers: nothing
+SHOP_MAY = {"status", "topics", "queues", "groups", "get", "cancel", "reschedule", "source_positions", *OF_GROUPS}
+OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule", "source_positions"}  # of orders and workers: nothing
 
 
 def may(ball: Timeball, verb: str) -> bool:

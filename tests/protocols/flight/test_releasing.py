@@ -110,8 +110,8 @@ def test_other_columns_are_refused(wire: flight.FlightClient) -> None:
         list(answers(reader))
 
 
-def test_there_are_two_exchanges(wire: flight.FlightClient) -> None:
-    with pytest.raises(flight.FlightServerError, match=r"\['send'\] and \['release'\]"):
+def test_there_are_three_exchanges(wire: flight.FlightClient) -> None:
+    with pytest.raises(flight.FlightServerError, match=r"\['send'\], \['source'\] and \['release'\]"):
         writer, reader = wire.do_exchange(flight.FlightDescriptor.for_path(b"relese"))
         writer.begin(TABLE_SCHEMA)
         list(answers(reader))

@@ -48,8 +48,10 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
         "attach": codec.decode_action("attach", b'{"job":"bulk","job_id":"verbs","epoch":1}'),
         "campaign": wire.ChangeCampaign(campaign="spring", change="plan", rows=1),
         "campaigns": wire.Campaigns(),
+        "source_positions": wire.SourcePositions(source="kafka"),
     }
-    assert requests.keys() == codec.ACTIONS.keys() - {"cancel_range"}  # which has its own test below
+    # The first has its own test below; a drain needs two groups (tests/cluster/test_drain.py).
+    assert requests.keys() == codec.ACTIONS.keys() - {"cancel_range", "drain"}
     answers = {verb: perform(node, verb, request) for verb, request in requests.items()}
     assert answers["create_topic"] == answers["commit"] == answers["compactor"] == answers["dispatcher"] == {}
     assert answers["offsets"] == {"offsets": {"0": 0}}
@@ -61,6 +63,7 @@ def test_every_action_has_a_verb(node: RunningNode) -> None:
     assert answers["change_invisible_time"] == {"receipts": []}
     assert answers["campaigns"]["campaigns"] == [answers["campaign"]]
     assert answers["get"] == {"messages": []}
+    assert answers["source_positions"] == {"positions": {}}
     for verb in ("cancel", "reschedule"):
         assert [v.verdict for v in answers[verb]["verdicts"]] == ["not_found"]
     for answer in answers.values():
