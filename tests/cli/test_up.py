@@ -91,6 +91,7 @@ def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, s
         assert up.end() == 0
 
 
+@pytest.mark.slow  # a loop waits up to a minute for rows that are worth an epoch
 def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare: dict[str, str]) -> None:
     """By one child, which looks for no Java; the broker compacts."""
     options = ["--no-spark", "--archive", "--compact-rows", "10", "--compact-interval-ms", "100ms"]

@@ -111,7 +111,7 @@ class Draining:
         parts, facts = self._parts, self._parts.drains.out
         self._policy.allow(caller, Verb.ADMIN)
         if facts is not None and (facts.heir, facts.account) == (heir, caller.name):
-            return self._told(facts)
+            return self._told(facts)  # asked again: the row is in the log, and nothing is written twice
         self._check(heir)
         # A drain is known by its instant: one to another heir, later on, must not be taken for this one.
         since_ms = facts.since_ms if facts is not None and facts.heir == heir else parts.clock.now_ms()
@@ -131,6 +131,7 @@ class Draining:
             return self._told(wanted)
         parts.writer.check_room()
         parts.drains.put(wanted)
+        # Closed before the row is durable: what is accepted between the two would have to be handed over as well.
         self._close()
         await parts.writer.flushed()
         return self._told(wanted)
@@ -218,6 +219,7 @@ class Draining:
         walk = TableWalk(snapshot, partial(opened, self._parts), self._codes, None)
         logged, logged_upto = self._tail.after(snapshot, low, LAST, PAGE_ROWS)
         filed, filed_upto = walk.after(low, LAST, PAGE_ROWS, keep)
+        # The two may end at different places; behind the nearer one the other's rows would overtake.
         upto = min(logged_upto, filed_upto)
         logged = logged.part(keep(logged.topic) & _is_before(logged, upto))
         return _Page(walk, logged, filed.part(_is_before(filed, upto)), upto)
@@ -325,7 +327,7 @@ def _transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     if rows.num_rows == 1 or rows.nbytes <= BYTES_MAX:
         yield rows
         return
-    half = rows.num_rows // 2
+    half = rows.num_rows // 2  # by rows and not by bytes: a few halvings find the large ones
     yield from _transfers(rows.slice(0, half))
     yield from _transfers(rows.slice(half))
 

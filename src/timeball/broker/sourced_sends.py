@@ -34,7 +34,7 @@ class SourcedSends:
         caller = piece.caller
         positions = self._parts.source_positions
         if piece.count:
-            moved = positions.moved
+            moved = positions.moved  # its row is in the messages' frame: no crash parts them
             accepted, durable = self._send(
                 piece.rows, lambda first_seq, store_ms: moved(caller.name, step), caller
             )
