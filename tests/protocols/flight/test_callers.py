@@ -152,8 +152,9 @@ BODIES: dict[str, Any] = {
     "drain": {"heir": "g2"},
 }
 OF_GROUPS = {"offsets", "commit", "ack", "change_invisible_time", "dead_letter", "dead_letters"}
-SHOP_MAY = {"status", "topics", "queues", "groups", "get", "cancel", "reschedule", "source_positions", *OF_GROUPS}
-OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule", "source_positions"}  # of orders and workers: nothing
+# Of orders and workers: nothing.
+OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule", "source_positions"}
+SHOP_MAY = {*OTHER_MAY, "queues", *OF_GROUPS}
 
 
 def may(ball: Timeball, verb: str) -> bool:

@@ -131,7 +131,7 @@ async def _bulk(
 ) -> Any:
     if isinstance(request, wire.Drain):
         if not isinstance(broker, GroupedBroker):
-            broker.policy.allow(caller, Verb.ADMIN)  # as where it is in a cluster: an account that may not learns nothing
+            broker.policy.allow(caller, Verb.ADMIN)  # as in a cluster: other accounts learn nothing
             raise NotFound("this broker belongs to no cluster: it was started without --cluster")
         return await broker.drain(request.heir, dry_run=request.dry_run, caller=caller)
     if isinstance(request, wire.CancelRange):
