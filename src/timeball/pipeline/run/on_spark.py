@@ -12,6 +12,7 @@ from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from timeball.pipeline.jobs.engine import Piece, Result
+from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 
 
@@ -27,9 +28,10 @@ class OnSpark:
         """Do the task of each piece; Spark's failures are raised as ours."""
         if not pieces:
             return []
-        with spark_errors():
+        text = f"{job}: {work}"
+        with spark_errors(), described(self.session, text):
             context = self.session.sparkContext
-            context.setJobGroup(job, f"{job}: {work}", interruptOnCancel=True)
+            context.setJobGroup(job, text, interruptOnCancel=True)  # by which `cancel` knows the tasks
             return context.parallelize(pieces, len(pieces)).map(task).collect()
 
     def lives(self) -> bool:
