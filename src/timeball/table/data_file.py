@@ -266,7 +266,8 @@ class DataFile:
 
     def _read(self, groups: list[int], columns: list[str]) -> pa.Table:
         try:
-            return self._open().read_row_groups(groups, columns=columns)
+            # One of them costs less than to wake other threads for its columns.
+            return self._open().read_row_groups(groups, columns=columns, use_threads=len(groups) > 1)
         except (OSError, pa.ArrowInvalid) as error:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
 
