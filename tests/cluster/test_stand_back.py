@@ -76,6 +76,14 @@ def test_a_slow_answer_tells_nothing_of_a_clock() -> None:
     assert state.lead.peers["b"].heard_ms == NOW_MS, "it answers all the same"
 
 
+def test_an_answer_is_slow_by_when_it_came_and_not_by_the_last_tick() -> None:
+    late_ms = QUICK_MS + 1  # after the ping of the last tick; the leader's thread was busy meanwhile
+    pong = Pong(3, WALL_MS + late_ms, NOW_MS)
+    event = on.Received("b", pong, NOW_MS + late_ms, WALL_MS + late_ms)
+    state, _ = step(leader(c=0), event)
+    assert state.lead is not None and state.lead.peers["b"].ahead_ms is None
+
+
 def test_of_four_clocks_the_nearer_middle_counts() -> None:
     state = leader(b=10, c=600)
     assert state.lead is not None

@@ -18,6 +18,9 @@ class Received(Event, frozen=True):
 
     node: str
     message: Message
+    # When it came, of a message that tells a time; 0: as of the last tick.
+    now_ms: int = 0
+    wall_ms: int = 0
 
 
 class Flush(Event, frozen=True):

@@ -49,6 +49,9 @@ def step(state: Replica, event: Event) -> tuple[Replica, list[Effect]]:
         return state, []
     match event:
         case Received():
+            # A tick may be long ago where the disk was slow, and a late answer would pass for a quick one.
+            if event.now_ms:
+                state = replace(state, now_ms=event.now_ms, wall_ms=event.wall_ms)
             return _receive(state, event.node, event.message)
         case Tick():
             return _tick(replace(state, now_ms=event.now_ms, wall_ms=event.wall_ms))

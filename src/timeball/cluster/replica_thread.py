@@ -261,10 +261,11 @@ class ReplicaThread(Disk):
     def received(self, node: str, message: Message) -> None:
         """Give the protocol a message; raises PeerError."""
         self._received = True
+        now_ms = wall_ms = 0
         if isinstance(message, Pong):
-            round_trip_ms = self._clock.boot_ms() - message.boot_ms
-            self.clock_offsets.add(node, message.wall_ms, round_trip_ms, self._clock.wall_ms())
-        self._step(on.Received(node, message))
+            now_ms, wall_ms = self._clock.boot_ms(), self._clock.wall_ms()
+            self.clock_offsets.add(node, message.wall_ms, now_ms - message.boot_ms, wall_ms)
+        self._step(on.Received(node, message, now_ms, wall_ms))
 
     def closed(self, node: str, *, opened_here: bool) -> None:
         """Tell the protocol that a connection has ended; and if it was a leader's, whose process has, that too."""

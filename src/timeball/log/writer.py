@@ -5,9 +5,7 @@ every decision (a cancel against a release) is settled by it; the future it retu
 One commit is in flight at a time, in the disk thread, and a commit never spans two segments: both are what recovery
 relies on to tell a torn commit from damage.
 
-Refuses: to go on after the first failed write or sync (G9): what the page cache then shows is not what the disk holds
-(docs/decisions/0003-fail-stop.md). A disk that fills up is noticed earlier: the next segment is prepared while the
-present one is half full; until that works `check_room` answers OverLimit, and releases, cancels and state still fit.
+Stops at the first failed write or sync: the page cache may show what the disk lacks (decision 0003, G9).
 """
 
 from __future__ import annotations
@@ -89,15 +87,14 @@ class LogWriter:
 
     @property
     def no_room(self) -> str:
-        """Return why new promises and messages are refused for lack of disk space; empty when they are not."""
+        """Return why new promises and messages are refused for lack of disk space, or the empty text."""
         return str(self.next_segment.room_error or "")
 
     def check_room(self) -> None:
         """Raise OverLimit when new promises or messages should not be accepted now."""
         if self.no_room:
             raise OverLimit(self.no_room)
-        # Only admission asks here. Releases and cancels append without this check: refusing them would make a promise
-        # late.
+        # Only admission asks here: releases and cancels that were refused would make a promise late.
         if self._pending_bytes > limits.APPEND_BYTES_IN_FLIGHT_MAX:
             raise OverLimit(f"{self._pending_bytes} bytes wait for the disk; try again in a moment")
 
@@ -115,7 +112,7 @@ class LogWriter:
         log order, right before the future is set: caches must have seen a row before its acknowledgement.
         """
         if self.failed is not None:
-            raise StorageError(f"the log has stopped: {self.failed}")
+            raise _refusal(self.failed)
         if self._closing:
             raise Unavailable("the broker is stopping")
         # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
@@ -125,8 +122,8 @@ class LogWriter:
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
-        # Given out before the write, so that callers can decide on the order now. A failed write stops the log (_stop),
-        # so a number that was given out and not written is never followed by one that was.
+        # Given out before the write, so that callers can decide on the order now. A failed write stops the log, so no
+        # number that was written follows one that was not.
         self.next_seq += span
         entry = Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable, flags)
         self._pending.append(entry)
@@ -156,7 +153,7 @@ class LogWriter:
     async def flushed(self) -> None:
         """Return when everything appended so far is durable; raises what stopped the log."""
         if self.failed is not None:
-            raise StorageError(f"the log has stopped: {self.failed}")
+            raise _refusal(self.failed)
         if self._pending or self._busy:
             last = self._pending[-1] if self._pending else self._committing[-1]
             if last.flushed is None:
@@ -394,3 +391,10 @@ def _group(entries: list[Entry]) -> list[Group]:
             run.append(entry)
     flush()
     return groups
+
+
+def _refusal(failure: BaseException) -> TimeballError:
+    """Return the error of a call after a failure stopped the log: where another node leads, it is to be asked."""
+    if isinstance(failure, Unavailable):
+        return type(failure)(str(failure))
+    return StorageError(f"the log has stopped: {failure}")
