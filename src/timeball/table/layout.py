@@ -48,7 +48,7 @@ from timeball.table.file_keys import KEYS, FileKeys
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
 ROW_GROUP_ROWS = (
-    8_192  # what a look-up decodes for one row: 1 to 2 ms; 65,536 take 10 to 15, and 1 % less disk
+    8_192  # what a look-up decodes for one row: some 2 ms; 65,536 take 10 to 15, and 0.4 % less disk
 )
 PART_ROWS = 32_768  # rows that are sorted and written at a time: some megabytes, four times
 PARTITION_COLUMN = "bucket"
