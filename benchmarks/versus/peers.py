@@ -4,6 +4,7 @@ read, and it is ended whatever happens.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +52,8 @@ class Peer(ABC):
 
     def cpu_s(self) -> float:
         """Return the CPU time used so far, user and system, by all processes of the broker."""
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes())
+        # The clock of a process, to the nanosecond; what /proc counts are ticks of 10 ms.
+        return sum((time.clock_gettime((~process.pid << 3) | 2) for process in self.processes()), 0.0)
 
     def rss_mb(self) -> float:
         """Return the resident memory, pages of mapped files included."""

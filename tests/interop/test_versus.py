@@ -72,10 +72,8 @@ def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
         assert row["ratios"]["RocketMQ"] > 0
         assert row["medians"]["Timeball"]["failures"] == 0  # RocketMQ refuses what waits for 200 ms
         for cell in row["medians"].values():
-            assert cell["value"] > 0
-            assert cell["cpu_us"] >= 0  # the kernel counts ticks of 10 ms, and so small a row may use less
+            assert cell["value"] > 0 and cell["cpu_us"] > 0
             assert 0 < cell["p50_ms"] <= cell["p99_ms"]
-    assert sum(cell["cpu_us"] for row in document["rows"] for cell in row["medians"].values()) > 0
     assert "the figures mean nothing" in page.read_text()
     assert processes_in(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["versus.md"]
