@@ -143,8 +143,7 @@ def change(table: Table, index: TableKeys, step: str, what: object) -> FileSet:
     elif step == "sweep":
         index.bring_up(live)
         index.sweep()
-        # Fewer where a run was lost from the disk while it is mapped: a start makes it again.
-        assert len(table.files.list_dir(KEYS_FOLDER)) <= index.statistics()["key_runs"]
+        assert len(table.files.list_dir(KEYS_FOLDER)) == index.statistics()["key_runs"]
     elif step in ("lose", "damage") and runs:
         assert isinstance(what, int)
         name = f"{KEYS_FOLDER}/{runs[what % len(runs)]}"

@@ -227,13 +227,15 @@ class TableKeys:
         return True
 
     def sweep(self) -> None:
-        """Remove runs that speak of no live file: of failed jobs, and of earlier lives."""
+        """Remove runs that speak of no live file: of failed jobs, of earlier lives. Drop those whose file is lost."""
         with self._lock:
-            known = {stored.name for stored in self._runs}
-            for name in self._files.list_dir(KEYS_FOLDER):
-                # Of an attach to come, too: its files are then read once more.
-                if f"{KEYS_FOLDER}/{name}" not in known:
-                    self._files.remove(f"{KEYS_FOLDER}/{name}")
+            there = {f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)}
+            # A run that was removed under the broker is mapped still; the next start would have to make it.
+            for stored in [each for each in self._runs if each.name not in there]:
+                self._drop(stored)
+            # Of an attach to come, too: its files are then read once more.
+            for name in there - {stored.name for stored in self._runs}:
+                self._files.remove(name)
 
     def _choose(self, live: FileSet) -> list[_Stored]:
         runs = sorted(self._runs, key=lambda stored: stored.run.pairs)
