@@ -81,9 +81,9 @@ class Applying:
         self._first_seq = 1  # queues hold no entries of rows before it
         self.applied_seq = facts.seq  # all rows below it have been applied, none at or above it
         self.snapshot_seq = facts.snapshot_seq  # the row of the last snapshot
-        # The first row that the log must keep, by the last snapshot whose row was applied here; 0: by none. A
+        # The first row that the log must keep, by the last snapshot whose row was applied here; without one, all. A
         # checkpoint may say more: its broker was about to write a snapshot, which may never have been committed.
-        self.log_from_seq = 0
+        self.log_from_seq = 1
 
     @property
     def files(self) -> dict[str, FileEntry]:
