@@ -272,7 +272,7 @@ class Draining:
             change = parts.drains.changed(begun)
             _, durable = parts.writer.append(pa.concat_batches([rows, change.rows]))
             change.keep()
-        # Only then: what the heir takes over must have ended here, whoever leads this group next.
+        # The heir gets the rows once they are durable: the next leader of this group must find these promises ended.
         await durable
         await parts.writer.synced()
         await self._send(rows)

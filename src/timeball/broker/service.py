@@ -14,7 +14,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball import limits
+from timeball import limits, wire
 from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker import delivery, transactions
 from timeball.broker.administration import Administration
@@ -48,7 +48,7 @@ from timeball.broker.transactions import Half, Transactions
 from timeball.broker.waiters import Waiters
 from timeball.broker.waiting.forecast import Forecast
 from timeball.broker.waiting.listing import Listing
-from timeball.errors import OutOfRange
+from timeball.errors import NotFound, OutOfRange
 from timeball.log.segment import starts
 from timeball.message import READ_SCHEMA, Kind, SendBatch, codes_of, without_secrets
 from timeball.schedule.ticker import Ticker
@@ -220,12 +220,7 @@ class Broker:
     # -- consuming ---------------------------------------------------------------------------------------
 
     async def pull(
-        self,
-        topic: str,
-        offsets: dict[int, int],
-        rows: int,
-        wait_ms: int,
-        caller: Caller = ANONYMOUS,
+        self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int, caller: Caller = ANONYMOUS
     ) -> pa.RecordBatch:
         """Return up to `rows` visible rows from these queues' offsets on; wait up to `wait_ms` for the first one.
 
@@ -316,11 +311,15 @@ class Broker:
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         self.parts.topics.get(topic)
-        self.parts.offsets.commit(
-            group, topic, offsets, {q: high for q, (_, high) in self.queues(topic).items()}
-        )
+        ends = {queue: high for queue, (_, high) in self.queues(topic).items()}
+        self.parts.offsets.commit(group, topic, offsets, ends)
 
     # -- moving what waits (see table_changes.py) -----------------------------------------------------------------
+
+    async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> wire.Drained:
+        """Hand over all that waits to another group of the cluster; NotFound without one (grouped.py)."""
+        self.policy.allow(caller, Verb.ADMIN)
+        raise NotFound("this broker belongs to no cluster: it was started without --cluster")
 
     async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""

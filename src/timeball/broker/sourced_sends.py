@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from timeball.access import Caller
 from timeball.broker.appender import Accepted, Appender
 from timeball.broker.components import Components
 from timeball.broker.ingress import Piece, answer, refuse
@@ -25,6 +26,10 @@ class SourcedSends:
 
     def __init__(self, parts: Components, appender: Appender) -> None:
         self._parts, self._send = parts, parts.traced(appender.send_with)
+
+    def positions(self, source: str, caller: Caller) -> dict[int, int]:
+        """Return how far the caller's source of this name has been sent, by partition."""
+        return self._parts.source_positions.of(caller.name, source)
 
     def put(self, piece: Piece, step: SourceStep) -> None:
         """Send a piece of SEND_COLUMNS, which may be empty, and move its source; its edge is told the outcome.

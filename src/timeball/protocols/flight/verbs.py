@@ -21,10 +21,8 @@ from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
-from timeball.broker.grouped import GroupedBroker
 from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
-from timeball.errors import NotFound
 from timeball.message import READ_SCHEMA, RETRY_PREFIX
 from timeball.protocols.flight import codec
 from timeball.protocols.receipt_handles import ReceiptHandles
@@ -58,7 +56,7 @@ async def perform(
         case wire.GetOffsets():
             return {"offsets": _by_text(broker.offsets(request.group, request.topic, caller))}
         case wire.SourcePositions():
-            return {"positions": _by_text(broker.parts.source_positions.of(caller.name, request.source))}
+            return {"positions": _by_text(broker.sourced_sends.positions(request.source, caller))}
         case wire.Commit():
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
@@ -130,9 +128,6 @@ async def _bulk(
     caller: Caller,
 ) -> Any:
     if isinstance(request, wire.Drain):
-        if not isinstance(broker, GroupedBroker):
-            broker.policy.allow(caller, Verb.ADMIN)  # as in a cluster: other accounts learn nothing
-            raise NotFound("this broker belongs to no cluster: it was started without --cluster")
         return await broker.drain(request.heir, dry_run=request.dry_run, caller=caller)
     if isinstance(request, wire.CancelRange):
         return await broker.cancel_ranges(request.ranges, request.reason, caller)
