@@ -28,10 +28,10 @@ from tests.pipeline.traffic import send, send_due_now
 from timeball import Timeball
 from timeball.limits import HOUR_MS
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS = 60_000
-BOUND_S = 600
+BOUND_S = 300
 KILLS = int(os.environ.get("TIMEBALL_CLUSTER_KILLS", "1"))
 VICTIMS = ("executor", "worker", "driver")[:KILLS]
 
