@@ -15,7 +15,7 @@ from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.clock import SystemClock
-from timeball.errors import Conflict, InvalidDelay, NotFound, SetupError
+from timeball.errors import Conflict, InvalidDelay, NotFound, OverLimit, SetupError
 from timeball.kafka import intake
 from timeball.kafka.counts import Counts
 from timeball.kafka.intake import Intake, pieces
@@ -102,6 +102,30 @@ def strict(admit: Callable[..., object]) -> Callable[..., object]:
         return admit(batch)
 
     return refuse_bad
+
+
+def test_a_stop_while_timeball_is_full_passes_over_no_record(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make,
+    stop: threading.Event, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The broker has room for the second batch again, but the first one is in the log before it or neither is."""
+    admit = node.broker.appender.admit
+
+    def full(batch: pa.RecordBatch) -> object:
+        if b"0" in batch.column("body").to_pylist():
+            stop.set()
+            raise OverLimit("no room")
+        return admit(batch)
+
+    kafka.produce(options.own, *({"value": b"%d" % at, "headers": LATER} for at in range(2)))
+    one, counts = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(intake, "BATCH_BYTES", 1)
+        patch.setattr(node.broker.appender, "admit", full)
+        one.run(stop)
+    assert stop.is_set() and counts.taken == 0
+    assert node.broker.parts.source_positions.of("", options.name)[0] == 0
+    assert taken(made, 2).taken == 2
 
 
 def test_another_process_of_the_same_source_is_noticed_and_asked_for(
