@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
-from tests.cluster.etcd_cluster import free_ports
+from tests.ports import free_ports
 
 from timeball.cli.supervisor import PORTS, PORTS_APART
 

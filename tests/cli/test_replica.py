@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.cli.in_process import run_here
-from tests.cluster.etcd_cluster import free_ports
 from tests.cluster.written_log import opened
+from tests.ports import free_ports
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.data_folder import write_format

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from tests.bounds import BOUND_S
 from tests.cli.supervised import Supervised, blocks_of_ports, run_cluster
-from tests.cluster.etcd_cluster import EtcdCluster, free_ports, need_etcd
+from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
+from tests.ports import free_ports
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.supervisor import PORTS, PORTS_APART, command_of, group_names, options_of

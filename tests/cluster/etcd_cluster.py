@@ -7,10 +7,8 @@ a member whose port was taken since does not start, which `wait_ready` says with
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -23,9 +21,9 @@ import httpx
 import pytest
 from tests.bounds import BOUND_S
 from tests.certificates import Certificate
+from tests.ports import free_ports
 
 BINARY = os.environ.get("TIMEBALL_ETCD") or shutil.which("etcd")
-PORTS = (12_000, 32_000)  # Linux chooses from 32,768 on
 HEARTBEAT_MS, ELECTION_MS = 50, 500  # TTL 1 s needs them (docs/etcd.md)
 
 
@@ -172,24 +170,3 @@ class EtcdCluster:
             assert member.process is not None and member.process.poll() is None, member.log_end
             assert time.monotonic() < deadline, member.log_end
             time.sleep(0.02)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now, outside of the range from which the system chooses for other processes.
-
-    So a port that its process closes and opens again is there again.
-    """
-    sockets: list[socket.socket] = []
-    try:
-        while len(sockets) < count:
-            one = socket.socket()
-            try:
-                one.bind(("127.0.0.1", random.randrange(*PORTS)))
-            except OSError:
-                one.close()
-            else:
-                sockets.append(one)
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bounds import BOUND_S
-from tests.cluster.etcd_cluster import EtcdCluster, free_ports
+from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.namespaces import ETCD, Network
+from tests.ports import free_ports
 
 from timeball.clock import SystemClock
 from timeball.cluster.coordinator import GroupView

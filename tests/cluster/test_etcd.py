@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from tests.cluster.etcd_cluster import EtcdCluster, free_ports
+from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.worlds import World, seen, world_of
+from tests.ports import free_ports
 
 from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess

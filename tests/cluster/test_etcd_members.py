@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 
 import pytest
-from tests.cluster.etcd_cluster import EtcdCluster, free_ports
+from tests.cluster.etcd_cluster import EtcdCluster
+from tests.ports import free_ports
 
 from timeball.cluster import etcd_codec as codec
 from timeball.cluster import etcd_members

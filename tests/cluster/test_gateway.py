@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tests.bounds import BOUND_S
-from tests.cluster.etcd_cluster import free_ports
+from tests.ports import free_ports
 
 from timeball.cluster import gateway as module
 from timeball.cluster.connections import Address

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.certificates import certificate
-from tests.cluster.etcd_cluster import free_ports
+from tests.ports import free_ports
 
 from timeball.cluster.connections import Address
 from timeball.cluster.gateway import HTTP, Gateway, Http

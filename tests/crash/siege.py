@@ -25,6 +25,7 @@ from tests.cli.processes import Running
 from tests.crash.checker import Fault, Observed, Outcome, Sent, check
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, as_rows
 from tests.node_fixture import BOUND_S, eventually, running_node
+from tests.ports import free_ports
 from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
@@ -61,12 +62,12 @@ class Ahead(SystemClock):
 
 
 class BrokerProcess:
-    """`timeball serve` on one folder, and after the first start on one port."""
+    """`timeball serve` on one folder and the same ports in all its lives."""
 
     def __init__(self, data: Path, options: dict[str, str]) -> None:
         self.data = data
         self._options = [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._port = self._remoting_port = "0"
+        self._port, self._remoting_port = free_ports(2)
         self._process: Running | None = None
         self.endpoint = ""
         self.starts_ms: list[int] = []
@@ -79,8 +80,15 @@ class BrokerProcess:
     def start(self, give_up_ms: float = BOUND_S * 1_000) -> bool:
         """Whether it was ready before `give_up_ms` had passed."""
         begin_ns = CLOCK.monotonic_ns()
-        where = ("--data", str(self.data), "--port", self._port)
-        where += ("--remoting-port", self._remoting_port, "--name-server-port", "-1", "--grpc-port", "-1")
+        where = ("--data", str(self.data), "--port", str(self._port))
+        where += (
+            "--remoting-port",
+            str(self._remoting_port),
+            "--name-server-port",
+            "-1",
+            "--grpc-port",
+            "-1",
+        )
         where += ("--http-port", "-1")
         process = self._process = Running("serve", "--json", *where, *self._options)
         pause = threading.Event()
@@ -89,15 +97,14 @@ class BrokerProcess:
             if CLOCK.monotonic_ns() - begin_ns > give_up_ms * 1e6:
                 return False
             pause.wait(0.002)
-        self.endpoint, self._port = process.lines[0]["endpoint"], str(process.lines[0]["port"])
-        self._remoting_port = process.lines[0]["remoting"].rpartition(":")[2]
+        self.endpoint = process.lines[0]["endpoint"]
         self.starts_ms.append((CLOCK.monotonic_ns() - begin_ns) // 1_000_000)
         return True
 
     @property
     def remoting_port(self) -> int:
         """Where RocketMQ clients send to."""
-        return int(self._remoting_port)
+        return self._remoting_port
 
     def kill(self) -> None:
         """SIGKILL: nothing of the process is asked. An end for another reason is a failure."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from tests.bounds import BOUND_S
-from tests.cluster.etcd_cluster import free_ports
+from tests.ports import free_ports
 
 HEAP = ["-Xms192m", "-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
 CLUSTER_ID = "MkU3OEVBNTcwNTJENDM2Qg"

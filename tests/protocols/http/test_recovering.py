@@ -14,16 +14,12 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.certificates import certificate
 from tests.node_fixture import RunningNode
+from tests.ports import free_ports
 
 from timeball import node as node_module
 from timeball.broker.recovery import apply_log
 from timeball.errors import SetupError
 from timeball.protocols.http import recovering
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, Any]]:
@@ -39,7 +35,7 @@ class Held:
     """A node whose recovery lasts until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, data: Path, **settings: Any) -> None:
-        self.go, self.begun, self.port = threading.Event(), threading.Event(), free_port()
+        self.go, self.begun, self.port = threading.Event(), threading.Event(), free_ports(1)[0]
 
         def held(*args: Any, **options: Any) -> Any:
             self.begun.set()
@@ -110,7 +106,7 @@ def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytes
         raise SetupError("on purpose")
 
     monkeypatch.setattr(node_module, "apply_log", fails)
-    node = RunningNode(tmp_path / "data", http_port=free_port())
+    node = RunningNode(tmp_path / "data", http_port=free_ports(1)[0])
     with pytest.raises(SetupError, match="on purpose"):
         node.start()
     with socket.create_server(("127.0.0.1", node.settings.http_port)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from urllib.parse import quote
 
 from tests.bounds import BOUND_S
 from tests.cli.processes import Running
+from tests.ports import free_ports
 from tests.protocols.http.client import Client
 from tests.protocols.remoting.wire import Wire
 
@@ -108,8 +108,7 @@ class Siege:
     def __init__(self, folder: Path) -> None:
         self._data, self.path = str(folder / "data"), folder / "record"
         self.path.touch()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        (self._port,) = free_ports(1)
         self.record, self._secret = Record(), ""
         self._broker = self._serve()
         self._receiver: Running | None = None
