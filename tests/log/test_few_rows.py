@@ -57,7 +57,7 @@ def test_what_is_of_another_type_ends_as_with_pyarrow(
 
 @compiled
 def test_rows_that_are_no_rows_are_left_to_pyarrow() -> None:
-    encoder = few_rows._encoder
+    encoder = few_rows.LOG_ENCODER
     row = (None,) * len(LOG_SCHEMA)
     assert encoder.encode([row]) is not None
     assert [encoder.encode([bad]) for bad in (row[:-1], [*row], None)] == [None] * 3

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits, rules
+from timeball.broker.few_sends import Sends, as_batch
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import (
     LOG_SCHEMA,
@@ -25,7 +26,6 @@ from timeball.message import (
     SEND_NAMES,
     Int64Array,
     Kind,
-    SendBatch,
     SendRow,
     build_rows,
     int64,
@@ -35,8 +35,9 @@ from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.levels import LevelTable, disguised_properties
 
 
-def as_columns(batch: SendBatch) -> pa.RecordBatch:
+def as_columns(sends: Sends) -> pa.RecordBatch:
     """Return what is sent as columns; raises what `batch_of` raises."""
+    batch = as_batch(sends)
     return batch_of(batch) if isinstance(batch, list) else batch
 
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker import admission, few_sends
 from timeball.broker.components import Components
+from timeball.broker.few_sends import SendRuns, Sends
 from timeball.broker.policy import Policy
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.few_places import FewPlaces
@@ -30,7 +31,7 @@ from timeball.broker.registry.meta import Change
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
-from timeball.log.few_rows import FewRows, Rows, as_batch, builder_of, numbered
+from timeball.log.few_rows import EncodedRows, Rows, as_batch, builder_of, numbered
 from timeball.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
@@ -80,9 +81,8 @@ class Accepted:
 
     def places(self) -> tuple[list[int], list[int | None]]:
         """Return queue and offset of each row; what waits for an instant has no offset yet."""
-        if isinstance(self.written, FewRows):
-            values = self.written.values
-            return [row[_QUEUE_ID] for row in values], [row[_QUEUE_OFFSET] for row in values]
+        if isinstance(self.written, EncodedRows):
+            return self.written.queue_ids, self.written.queue_offsets
         columns = self.written.columns
         offsets = columns[_QUEUE_OFFSET]
         # By numpy where it can say it, at a third of the cost.
@@ -130,14 +130,33 @@ class Appender:
         self._build = builder_of(parts.settings.codec)
         self._parts, self._policy, self._waiters, self._tail_count = parts, policy, waiters, tail_count
 
-    def send(self, batch: SendBatch, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
+    def send(self, sends: Sends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
         """Accept a batch, whole or not at all; the order of calls is the order in the log."""
+        if not isinstance(sends, list | pa.RecordBatch):
+            accepted = self._send_runs(sends, caller)
+            if accepted is not None:
+                return accepted
+        batch = few_sends.as_batch(sends)
         accepted = self._send_few(batch, caller)
         if accepted is not None:
             return accepted
         rows, level, now_ms = self.admit(batch)
         self._policy.admit(codes_of(rows.column("topic"))[1], caller)
         return self._accept(rows, level, now_ms)
+
+    def _send_runs(self, runs: SendRuns, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
+        """`send`, for what its edge can encode; None for what goes the other ways, or is refused there."""
+        parts = self._parts
+        # The texts and bodies were checked as they were read. What is left to decide: room, topics, and instants.
+        now_ms = parts.clock.now_ms()
+        parts.writer.check_room()
+        topics = self._destinations(runs.topics, caller)
+        if topics is None:
+            return None
+        # What waits for an instant may be refused by its backlog, or changed: then it goes the way of columns.
+        last_ms = now_ms + parts.settings.delay_ms_max if self._compacts else -1
+        sends = runs.log_rows(topics, now_ms, last_ms, self._host)
+        return None if sends is None else self._append_few(sends, now_ms)
 
     def _send_few(self, batch: SendBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
         """`send`, for a few plain rows; None for what goes the way of columns, or is refused there."""
@@ -147,12 +166,21 @@ class Appender:
         if few is None or not few_sends.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
             return None
         parts.writer.check_room()
-        topics = {name: self._policy.destination(name, caller) for name in {row[0] for row in few}}
-        if None in topics.values():
-            return None  # to be made, once nothing else of the request is wrong
-        rows, places, promised, promised_bytes = few_sends.log_rows(
-            few, cast("dict[str, Topic]", topics), now_ms, self._host, self._build
-        )
+        topics = self._destinations({row[0] for row in few}, caller)
+        if topics is None:
+            return None
+        return self._append_few(few_sends.log_rows(few, topics, now_ms, self._host, self._build), now_ms)
+
+    def _destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
+        """Return topics; None when one is to be made, which it is once nothing else of the request is wrong."""
+        # Asked once for each name: the policy's answer holds for all rows of a batch.
+        topics = {name: self._policy.destination(name, caller) for name in names}
+        return None if None in topics.values() else cast("dict[str, Topic]", topics)
+
+    def _append_few(self, sends: few_sends.FewSends, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
+        """Append rows whose places are chosen; the commit begins at once."""
+        parts, (rows, places, promised, promised_bytes) = self._parts, sends
+        # Read right before the append, without a pause: no other append can come between.
         first_seq = parts.writer.next_seq
 
         def on_durable() -> None:

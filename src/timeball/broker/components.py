@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyarrow as pa
 
+from timeball.broker.few_sends import Sends, as_batch
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.dead_letters import ResolvedDeadLetters
@@ -183,15 +184,15 @@ class Components:
         return max(0, self.outcomes.waiting_rows - self.lease_counts.waiting_rows)
 
     def traced(
-        self, accept: Callable[Concatenate[SendBatch, P], Accepting[R]]
-    ) -> Callable[Concatenate[SendBatch, P], Accepting[R]]:
+        self, accept: Callable[Concatenate[Sends, P], Accepting[R]]
+    ) -> Callable[Concatenate[Sends, P], Accepting[R]]:
         """Return a verb that accepts messages as one that traces them; itself when tracing is off."""
         traces = self.traces
         if traces is None:
             return accept
 
-        def accept_traced(batch: SendBatch, /, *args: P.args, **kwargs: P.kwargs) -> Accepting[R]:
-            return traces.send(batch, lambda rows: accept(rows, *args, **kwargs))
+        def accept_traced(sends: Sends, /, *args: P.args, **kwargs: P.kwargs) -> Accepting[R]:
+            return traces.send(as_batch(sends), lambda rows: accept(rows, *args, **kwargs))
 
         return accept_traced
 

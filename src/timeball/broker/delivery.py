@@ -20,7 +20,7 @@ from timeball.broker.components import Components
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
-from timeball.log.few_rows import Build, FewRows, builder_of
+from timeball.log.few_rows import Build, EncodedRows, builder_of
 from timeball.message import LOG_SCHEMA, Int64Array, Kind, LogRow, int64, stored_size
 from timeball.schedule.columns import with_column
 from timeball.schedule.hour_log.pending import as_promises
@@ -216,7 +216,7 @@ def are_few(promises: pa.RecordBatch) -> bool:
 
 def few_release_rows(
     promises: pa.RecordBatch, topics: Topics, now_ms: int, build: Build
-) -> tuple[FewRows, FewPlaces]:
+) -> tuple[EncodedRows, FewPlaces]:
     """Return what `Topics.place` and `release_rows` give for a few promises; the places are still to be given out.
 
     A tick of a steady load hands out one promise, or some; one promise by columns costs half a millisecond, as many do

@@ -30,8 +30,8 @@ import pyarrow as pa
 from timeball import limits
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker.appender import Accepted
+from timeball.broker.few_sends import Sends
 from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
-from timeball.message import SendBatch
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Begun = tuple[Any, "asyncio.Future[Any]"]  # what `answer` is given, and when it is durable
-Accept = Callable[[SendBatch, Caller], tuple[Accepted, "asyncio.Future[int]"]]
+Accept = Callable[[Sends, Caller], tuple[Accepted, "asyncio.Future[int]"]]
 
 
 class _Batch(Generic[T]):
@@ -245,7 +245,7 @@ class Piece(msgspec.Struct, gc=False):
     first_row: int  # within the batch that it shares; set when that begins
     caller: Any
 
-    def join(self, pieces: Sequence[Piece]) -> SendBatch:
+    def join(self, pieces: Sequence[Piece]) -> Sends:
         """Return the rows of these pieces, of which this is the first."""
         return self.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
 
@@ -283,7 +283,7 @@ class Ingress:
         return self.accept(joined(pieces), ANONYMOUS if is_decided else pieces[0].caller)
 
 
-def joined(pieces: list[Piece]) -> SendBatch:
+def joined(pieces: list[Piece]) -> Sends:
     """Return the rows of pieces side by side: each edge finds its own by where its first one stands."""
     at, first = 0, pieces[0]
     for piece in pieces:

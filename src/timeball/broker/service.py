@@ -27,6 +27,7 @@ from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.consuming.traced import TracedConsuming
 from timeball.broker.dead_letters import DeadLetters
+from timeball.broker.few_sends import Sends
 from timeball.broker.group_states import GroupStates
 from timeball.broker.ingress import Ingress
 from timeball.broker.job_reports import JobReports
@@ -50,7 +51,7 @@ from timeball.broker.waiting.forecast import Forecast
 from timeball.broker.waiting.listing import Listing
 from timeball.errors import NotFound, OutOfRange
 from timeball.log.segment import starts
-from timeball.message import READ_SCHEMA, Kind, SendBatch, codes_of, without_secrets
+from timeball.message import READ_SCHEMA, Kind, codes_of, without_secrets
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
 from timeball.wire import Attached, Campaign, CampaignChange, MessagePlace, RangesCancelled, Start, Verdict
@@ -105,10 +106,10 @@ class Broker:
         await self.appender.send_again(batch)
 
     def prepare_nowait(
-        self, batch: SendBatch, caller: Caller = ANONYMOUS
+        self, sends: Sends, caller: Caller = ANONYMOUS
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Accept messages that stay hidden until `transactions.end` commits them; their delays begin then."""
-        rows, _, now_ms = self.appender.admit(transactions.half_batch(as_columns(batch)))
+        rows, _, now_ms = self.appender.admit(transactions.half_batch(as_columns(sends)))
         self.policy.admit(codes_of(rows.column("topic"))[1], caller)
         # After the admission, which refuses what a commit would refuse later.
         rows = transactions.half_rows(rows)

@@ -14,29 +14,12 @@ cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object number, int* overflow) except? -1
     void PyErr_Clear() noexcept
 
-cdef enum:
-    COLUMNS_MAX = 64
-    TEXT = -1
-    BINARY = -2
-
-
-cdef struct Column:
-    int width  # bytes of a number; TEXT or BINARY
-    Py_ssize_t nulls
-    Py_ssize_t size  # of the values of all rows, if they are texts
-
-
 cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept:
     return (size + 7) & ~7
 
 
 cdef class MessageEncoder:
     """Encodes rows of one schema. `head` is the metadata of any of its messages; the rest says where numbers go."""
-
-    cdef bytes head
-    cdef Py_ssize_t rows_at, nodes_at, buffers_at, body_at
-    cdef Py_ssize_t columns
-    cdef Column column[COLUMNS_MAX]
 
     def __init__(
         self, bytes head, list widths, Py_ssize_t rows_at, Py_ssize_t nodes_at, Py_ssize_t buffers_at, Py_ssize_t body_at
@@ -49,30 +32,44 @@ cdef class MessageEncoder:
 
     def encode(self, list rows not None):
         """Return the message; None when a value is not of its column's very type, or not in its range."""
-        cdef Py_ssize_t at, count = len(rows), body_bytes = 0
+        cdef Py_ssize_t at
         cdef Column* column
         for row in rows:
             if type(row) is not tuple or len(<tuple> row) != self.columns:
                 return None
         for at in range(self.columns):
-            column = &self.column[at]
-            if not measure(column, rows, at):
+            if not measure(&self.column[at], rows, at):
                 return None
+        message = self.lay_out(len(rows))
+        for at in range(self.columns):
+            column = &self.column[at]
+            if column.nulls:
+                write_validity(column.valid, rows, at)
+            if column.width > 0:
+                write_numbers(column.values, rows, at, column.width)
+            else:
+                write_texts(column.values, column.data, rows, at)
+        return message
+
+    cdef bytes lay_out(self, Py_ssize_t count):
+        """Return a message of so many rows, all zero, and set where each column is to be written.
+
+        The columns say how many values they lack, and how many bytes their texts have.
+        """
+        cdef Py_ssize_t at, head_bytes = len(self.head), body_bytes = 0, done = 0
+        cdef Column* column
+        for at in range(self.columns):
+            column = &self.column[at]
             body_bytes += padded((count + 7) // 8) if column.nulls else 0
             if column.width > 0:
                 body_bytes += padded(column.width * count)
             else:
                 body_bytes += padded(4 * (count + 1)) + padded(column.size)
-        message = PyBytes_FromStringAndSize(NULL, len(self.head) + body_bytes)
-        self.fill(PyBytes_AsString(message), rows, body_bytes)
-        return message
-
-    cdef int fill(self, char* out, list rows, Py_ssize_t body_bytes) except -1:
-        cdef Py_ssize_t at, count = len(rows), head_bytes = len(self.head), done = 0
+        message = PyBytes_FromStringAndSize(NULL, head_bytes + body_bytes)
+        cdef char* out = PyBytes_AsString(message)
         cdef char* node = out + self.nodes_at
         cdef char* buffer = out + self.buffers_at
         cdef char* body = out + head_bytes
-        cdef Column* column
         memcpy(out, PyBytes_AsString(self.head), head_bytes)
         memset(body, 0, body_bytes)
         put64(out + self.rows_at, count)
@@ -82,17 +79,14 @@ cdef class MessageEncoder:
             put64(node, count)
             put64(node + 8, column.nulls)
             node += 16
+            column.valid = body + done if column.nulls else NULL
             buffer = place(buffer, &done, (count + 7) // 8 if column.nulls else 0)
-            if column.nulls:
-                write_validity(body + done - padded((count + 7) // 8), rows, at)
-            if column.width > 0:
-                write_numbers(body + done, rows, at, column.width)
-                buffer = place(buffer, &done, column.width * count)
-            else:
-                write_texts(body + done, body + done + padded(4 * (count + 1)), rows, at)
-                buffer = place(buffer, &done, 4 * (count + 1))
+            column.values = body + done
+            buffer = place(buffer, &done, column.width * count if column.width > 0 else 4 * (count + 1))
+            if column.width <= 0:
+                column.data = body + done
                 buffer = place(buffer, &done, column.size)
-        return 0
+        return message
 
 
 cdef inline void put64(char* to, int64_t number) noexcept:

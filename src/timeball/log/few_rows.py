@@ -1,4 +1,4 @@
-"""A few rows for the log, from Python's values: the batch, and the Arrow message that its frame will hold.
+"""Rows for the log, encoded as they are made: a few from Python's values, or many by an edge that writes them itself.
 
 The compiled encoder (arrow_message.pyx) writes the message at once, and the batch is a view of it. Without it, or for
 values that it leaves alone, pyarrow makes the batch and serialises it: the reference, whose bytes are the same.
@@ -30,18 +30,28 @@ _HEADER, _BODY_BYTES = 2, 3  # fields of the table Message
 _ROWS, _NODES, _BUFFERS = 0, 1, 2  # fields of the table RecordBatch
 _TEXT, _BINARY = -1, -2
 _ROW = pa.struct(list(LOG_SCHEMA))
+_QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 
 
-class FewRows:
-    """Rows of LOG_SCHEMA as they are appended: `values`, and the message that their frame will hold."""
+class EncodedRows:
+    """Rows of LOG_SCHEMA as they are appended: the message that their frame will hold, and where they are placed.
 
-    __slots__ = ("_batch", "message", "num_rows", "values")
+    `values` has them as Python's values, if they were made of such.
+    """
+
+    __slots__ = ("_batch", "message", "num_rows", "queue_ids", "queue_offsets", "values")
 
     def __init__(
-        self, values: list[LogRow], message: bytes | pa.Buffer, batch: pa.RecordBatch | None = None
+        self,
+        message: bytes | pa.Buffer,
+        queue_ids: list[int],
+        queue_offsets: list[int | None],
+        values: list[LogRow] | None = None,
+        batch: pa.RecordBatch | None = None,
     ) -> None:
-        self.values, self.message, self._batch = values, message, batch
-        self.num_rows = len(values)
+        self.message, self.queue_ids, self.queue_offsets = message, queue_ids, queue_offsets
+        self.values, self._batch = values, batch
+        self.num_rows = len(queue_ids)
 
     @property
     def batch(self) -> pa.RecordBatch:
@@ -51,13 +61,13 @@ class FewRows:
         return self._batch
 
 
-Rows: TypeAlias = "pa.RecordBatch | FewRows"
-Build = Callable[[list[LogRow]], FewRows]
+Rows: TypeAlias = "pa.RecordBatch | EncodedRows"
+Build = Callable[[list[LogRow]], EncodedRows]
 
 
 def as_batch(rows: Rows) -> pa.RecordBatch:
     """Return rows as a batch."""
-    return rows.batch if isinstance(rows, FewRows) else rows
+    return rows.batch if isinstance(rows, EncodedRows) else rows
 
 
 def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
@@ -68,21 +78,29 @@ def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
     return pa.RecordBatch.from_struct_array(pa.array(values, _ROW))
 
 
-def build_by_pyarrow(values: list[LogRow]) -> FewRows:
+def build_by_pyarrow(values: list[LogRow]) -> EncodedRows:
     """Build rows; raises what pyarrow raises of a value."""
     batch = rows_of(values)
-    return FewRows(values, batch.serialize(), batch)
+    return _encoded(batch.serialize(), values, batch)
 
 
-def build_compiled(values: list[LogRow]) -> FewRows:
+def build_compiled(values: list[LogRow]) -> EncodedRows:
     """Build rows, by pyarrow where a value is not of its column's very type."""
-    message = _encoder.encode(values)
-    return build_by_pyarrow(values) if message is None else FewRows(values, message)
+    message = LOG_ENCODER.encode(values)
+    return build_by_pyarrow(values) if message is None else _encoded(message, values)
 
 
-def numbered(rows: FewRows, seqs: list[int], which: list[int]) -> pa.RecordBatch:
+def _encoded(
+    message: bytes | pa.Buffer, values: list[LogRow], batch: pa.RecordBatch | None = None
+) -> EncodedRows:
+    queue_ids, offsets = [row[_QUEUE_ID] for row in values], [row[_QUEUE_OFFSET] for row in values]
+    return EncodedRows(message, queue_ids, offsets, values, batch)
+
+
+def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> pa.RecordBatch:
     """Return some of these rows, by position, as READ_SCHEMA rows with these numbers."""
-    if isinstance(rows.message, bytes):  # compiled: each value is of its column's type
+    # Compiled: each value is of its column's type.
+    if rows.values is not None and isinstance(rows.message, bytes):
         message = _read_encoder.encode([(seq, *rows.values[at]) for seq, at in zip(seqs, which, strict=True)])
         return pa.ipc.read_record_batch(message, READ_SCHEMA)
     batch = rows.batch if len(which) == rows.num_rows else rows.batch.take(pa.array(which))
@@ -132,8 +150,8 @@ def _encoder_of(schema: pa.Schema) -> Any:
     )
 
 
-_encoder: Any
+LOG_ENCODER: Any
 _read_encoder: Any
-_encoder, _read_encoder = (
+LOG_ENCODER, _read_encoder = (
     (None, None) if MessageEncoder is None else (_encoder_of(LOG_SCHEMA), _encoder_of(READ_SCHEMA))
 )

@@ -78,7 +78,7 @@ class QueueIndex:
         entries["seq"], entries["size"], entries["tag"] = seqs, sizes, tags
         self.extend(entries)
 
-    def extend(self, entries: EntryArray | list[tuple[int, int, int]]) -> None:
+    def extend(self, entries: EntryArray) -> None:
         """`append` for entries as they are, (seq, size, tag)."""
         count, begin = len(entries), self.max_offset - self._state.tail_first
         self._room(begin + count)[begin : begin + count] = entries

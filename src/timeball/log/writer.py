@@ -27,7 +27,7 @@ from timeball.files import Files
 from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
 from timeball.log.disk_thread import Disk
-from timeball.log.few_rows import FewRows, Rows, as_batch
+from timeball.log.few_rows import EncodedRows, Rows, as_batch
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
@@ -117,8 +117,8 @@ class LogWriter:
             raise Unavailable("the broker is stopping")
         # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
         assert rows.num_rows > 0 and (span is None or span >= rows.num_rows)
-        is_few = isinstance(rows, FewRows)
-        size_bytes = len(rows.message) if is_few else pa.ipc.get_record_batch_size(rows)
+        is_encoded = isinstance(rows, EncodedRows)
+        size_bytes = len(rows.message) if is_encoded else pa.ipc.get_record_batch_size(rows)
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span

@@ -1,4 +1,4 @@
-"""Places of a few rows in their queues, in Python's numbers.
+"""Places of rows in their queues: of a few in Python's numbers, one after the other, or as an edge has written them.
 
 `Topics.place` would give the same rows the same places. That way is made for columns: it makes fifty calls of numpy,
 and each of them takes some microseconds for one row too.
@@ -6,21 +6,45 @@ and each of them takes some microseconds for one row too.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Self
+
+import numpy as np
+
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import Topic
+from timeball.log.queue_file import ENTRY
 from timeball.message import DLQ_PREFIX
+
+_ENTRY = struct.Struct(">qiq")  # as ENTRY has it: row, size, tag
+assert _ENTRY.size == ENTRY.itemsize
+
+QueueRows = tuple[
+    Topic, int, bytearray, int
+]  # a queue, entries whose rows count from 0, bytes of their messages
 
 
 class FewPlaces:
-    """Places of a few rows, chosen one after the other; `give_out` once nothing can refuse them any more."""
+    """Places of rows, chosen one after the other; `give_out` once nothing can refuse them any more."""
 
-    __slots__ = ("_dead", "_queues", "_turns")
+    __slots__ = ("_dead", "_entries", "_sizes", "_turns")
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[Topic, int], list[tuple[int, int, int]]] = {}  # row, size, tag
+        self._entries: dict[tuple[Topic, int], bytearray] = {}
+        self._sizes: dict[tuple[Topic, int], int] = {}  # bytes of the messages
         self._turns: dict[Topic, int] = {}
         self._dead: list[str] = []  # a counter's key for each dead letter
+
+    @classmethod
+    def chosen(cls, queues: Iterable[QueueRows], turns: Mapping[Topic, int]) -> Self:
+        """Return places that have been chosen as `choose` does: see SendRuns (few_sends.py)."""
+        places = cls()
+        for topic, queue_id, entries, size_bytes in queues:
+            places._entries[topic, queue_id], places._sizes[topic, queue_id] = entries, size_bytes
+        places._turns = dict(turns)
+        return places
 
     def choose(
         self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None, properties: str | None
@@ -36,34 +60,45 @@ class FewPlaces:
             self._turns[topic] = (turn + 1) % width
         # As in `Topics.place`: a queue that is no more gives its rows to another.
         queue_id %= len(topic.queues)
-        entries = self._queues.get((topic, queue_id))
+        # Bytes from the start: numpy makes entries of tuples at a microsecond each.
+        entries = self._entries.get((topic, queue_id))
         if entries is None:
-            entries = self._queues[topic, queue_id] = []
-        offset = topic.queues[queue_id].next_offset + len(entries)
-        of_tag = tag_mask if topic.filter_type == "MULTI_TAG" else tag_hash
-        entries.append((row, size_bytes, of_tag(tag) if tag else 0))
+            entries = self._entries[topic, queue_id] = bytearray()
+            self._sizes[topic, queue_id] = 0
+        offset = topic.queues[queue_id].next_offset + len(entries) // _ENTRY.size
+        entries += _ENTRY.pack(row, size_bytes, tag_number(topic)(tag) if tag else 0)
+        self._sizes[topic, queue_id] += size_bytes
         return queue_id, offset
 
     def give_out(self) -> None:
         """Give these places to no other row."""
-        for (topic, queue_id), entries in self._queues.items():
-            topic.queues[queue_id].next_offset += len(entries)
+        for (topic, queue_id), entries in self._entries.items():
+            topic.queues[queue_id].next_offset += len(entries) // _ENTRY.size
         for topic, turn in self._turns.items():
             topic.turn = turn
 
     def index(self, first_seq: int) -> None:
         """Write the entries; row 0 of the batch is `first_seq`."""
-        for (topic, queue_id), entries in self._queues.items():
-            topic.queues[queue_id].index.extend([(first_seq + row, size, tag) for row, size, tag in entries])
+        for (topic, queue_id), data in self._entries.items():
+            # The number of the first row was not known when they were written. The index copies them.
+            entries = np.frombuffer(data, ENTRY)
+            entries["seq"] += first_seq
+            topic.queues[queue_id].index.extend(entries)
 
     def count(self, rates: Rates, *, released: bool = False) -> None:
         """Count what came into each topic; `released`: as scheduled messages, too."""
-        for (topic, _), entries in self._queues.items():
-            rates.put(topic.name, len(entries), sum(size for _, size, _ in entries))
+        for (topic, queue_id), entries in self._entries.items():
+            rows = len(entries) // _ENTRY.size
+            rates.put(topic.name, rows, self._sizes[topic, queue_id])
             if released:
-                rates.add(Stat.RELEASED_NUMS, topic.name, len(entries))
+                rates.add(Stat.RELEASED_NUMS, topic.name, rows)
         rates.add_each(Stat.DEAD_NUMS, self._dead)
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""
-        return [(topic.name, queue_id) for topic, queue_id in self._queues]
+        return [(topic.name, queue_id) for topic, queue_id in self._entries]
+
+
+def tag_number(topic: Topic) -> Callable[[str], int]:
+    """Return what makes the number of a tag that the index of this topic's queues holds."""
+    return tag_mask if topic.filter_type == "MULTI_TAG" else tag_hash

@@ -2,9 +2,9 @@
 
     python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time; it
                 is the reference
-    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; plain_pulls.pyx: pulls that
-                are answered at once; stored_messages.pyx: what they are given. What is more than usual they leave to
-                the reference.
+    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; send_frames.pyx: their rows of
+                the log; plain_pulls.pyx: pulls that are answered at once; stored_messages.pyx: what they are given.
+                What is more than usual they leave to the reference.
 
 Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
 """
@@ -28,11 +28,12 @@ try:
     from timeball.protocols.remoting.codec import (  # type: ignore[attr-defined]
         plain_pulls,
         send_columns,
+        send_frames,
         send_runs,
         stored_messages,
     )
 except ImportError:  # built without a compiler
-    plain_pulls = send_columns = send_runs = stored_messages = None
+    plain_pulls = send_columns = send_frames = send_runs = stored_messages = None
 
 
 class SendRun(Protocol):
@@ -103,7 +104,7 @@ def _no_run(*_: object) -> Any:
 
 @dataclass(frozen=True)
 class Codec:
-    """One of the two. `join` and `encode_replies` are for the runs that `cut` makes, `pull` is the type of its pulls.
+    """One of the two. `join`, `log_rows` and `encode_replies` are for the runs of `cut`, `pull` is its type of pulls.
 
     Python's makes neither.
     """
@@ -113,6 +114,7 @@ class Codec:
     encode_each: Callable[..., list[bytes]]
     open_frame: Callable[[pa.Buffer, LogFrame], StoredFrame]
     join: Callable[[list[Any]], pa.RecordBatch] = _no_run
+    log_rows: Callable[..., Any] = _no_run
     encode_replies: Callable[..., bytes] = _no_run
     pull: type[Any] = _NoPull
 
@@ -127,6 +129,7 @@ COMPILED = (
         stored_messages.encode_each,
         stored_messages.StoredFrame,
         send_columns.join,
+        send_frames.log_rows,
         send_columns.encode_replies,
         plain_pulls.PlainPull,
     )

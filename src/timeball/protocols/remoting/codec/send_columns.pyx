@@ -20,10 +20,6 @@ from timeball.protocols.remoting.codec.sends import encode_reply
 
 cdef Py_ssize_t SMALL_ROWS = message.SMALL_ROWS
 
-cdef enum Column:  # in the order of SEND_NAMES
-    TOPIC, BODY, TAG, KEYS, UNIQUE_KEY, PROPERTIES, QUEUE_ID, BORN_MS, BORN_HOST, FLAG, SYS_FLAG, TIMES, DUE_MS, LEVEL
-
-
 def join(list runs):
     """Return the columns that `batch_of` makes of the rows of these runs."""
     cdef SendRun run
@@ -51,7 +47,7 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
     first.size = text.size = -1
     for run in runs:
         for at in range(run.count):
-            text = _text(run, run.rows + at, which)
+            text = text_of(run, run.rows + at, which)
             if row == 0:
                 first = text
             elif not differs:
@@ -76,7 +72,7 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
     row = size = end[0] = 0
     for run in runs:
         for at in range(run.count):
-            text = _text(run, run.rows + at, which)
+            text = text_of(run, run.rows + at, which)
             if text.size > 0:
                 memcpy(out + size, text.at, text.size)
                 size += text.size
@@ -88,7 +84,7 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
     return pa.Array.from_buffers(kind, count, buffers, nulls)
 
 
-cdef Text _text(SendRun run, Row* row, int which) noexcept:
+cdef Text text_of(SendRun run, Row* row, int which) noexcept:
     """Return where a text stands, with -1 bytes for one that is missing."""
     cdef Text found
     if which == BODY:
@@ -121,7 +117,7 @@ cdef object _numbers(list runs, Py_ssize_t count, int which, object kind):
     memset(bits, 0, (count + 7) // 8)
     for run in runs:
         for at in range(run.count):
-            number = _number(run.rows + at, which)
+            number = number_of(run.rows + at, which)
             if row == 0:
                 first = number
             differs |= number != first
@@ -142,7 +138,7 @@ cdef object _numbers(list runs, Py_ssize_t count, int which, object kind):
     return pa.Array.from_buffers(kind, count, [pa.py_buffer(valid) if nulls else None, pa.py_buffer(values)], nulls)
 
 
-cdef int64_t _number(Row* row, int which) noexcept:
+cdef int64_t number_of(Row* row, int which) noexcept:
     if which == QUEUE_ID:
         return row.queue_id
     if which == BORN_MS:

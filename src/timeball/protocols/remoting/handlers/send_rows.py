@@ -6,13 +6,18 @@ give the same rows; where neighbours of both kinds share a batch, a run is rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from timeball import rules
 from timeball.broker.few_sends import ROWS_MAX as FEW_ROWS_MAX
+from timeball.broker.few_sends import FewSends, Sends
 from timeball.broker.ingress import Piece
+from timeball.broker.registry.few_places import FewPlaces, tag_number
+from timeball.broker.registry.topic import Topic
 from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.log.few_rows import EncodedRows
 from timeball.message import SEND_NAMES, SendBatch, SendRow, decode_properties
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
@@ -64,16 +69,43 @@ class RunTicket(Piece, gc=False):
         run: SendRun = self.rows
         return run.requests()
 
-    def join(self, pieces: Sequence[Piece]) -> SendBatch:
-        """Return the rows of these pieces, many of them as columns: see Piece."""
+    def join(self, pieces: Sequence[Piece]) -> Sends:
+        """Return the runs of these pieces, or rows where others are among them: see Piece."""
         runs = [piece.rows for piece in pieces]
-        if sum(map(len, runs)) <= FEW_ROWS_MAX or any(type(piece) is not RunTicket for piece in pieces):
-            return [row for run in runs for row in run]
-        return self.codec.join(runs)
+        if all(type(piece) is RunTicket for piece in pieces):
+            return Runs(self.codec, runs)
+        return [row for run in runs for row in run]
 
     def apart(self) -> Sequence[Piece]:
         """Return the sends one by one: see Piece."""
         return (self,) if self.count == 1 else self.tickets(self)
+
+
+class Runs:
+    """Runs that share a batch: see SendRuns (broker/few_sends.py). Iterates as their rows."""
+
+    def __init__(self, codec: Codec, runs: list[SendRun]) -> None:
+        self._codec, self._runs = codec, runs
+        self.topics = {name for run in runs for name, _ in run.destinations}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._runs))
+
+    def __iter__(self) -> Iterator[SendRow]:
+        return chain.from_iterable(self._runs)
+
+    def batch(self) -> SendBatch:
+        """See SendRuns."""
+        return list(self) if len(self) <= FEW_ROWS_MAX else self._codec.join(self._runs)
+
+    def log_rows(self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str) -> FewSends | None:
+        """See SendRuns."""
+        made = self._codec.log_rows(self._runs, topics, tag_number, now_ms, last_ms, host)
+        if made is None:
+            return None
+        message, queue_ids, offsets, queues, turns, waiting, waiting_bytes = made
+        places = FewPlaces.chosen(queues, turns) if queues else None
+        return FewSends(EncodedRows(message, queue_ids, offsets), places, waiting, waiting_bytes)
 
 
 class SendRows:

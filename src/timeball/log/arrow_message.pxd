@@ -1,0 +1,25 @@
+# cython: language_level=3
+"""An Arrow message that is being written, as the compiled modules see it; see arrow_message.pyx."""
+
+cdef enum:
+    COLUMNS_MAX = 64
+    TEXT = -1
+    BINARY = -2
+
+
+cdef struct Column:
+    int width  # bytes of a number; TEXT or BINARY
+    Py_ssize_t nulls
+    Py_ssize_t size  # of the values of all rows, if they are texts
+    char* valid  # a bit for each row that has a value; NULL when all have
+    char* values  # numbers, or where texts end
+    char* data  # of texts
+
+
+cdef class MessageEncoder:
+    cdef bytes head
+    cdef Py_ssize_t rows_at, nodes_at, buffers_at, body_at
+    cdef Py_ssize_t columns
+    cdef Column column[COLUMNS_MAX]
+
+    cdef bytes lay_out(self, Py_ssize_t count)
