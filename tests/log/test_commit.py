@@ -5,9 +5,9 @@ from concurrent.futures import Future
 
 import pyarrow as pa
 
-from timeball.log.commit import Entry
-from timeball.log.writer import _group
-from timeball.message import meta_rows
+from timeball.log.commit import Entry, frames_of
+from timeball.log.few_rows import build_by_pyarrow
+from timeball.message import LOG_SCHEMA, SMALL_ROWS, Kind, meta_rows
 
 
 def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:
@@ -19,7 +19,9 @@ def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:
             Entry(rows, first_seq, span, rows.nbytes, loop.create_future(), None, flags)
             for first_seq, span, flags in entries
         ]
-        return [(group.first_seq, group.span, group.flags, group.rows.num_rows) for group in _group(appended)]
+        return [
+            (group.first_seq, group.span, group.flags, group.rows.num_rows) for group in frames_of(appended)
+        ]
 
     return asyncio.run(work())
 
@@ -39,7 +41,29 @@ def test_rows_that_are_encoded_ahead_have_a_frame_of_their_own() -> None:
         ahead: Future[bytes | pa.Buffer] = Future()
         appended = [Entry(rows, seq, 1, rows.nbytes, loop.create_future(), None) for seq in range(1, 5)]
         appended[1].payload = ahead
-        groups = [(group.first_seq, group.span, group.payload) for group in _group(appended)]
+        groups = [(group.first_seq, group.span, group.payload) for group in frames_of(appended)]
         assert groups == [(1, 1, None), (2, 1, ahead), (3, 2, None)]
+
+    asyncio.run(work())
+
+
+def test_many_rows_that_are_encoded_have_a_frame_of_their_own_and_few_share_one() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        value = tuple({"kind": int(Kind.MESSAGE), "topic": "t"}.get(name) for name in LOG_SCHEMA.names)
+        counts, appended, seq = (SMALL_ROWS, 1, 2, SMALL_ROWS, SMALL_ROWS), [], 1
+        for count in counts:
+            rows = build_by_pyarrow([value] * count)
+            appended.append(Entry(rows, seq, count, len(rows.message), loop.create_future(), None))
+            seq += count
+        groups = frames_of(appended)
+        assert [group.rows.num_rows for group in groups] == [SMALL_ROWS, 3, SMALL_ROWS, SMALL_ROWS]
+        assert groups[0].rows is appended[0].rows, "it is not encoded once more"
+        assert [group.first_seq for group in groups] == [
+            1,
+            SMALL_ROWS + 1,
+            SMALL_ROWS + 4,
+            2 * SMALL_ROWS + 4,
+        ]
 
     asyncio.run(work())

@@ -25,9 +25,9 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import Files
 from timeball.log import format as fmt
-from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics
+from timeball.log.commit import Commit, DurableCallback, Entry, WriterStatistics, frames_of
 from timeball.log.disk_thread import Disk
-from timeball.log.few_rows import EncodedRows, Rows, as_batch
+from timeball.log.few_rows import EncodedRows, Rows
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
@@ -141,7 +141,8 @@ class LogWriter:
         # Of one entry alone: what waits for the disk may be hundreds of megabytes, which must not be twice in memory.
         if self._busy and self._pending:
             entry = self._pending[0]
-            if entry.payload is None and entry.size_bytes >= ENCODE_AHEAD_BYTES:
+            is_large = entry.size_bytes >= ENCODE_AHEAD_BYTES and not isinstance(entry.rows, EncodedRows)
+            if entry.payload is None and is_large:
                 entry.payload = self._encoder.submit(fmt.encode_rows, entry.rows)
 
     def commit(self) -> None:
@@ -208,7 +209,7 @@ class LogWriter:
     def _write(self, entries: list[Entry]) -> Commit:
         """Encode, write and sync one commit (disk thread)."""
         segment = self._writing
-        groups = _group(entries)
+        groups = frames_of(entries)
         needed = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
         # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
         if segment.end + needed > segment.buffer.size:
@@ -365,32 +366,6 @@ class LogWriter:
             self._file.file.sync()
         self._file.file.close()
         self.next_segment.close_file()
-
-
-def _group(entries: list[Entry]) -> list[Group]:
-    """Return the frames of entries. Neighbours share one unless one sets numbers aside or has flags."""
-    groups: list[Group] = []
-    run: list[Entry] = []
-
-    def flush() -> None:
-        if run:
-            rows, size_bytes = run[0].rows, run[0].size_bytes
-            if len(run) > 1:
-                rows = pa.concat_batches([as_batch(entry.rows) for entry in run])
-                size_bytes = pa.ipc.get_record_batch_size(rows)
-            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
-            run.clear()
-
-    for entry in entries:
-        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None:
-            flush()
-            groups.append(
-                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
-            )
-        else:
-            run.append(entry)
-    flush()
-    return groups
 
 
 def _refusal(failure: BaseException) -> TimeballError:
