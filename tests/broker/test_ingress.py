@@ -276,6 +276,19 @@ async def test_what_comes_while_a_commit_is_under_way_shares_the_next(world: Wor
 
 
 @on_node()
+async def test_a_batch_with_enough_rows_begins_while_the_disk_is_busy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress, "ENOUGH_ROWS", 3)
+    calls = Calls(world)
+    answers = [calls.put([row()] * count) for count in (2, 1, 3, 2, 2, 1)]
+    assert calls.sizes == [3, 3], "in the same turn, and beside one that is under way, but not beside two"
+    found = await asyncio.gather(*answers)
+    assert calls.sizes == [3, 3, 5]
+    assert [seq - found[0][0] for seq, _ in found] == [0, 2, 3, 6, 8, 10]
+
+
+@on_node()
 async def test_a_batch_of_several_edges_is_answered_by_each(world: World) -> None:
     one, two = Calls(world), Calls(world)
     two.ingress = one.ingress

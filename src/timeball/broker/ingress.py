@@ -9,7 +9,9 @@ the end of the loop's turn, and a thousand that come meanwhile share one commit.
 Three rules hold for every edge and for the ends of transactions:
 
     bytes      all requests together, waiting or on their way to the disk, have one bound; beyond it: OverLimit
-    one batch  has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX, and a full one does not wait for the commit before it
+    one batch  has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX, and a full one does not wait for the commit before it.
+               One with ENOUGH_ROWS gains little by growing: it begins within the turn when the disk has nothing to do
+               behind what it does now, so that the disk works while the rest is read
     refused    a batch that is refused whole is begun again request by request, so that only the one at fault is told
 
 Invariant: each request that was put is answered or refused, once, even if the log or the broker fails.
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES_MAX = 32 * 1024 * 1024
 BATCH_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
+ENOUGH_ROWS = 1_024  # what a batch costs however few its rows is a tenth of the rest then
+AHEAD_MAX = 2  # batches under way: one that the disk is at, and one that is ready for it
 HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX  # of all edges together: what clients may make the broker hold
 # A batch of columns with more than this carries its own cost: to copy it beside others would be a loss.
 SMALL_ROWS, SMALL_BYTES = 256, 256 * 1024
@@ -109,7 +113,8 @@ class Batcher(Generic[T]):
         batch.size_bytes += size_bytes
         batch.key = key
         is_full = key is None or batch.rows >= rows_max or batch.size_bytes >= BATCH_BYTES_MAX
-        if is_full and self._is_pipelined:
+        # Not asked by a method: each request passes here, and a call costs as much as the comparisons.
+        if self._is_pipelined and (is_full or (batch.rows >= ENOUGH_ROWS and self._under_way < AHEAD_MAX)):
             self._drain()
         elif not (self._is_scheduled or self._under_way):
             self._is_scheduled = True
@@ -151,7 +156,9 @@ class Batcher(Generic[T]):
             except Exception as error:  # nothing has been written to them yet, and none may wait for ever
                 logger.exception("requests not answered requests=%d reason=%s", len(requests), error)
                 self._refuse(requests, error)
-        if (self._open.requests or self._full) and not (self._under_way or self._is_scheduled):
+        if self._is_pipelined and self._open.rows >= ENOUGH_ROWS and self._under_way < AHEAD_MAX:
+            self._drain()
+        elif (self._open.requests or self._full) and not (self._under_way or self._is_scheduled):
             # Not at once: what has arrived while we were at it is read first, and comes along. The loop is what
             # there is too little of, not the disk, and a batch costs it the same for one row as for fifty.
             self._is_scheduled = True
