@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
         self.flow = Flow(room or Room())
         self._splitter = Splitter(cut=cut)
         self._gathers = False  # while the requests of one read are handled: their answers go together
-        self._gathered: list[bytes] = []
+        self._gathered: list[bytes | bytearray] = []
         self._gathered_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._opaques = itertools.count(1)
@@ -277,7 +277,7 @@ class Connection(asyncio.Protocol):
         """Return whether an answer could still arrive."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         """Send bytes; a client that takes nothing any more loses its connection instead of our memory."""
         if not self._gathers:
             self._write(data)
@@ -292,7 +292,7 @@ class Connection(asyncio.Protocol):
         if parts:
             self._write(b"".join(parts))
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | bytearray) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
             return  # one dead client must not cost the others of a commit their acknowledgements

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from timeball.broker.components import Components, in_thread
 from timeball.errors import Corrupt, OutOfRange
+from timeball.log.queue_file import EntryArray
 from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, Place
 from timeball.log.segment import Segment
 from timeball.protocols.remoting.codec.implementation import PYTHON, Codec, StoredFrame
@@ -53,13 +54,26 @@ class StoredFrames:
         `seqs` ascend. Raises OutOfRange.
         """
         body = bytearray()
-        count = self.put_now(body, seqs, host, bytes_max)
-        return None if count is None else (count, bytes(body))
+        count = self._put(body, seqs, host, bytes_max, {})
+        return None if isinstance(count, _Closed) else (count, bytes(body))
 
-    def put_now(self, out: bytearray, seqs: list[int], host: Host, bytes_max: int) -> int | None:
-        """Append to `out`, which is empty, what `get_now` returns, and return of how many messages."""
-        count = self._put(out, seqs, host, bytes_max, {})
-        return None if isinstance(count, _Closed) else count
+    def put_now(self, out: bytearray, entries: EntryArray, host: Host, bytes_max: int) -> int:
+        """Append the messages of these entries to `out` while it stays within `bytes_max`, and return how many.
+
+        None where that takes the disk: what was appended counts for nothing then. Raises OutOfRange.
+        """
+        at, count, last = 0, len(entries), self._last
+        # Mostly all are in the frame of the pull before.
+        if last is not None:
+            at = last.put(out, entries, 0, host, bytes_max)
+        while at < count:
+            frame = self._frame(int(entries[at]["seq"]), {})
+            if isinstance(frame, _Closed):
+                return 0
+            begin, at = at, frame.put(out, entries, at, host, bytes_max)
+            if at == begin:
+                break  # there is no room for this one
+        return at
 
     async def get(self, seqs: list[int], host: Host, bytes_max: int) -> Messages:
         """Return what `get_now` does, from the disk if need be."""

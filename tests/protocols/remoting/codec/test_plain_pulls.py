@@ -77,7 +77,9 @@ def agree(frame: Frame, read: Read = read_compiled) -> bool:
         answer = Command(
             0, command.opaque, int(CommandFlag.RESPONSE), pull_fields(*numbers), body, version=BROKER_VERSION
         )
-        assert found.answer(*numbers, bytearray(body)) == encode(answer)
+        written = found.begin_answer(*numbers) + body
+        found.end_answer(written)
+        assert written == encode(answer)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from tests.protocols.remoting.codec.test_implementation import V4, V6, needs_com
 
 from timeball.errors import OutOfRange
 from timeball.log import format as fmt
+from timeball.log.queue_file import ENTRY
 from timeball.message import LOG_SCHEMA
 from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON, Codec
 from timeball.protocols.remoting.codec.records import Host
@@ -42,10 +44,15 @@ def put(
     bytes_max: int,
     host: Host = V4,
 ) -> tuple[int, bytes]:
+    """What a frame writes of these rows, whether they are named by a list or by the entries of a queue."""
     assert codec is not None
-    out = bytearray()
-    seqs = [FIRST + pick for pick in picks]
-    return codec.open_frame(segment, frame).put(out, seqs, 0, host, bytes_max), bytes(out)
+    out, again = bytearray(), bytearray()
+    seqs, entries = [FIRST + pick for pick in picks], np.zeros(len(picks), ENTRY)
+    entries["seq"] = seqs
+    count = codec.open_frame(segment, frame).put(out, seqs, 0, host, bytes_max)
+    assert codec.open_frame(segment, frame).put(again, entries, 0, host, bytes_max) == count
+    assert again == out
+    return count, bytes(out)
 
 
 @needs_compiled

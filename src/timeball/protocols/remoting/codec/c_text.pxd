@@ -55,6 +55,10 @@ cdef inline uint32_t read32(const char* at) noexcept:
             | <uint32_t> <uint8_t> at[2] << 8 | <uint8_t> at[3])
 
 
+cdef inline int64_t read64(const char* at) noexcept:
+    return <int64_t> (<uint64_t> read32(at) << 32 | read32(at + 4))
+
+
 cdef inline void write32(char* at, uint32_t number) noexcept:
     at[0], at[1], at[2], at[3] = <char> (number >> 24), <char> (number >> 16), <char> (number >> 8), <char> number
 

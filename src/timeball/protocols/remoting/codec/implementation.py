@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from timeball.config import CodecChoice
 from timeball.log.format import Frame as LogFrame
+from timeball.log.queue_file import EntryArray
 from timeball.message import SendRow
 from timeball.protocols.remoting.codec import frame, records
 from timeball.protocols.remoting.codec.frame import Cut, Frame
@@ -63,10 +64,13 @@ class StoredFrame(Protocol):
     first_seq: int
     end_seq: int  # behind the last row
 
-    def put(self, out: bytearray, seqs: list[int], at: int, store_host: Host, bytes_max: int) -> int:
+    def put(
+        self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
+    ) -> int:
         """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which.
 
-        `out` has at most `bytes_max` bytes then, or one message. Raises OutOfRange for a row that is not visible.
+        `seqs` may be entries of a queue, which name them. `out` has at most `bytes_max` bytes then, or one message.
+        Raises OutOfRange for a row that is not visible.
         """
 
 
@@ -90,8 +94,11 @@ class PlainPull(Protocol):
     def frame(self) -> Frame:
         """Return the frame that the pull was read in."""
 
-    def answer(self, next_offset: int, min_offset: int, max_offset: int, body: bytearray) -> bytes:
-        """Return the frame that answers it with these stored messages."""
+    def begin_answer(self, next_offset: int, min_offset: int, max_offset: int) -> bytearray:
+        """Return the frame that answers it, up to the stored messages."""
+
+    def end_answer(self, answer: bytearray) -> None:
+        """Complete what `begin_answer` has begun, once the stored messages are there."""
 
 
 class _NoPull:

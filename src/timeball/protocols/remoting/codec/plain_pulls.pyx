@@ -6,6 +6,7 @@ else is None here and goes the way of the reference, as a frame; so does a plain
 with what it was refused for. Nothing is refused here.
 """
 
+from cpython.bytearray cimport PyByteArray_AsString, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcmp, memcpy
@@ -125,10 +126,9 @@ cdef class PlainPull:
         """Return the frame that the pull was read in."""
         return Frame(FORM, self.data[self.header_at:self.body_at], self.data[self.body_at:self.end])
 
-    def answer(self, int64_t next_offset, int64_t min_offset, int64_t max_offset, bytearray body not None):
-        """Return the frame that answers the pull with these stored messages."""
+    def begin_answer(self, int64_t next_offset, int64_t min_offset, int64_t max_offset):
+        """Return the frame that answers the pull, up to the stored messages."""
         cdef Buffer* header = &HEADER
-        cdef Py_ssize_t size = len(body)
         cdef int64_t[4] numbers = [self.opaque, next_offset, min_offset, max_offset]
         cdef int at
         header.size = 0
@@ -136,13 +136,15 @@ cdef class PlainPull:
             put(header, ANSWER[at].at, ANSWER[at].size)
             put_number(header, numbers[at])
         put(header, ANSWER[4].at, ANSWER[4].size)
-        frame = PyBytes_FromStringAndSize(NULL, 8 + header.size + size)
-        cdef char* to = PyBytes_AsString(frame)
-        write32(to, <uint32_t> (4 + header.size + size))
+        answer = PyByteArray_FromStringAndSize(NULL, 8 + header.size)
+        cdef char* to = PyByteArray_AsString(answer)
         write32(to + 4, <uint32_t> (FORM << 24 | header.size))
         memcpy(to + 8, header.data, header.size)
-        memcpy(to + 8 + header.size, <const char*> body, size)
-        return frame
+        return answer
+
+    def end_answer(self, bytearray answer not None):
+        """Complete what `begin_answer` has begun, once the stored messages are there."""
+        write32(PyByteArray_AsString(answer), <uint32_t> (len(answer) - 4))
 
 
 cdef PlainPull read_pull(bytes data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form):

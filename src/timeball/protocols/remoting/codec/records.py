@@ -28,6 +28,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.log import format as fmt
+from timeball.log.queue_file import EntryArray
 from timeball.message import with_seq
 from timeball.protocols.remoting.codec.codes import MessageFlag
 
@@ -99,8 +100,11 @@ class StoredFrame:
         self._rows = with_seq(fmt.decode_rows(segment, frame), frame.first_seq)
         self.first_seq, self.end_seq = frame.first_seq, frame.first_seq + frame.rows
 
-    def put(self, out: bytearray, seqs: list[int], at: int, store_host: Host, bytes_max: int) -> int:
+    def put(
+        self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
+    ) -> int:
         """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which."""
+        seqs = seqs if isinstance(seqs, list) else seqs["seq"].tolist()
         mine = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[at:])
         places = [seq - self.first_seq for seq in mine]
         # A few at a time: of large ones hardly any fit.

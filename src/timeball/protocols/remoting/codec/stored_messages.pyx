@@ -6,13 +6,14 @@ Rows that are out of order (a host without a port that fits, properties of more 
 reference, whose error is the right one.
 """
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AsString, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memchr, memcmp, memcpy
 
-from timeball.protocols.remoting.codec.c_text cimport Buffer, Text, put, same, write32
+from timeball.protocols.remoting.codec.c_text cimport Buffer, Text, put, read64, same, write32
 from timeball.protocols.remoting.codec.record_batches cimport (
     TEXT_WIDTH, Column, Message, is_missing, number32, number64, read_column, read_message, text,
 )
@@ -23,6 +24,7 @@ from timeball.protocols.remoting.codec import records
 from timeball.protocols.remoting.codec.codes import MessageFlag
 
 cdef enum:
+    ENTRY_BYTES = 20  # of a queue's index, which begins with the number of its row: queue_file.ENTRY
     FIXED_BYTES = 83  # of version 1: all but the addresses, the body, the topic and the properties
     ROWS_MIN = 4
     PROPERTIES_MAX = 65535
@@ -145,14 +147,30 @@ cdef class StoredFrame:
             self.kept = with_seq(fmt.decode_rows(segment, frame), self.first_seq)
             columns_of(self.kept, &self.columns)
 
-    def put(self, bytearray out, list seqs, Py_ssize_t at, store_host, Py_ssize_t bytes_max):
+    def put(self, bytearray out, seqs, Py_ssize_t at, store_host, Py_ssize_t bytes_max):
         """Append stored messages of `seqs[at:]` while they are of this frame and `out` stays within `bytes_max`."""
+        cdef Py_buffer entries
+        if type(seqs) is list:
+            return self.put_rows(out, seqs, NULL, len(<list> seqs), at, store_host, bytes_max)
+        PyObject_GetBuffer(seqs, &entries, PyBUF_SIMPLE)
+        try:
+            return self.put_rows(
+                out, seqs, <const char*> entries.buf, entries.len // ENTRY_BYTES, at, store_host, bytes_max
+            )
+        finally:
+            PyBuffer_Release(&entries)
+
+    cdef object put_rows(
+        self, bytearray out, seqs, const char* entries, Py_ssize_t count, Py_ssize_t at, store_host,
+        Py_ssize_t bytes_max
+    ):
+        """`put` for `count` numbers: in these entries, or else in the list `seqs`."""
         cdef Record record
-        cdef Py_ssize_t row, size = len(out), room = size, count = len(seqs)
+        cdef Py_ssize_t row, size = len(out), room = size
         cdef int64_t seq
         cdef Hosts hosts = hosts_for(store_host)
         while at < count:
-            seq = seqs[at]
+            seq = (<list> seqs)[at] if entries == NULL else read64(entries + ENTRY_BYTES * at)
             if not self.first_seq <= seq < self.end_seq:
                 break
             row = seq - self.first_seq

@@ -138,17 +138,23 @@ class Pulls:
                 return False
             if connection.calls >= CALLS_MAX or connection.flow.is_full:
                 return False
-            body = bytearray()
-            rows, host = _next_rows(pull, index), store_host(self._context, connection)
-            count = self._stored.put_now(body, rows, host, _bytes(pull))
+            low, high = index.min_offset, index.max_offset
+            entries = index.read(offset, _rows(pull), is_kept=False)
+            asked, host = len(entries), store_host(self._context, connection)
+            answer = pull.begin_answer(offset + asked, low, high)
+            head_bytes = len(answer)
+            count = self._stored.put_now(answer, entries, host, head_bytes + _bytes(pull))
             if not count:
                 return False
         except TimeballError:  # the reference is refused as well, and tells the client
             return False
+        if count < asked:  # the others have no room
+            answer = pull.begin_answer(offset + count, low, high) + answer[head_bytes:]
+        pull.end_answer(answer)
         if commits:
             self._commit(pull)
-        self._rates.got(topic, group, count, len(body))
-        connection.write(pull.answer(offset + count, index.min_offset, index.max_offset, body))
+        self._rates.got(topic, group, count, len(answer) - head_bytes)
+        connection.write(answer)
         self.answered["plain"] += 1
         return True
 
