@@ -114,6 +114,7 @@ RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=Fal
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
 SOURCE_PATH = [b"source"]
 RELEASE_PATH = [b"release"]
+END_OF_STREAM = b"end"  # metadata without a batch: the client of an exchange sends no more
 
 Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Rows = Annotated[int, Meta(ge=1, le=2**40)]

@@ -1,11 +1,15 @@
 """A send stream: answers in order, refusals that leave it open, and what its end does to those who wait."""
 
 import itertools
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from tests.client import broken_streams
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.client.exchange import Lost, NotSent, SendExchange
@@ -121,3 +125,19 @@ def test_a_refusal_that_comes_at_once_is_told_as_it_stands(
     with pytest.raises(raised) as caught:
         SendExchange(Refusing(error), SCHEMA, "grpc://here")
     assert type(caught.value) is raised
+
+
+def end_streams_that_break(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, broken_streams.__file__, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_end_of_a_stream_that_breaks_at_that_moment_harms_no_process() -> None:
+    ended = end_streams_that_break()
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+
+
+def test_a_client_that_ends_streams_by_grpcs_own_means_is_noticed() -> None:
+    assert end_streams_that_break("half-close").returncode == -signal.SIGABRT

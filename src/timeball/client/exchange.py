@@ -26,7 +26,7 @@ import pyarrow.flight as flight
 from timeball import limits, rules
 from timeball.client.calls import NotNow, refusal, translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable
-from timeball.wire import SEND_PATH, SendAck, SendAnswer
+from timeball.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0
 
@@ -129,12 +129,16 @@ class SendExchange:
         return NotSent(str(reason)) if isinstance(reason, Unavailable) else reason
 
     def finish(self) -> None:
-        """Say that nothing more comes; the answers still do."""
+        """Say that nothing more comes; the answers still do.
+
+        By a message, and not by `done_writing`: when the stream breaks, Arrow's reader half-closes it in the reading
+        thread, and gRPC aborts a process in which two threads do so at one moment.
+        """
         with self._write:
             if not self._finished:
                 self._finished = True
                 try:
-                    self._writer.done_writing()
+                    self._writer.write_metadata(END_OF_STREAM)
                 except (pa.ArrowException, flight.FlightError):
                     pass  # it is broken: the reading thread knows why
 

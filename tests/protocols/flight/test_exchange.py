@@ -1,5 +1,6 @@
 """The send stream as a stranger speaks it: order, atomic refusals, broken clients, and a stop in the middle."""
 
+import contextlib
 import itertools
 import json
 import socket
@@ -15,6 +16,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.protocols.flight import exchange
 from timeball.protocols.flight.window import BATCHES_MAX
+from timeball.wire import END_OF_STREAM
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 EXCHANGE = flight.FlightDescriptor.for_path(b"send")
@@ -181,3 +183,25 @@ def test_a_stop_with_streams_open_answers_and_ends(tmp_path: Path) -> None:
         node.start()
         (kept,) = node.broker.read_log(acked["first_seq"], acked["first_seq"] + 1)
         assert kept.num_rows == 1
+
+
+def test_a_client_ends_its_stream_by_a_message(wire: flight.FlightClient) -> None:
+    """Its own side stays open: what is under way is answered, and then the stream ends well."""
+    writer, reader = opened(wire)
+    for rows in (1, 2):
+        writer.write_batch(batch(rows=rows))
+    writer.write_metadata(END_OF_STREAM)
+    assert [answer["rows"] for answer in answers(reader)] == [1, 2]
+    writer.close()
+
+
+def test_a_batch_behind_the_end_of_its_stream_is_not_accepted(wire: flight.FlightClient) -> None:
+    writer, reader = opened(wire)
+    writer.write_batch(batch(topic="ended"))
+    writer.write_metadata(END_OF_STREAM)
+    with contextlib.suppress(pa.ArrowException, flight.FlightError):
+        writer.write_batch(batch(rows=5, topic="ended"))
+    rows = []
+    with contextlib.suppress(pa.ArrowException, flight.FlightError):
+        rows += [answer["rows"] for answer in answers(reader)]
+    assert rows == [1]

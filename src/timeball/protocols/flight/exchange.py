@@ -38,6 +38,7 @@ from timeball.protocols.http2.calls import Call, Room
 from timeball.protocols.http2.exchange import Serve
 from timeball.protocols.http2.frames import Payload
 from timeball.protocols.http2.streams import Streams
+from timeball.wire import END_OF_STREAM
 
 READ_AHEAD_BYTES = 1024 * 1024  # that a client may send behind the message that is received
 AT_ONCE_BYTES_MAX = (
@@ -102,7 +103,7 @@ class Upload(FlightCall):
 
     def received(self, payload: Payload) -> None:
         """See Stream."""
-        if self._is_over or self._failure is not None:
+        if self._is_over or self.window.is_finished:
             return
         self._parts.append(payload)
         self._held_bytes += len(payload)
@@ -119,7 +120,7 @@ class Upload(FlightCall):
             return
         try:
             for _ in range(MESSAGES_PER_TURN):
-                if self._is_over or self._is_decoding or self._entry or self._failure:
+                if self._is_over or self._is_decoding or self._entry or self.window.is_finished:
                     break
                 if not self._awaited_bytes and not self._read_prefix():
                     break
@@ -135,7 +136,7 @@ class Upload(FlightCall):
         except Exception as error:  # of any kind: a fault of ours must not leave the client waiting
             self._break(error)
             return
-        is_held_up = self._is_over or self._is_decoding or self._entry or self._failure
+        is_held_up = self._is_over or self._is_decoding or self._entry or self.window.is_finished
         wanted_bytes = READ_AHEAD_BYTES + max(0, self._awaited_bytes - self._held_bytes)
         # In large steps: each is a frame for the client to read.
         if not is_held_up and self.receive_window < wanted_bytes - READ_AHEAD_BYTES // 2:
@@ -170,6 +171,8 @@ class Upload(FlightCall):
         if self._taker is None:
             self._taker, self._columns_of = self._shared.choose(self.call.caller, message.path)
         if not message.header:
+            if message.metadata == END_OF_STREAM:
+                self._ended()
             return  # a descriptor, or metadata alone: nothing to answer
         if self._schema is None:
             schema = ipc.schema(message.header)

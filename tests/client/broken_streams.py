@@ -1,0 +1,57 @@
+"""A client whose broker breaks each send stream at the moment in which the client ends it. Ends with "done".
+
+With `half-close` it ends them by gRPC's own means, as clients did before there was END_OF_STREAM.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from contextlib import suppress
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from timeball.client.exchange import SendExchange
+from timeball.errors import TimeballError
+
+STREAMS = 1_000
+ANSWER_S = 0.0008  # within which a stream that is begun is broken: the two ends meet somewhere in it
+SCHEMA = pa.schema([("topic", pa.string())])
+
+
+class Breaking(flight.FlightServerBase):
+    """Breaks a stream when its schema has come."""
+
+    def do_exchange(
+        self, _context: object, _descriptor: object, reader: flight.MetadataRecordBatchReader, _writer: object
+    ) -> None:
+        with suppress(StopIteration):
+            reader.read_chunk()
+        raise flight.FlightUnavailableError("it breaks")
+
+
+class HalfClosing(SendExchange):
+    def finish(self) -> None:
+        with suppress(pa.ArrowException, flight.FlightError):
+            self._writer.done_writing()
+
+
+def main(kind: type[SendExchange]) -> None:
+    batch = pa.record_batch([["a"]], schema=SCHEMA)
+    with (
+        Breaking("grpc://127.0.0.1:0") as server,
+        flight.connect(f"grpc://127.0.0.1:{server.port}") as client,
+    ):
+        for _ in range(STREAMS):
+            with suppress(TimeballError):
+                exchange = kind(client, SCHEMA, "the broker")
+                exchange.submit(batch)
+                time.sleep(random.random() * ANSWER_S)
+                exchange.close()
+    print("done")
+
+
+if __name__ == "__main__":
+    main(HalfClosing if "half-close" in sys.argv else SendExchange)
