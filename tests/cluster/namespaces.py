@@ -1,14 +1,20 @@
 """A network of this machine's own: each node in a namespace, all joined by one that routes, in which ways are cut.
 
 A cut is a rule of the router that drops what one address sends to another, in silence and one way, as a network does.
-Linux needs root, or CAP_SYS_ADMIN and CAP_NET_ADMIN, for namespaces; without it the tests are skipped. The kernel's
-netem, for delays and losses, is not asked for.
+Links may be slow and lossy: a process copies their frames then (slow_links.py), as not every kernel has netem. Linux
+needs root, or CAP_SYS_ADMIN and CAP_NET_ADMIN, for namespaces; without it the tests are skipped.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import socket
+import struct
 import subprocess
+import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +22,28 @@ from dataclasses import dataclass, field
 import pytest
 
 HERE, ETCD = "here", "etcd"  # the tests' clients, and etcd: both run outside of the nodes' namespaces
+SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
+
+
+@dataclass(frozen=True)
+class Slow:
+    """How slow a network is: what each end sends is held for so long, and lost by this chance."""
+
+    hold_ms: int
+    loss: float
+    seed: int = 0
 
 
 @dataclass
 class Network:
-    """The namespaces of some nodes. `addresses`: of the nodes, of the tests' clients and of etcd."""
+    """The namespaces of some nodes. `addresses`: of the nodes, of the tests' clients and of etcd.
+
+    `frames`: how many a slow network has held and lost, once it is removed.
+    """
 
     names: str
+    slow: Slow | None = None
+    frames: dict[str, int] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     cuts: set[tuple[str, str]] = field(default_factory=set)
 
@@ -33,6 +54,7 @@ class Network:
         self._range = f"10.{64 + os.getpid() % 128}"
         self.addresses = {name: f"{self._range}.{index}.2" for name, index in self._subnets.items()}
         self.addresses[ETCD] = f"{self._range}.{self._subnets[HERE]}.3"
+        self._copier: subprocess.Popen[str] | None = None
 
     def within(self, name: str) -> list[str]:
         """Return what runs a command in a node's namespace."""
@@ -57,9 +79,11 @@ class Network:
         if made.returncode:
             pytest.skip(f"no namespaces here: {made.stderr.strip()}")
         run("ip", "netns", "exec", hub, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
+        if self.slow:
+            run("ip", "netns", "add", self._namespace("wire"))
         for name, index in self._subnets.items():
             near, far, subnet = f"{self._mark}{name[0]}n", f"{self._mark}{name[0]}f", f"{self._range}.{index}"
-            run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+            self._link(near, far)
             run("ip", "link", "set", far, "netns", hub)
             run("ip", "-n", hub, "addr", "add", f"{subnet}.1/24", "dev", far)
             run("ip", "-n", hub, "link", "set", far, "up")
@@ -73,14 +97,39 @@ class Network:
                 run("ip", *inside, "addr", "add", f"{address}/24", "dev", near)
             run("ip", *inside, "link", "set", near, "up")
             run("ip", *inside, "route", "add", f"{self._range}.0.0/16", "via", f"{subnet}.1")
+        if self.slow:
+            self._copy(self.slow)
 
     def remove(self) -> None:
         """Remove all of it. The link here is removed by name: the kernel takes its time for those of a namespace."""
+        if self._copier is not None:
+            self._copier.terminate()
+            self.frames = json.loads(self._copier.communicate()[0])
         subprocess.run(["ip", "link", "del", f"{self._mark}{HERE[0]}n"], capture_output=True, check=False)
-        for name in ["hub", *self.names]:
+        for name in ["hub", *(["wire"] if self.slow else []), *self.names]:
             subprocess.run(
                 ["ip", "netns", "del", self._namespace(name)], capture_output=True, text=True, check=False
             )
+
+    def _link(self, near: str, far: str) -> None:
+        """Make the link of a machine, `near`, and the router."""
+        if self.slow is None:
+            run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+            return
+        for end, middle in ((near, f"{near}w"), (far, f"{far}w")):
+            run("ip", "link", "add", end, "type", "veth", "peer", "name", middle)
+            run("ip", "link", "set", middle, "netns", self._namespace("wire"))
+            run("ip", "-n", self._namespace("wire"), "link", "set", middle, "up")
+        fill_checksums(near)
+
+    def _copy(self, slow: Slow) -> None:
+        """Start the process that copies what comes at one middle of a link to the other."""
+        ends = [f"{self._mark}{name[0]}{{}}w" for name in self._subnets]
+        command = [*self.within("wire"), sys.executable, "-m", "tests.cluster.slow_links"]
+        command += [str(slow.hold_ms), str(slow.loss), str(slow.seed)]
+        command += [f"{end.format('n')}={end.format('f')}" for end in ends]
+        self._copier = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._copier.stdout is not None and self._copier.stdout.readline() == "ready\n"
 
     def _namespace(self, name: str) -> str:
         return f"{self._mark}-{name}"
@@ -90,15 +139,23 @@ class Network:
         run("ip", "-n", self._namespace("hub"), "rule", verb, *ends, "blackhole")
 
 
+def fill_checksums(interface: str) -> None:
+    """Let the kernel fill the checksums of what an interface sends, as no device does for frames that are copied."""
+    wanted = array("I", [ETHTOOL_STXCSUM, 0])
+    asked = struct.pack("16sP16x", interface.encode(), wanted.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SIOCETHTOOL, asked)
+
+
 def run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
 
 
 @contextmanager
-def network(names: str = "abc") -> Iterator[Network]:
+def network(names: str = "abc", slow: Slow | None = None) -> Iterator[Network]:
     """Make a network for the length of a block."""
-    made = Network(names)
+    made = Network(names, slow)
     try:
         made.make()
         yield made

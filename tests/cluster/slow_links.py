@@ -1,0 +1,113 @@
+"""Links that hold each frame for a while and lose some: what the kernel's netem does, in a process.
+
+A link is two interfaces, one towards a machine and one towards the router (namespaces.py). What the machine sends is
+held, and lost by chance; what it is sent passes at once: a round trip between two machines takes two holds. The process
+runs in a namespace that has no addresses, so that nothing gets from one end to the other but what it copies.
+
+    python -m tests.cluster.slow_links HOLD_MS LOSS SEED INSIDE=OUTSIDE...
+
+says `ready`, and at its end, as JSON, how many frames it has held and how many it has lost.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+
+ALL_PROTOCOLS = 3  # ETH_P_ALL
+FRAME_BYTES, FRAMES_AT_ONCE = 65_536, 64
+
+
+@dataclass
+class Counts:
+    """Frames that machines have sent."""
+
+    held: int = 0
+    lost: int = 0
+
+
+class SlowLinks:
+    """Copies frames between the two ends of each link until it is interrupted."""
+
+    def __init__(self, hold_s: float, loss: float, seed: int) -> None:
+        self._hold_s, self._loss, self._chance = hold_s, loss, random.Random(seed)
+        self._selector = selectors.DefaultSelector()
+        # One hold for all: the first to come is the first to go.
+        self._held: deque[tuple[float, socket.socket, bytes]] = deque()
+        self.counts = Counts()
+
+    def add(self, inside: str, outside: str) -> None:
+        """Join two interfaces."""
+        ends = [self._open(name) for name in (inside, outside)]
+        self._selector.register(ends[0], selectors.EVENT_READ, (ends[1], True))
+        self._selector.register(ends[1], selectors.EVENT_READ, (ends[0], False))
+
+    def run(self) -> None:
+        """Copy frames for ever."""
+        while True:
+            wait_s = max(0.0, self._held[0][0] - time.monotonic()) if self._held else None
+            for key, _ in self._selector.select(wait_s):
+                source: socket.socket = key.fileobj  # type: ignore[assignment]
+                target, is_held = key.data
+                for frame in self._read(source):
+                    if is_held:
+                        self._hold(target, frame)
+                    else:
+                        self._send(target, frame)
+            now_s = time.monotonic()
+            while self._held and self._held[0][0] <= now_s:
+                _, target, frame = self._held.popleft()
+                self._send(target, frame)
+
+    def _hold(self, target: socket.socket, frame: bytes) -> None:
+        if self._chance.random() < self._loss:
+            self.counts.lost += 1
+        else:
+            self.counts.held += 1
+            self._held.append((time.monotonic() + self._hold_s, target, frame))
+
+    def _read(self, source: socket.socket) -> list[bytes]:
+        frames = []
+        for _ in range(FRAMES_AT_ONCE):
+            try:
+                frame, address = source.recvfrom(FRAME_BYTES)
+            except BlockingIOError:
+                break
+            if address[2] != socket.PACKET_OUTGOING:  # what the kernel itself has sent there
+                frames.append(frame)
+        return frames
+
+    def _send(self, target: socket.socket, frame: bytes) -> None:
+        try:
+            target.send(frame)
+        except BlockingIOError:  # its buffer is full, as a router's may be
+            self.counts.lost += 1
+
+    def _open(self, name: str) -> socket.socket:
+        end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
+        end.bind((name, 0))
+        end.setblocking(False)
+        return end
+
+
+def main(hold_ms: str, loss: str, seed: str, *pairs: str) -> None:
+    links = SlowLinks(int(hold_ms) / 1_000, float(loss), int(seed))
+    for pair in pairs:
+        links.add(*pair.split("="))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print("ready", flush=True)
+    try:
+        links.run()
+    finally:
+        print(json.dumps(asdict(links.counts)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
