@@ -47,7 +47,7 @@ spark: $(READY)   ## the tests that run Spark (Java 17, 21 or 25, or the package
 slow: $(SITE)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
-interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, cc, chromium)
+interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, go, cc, chromium)
 	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
 
 wheel-check: $(READY)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.interop.drivers import Driver
-from tests.interop.grpc_conversation import ALL as GRPC
+from tests.interop.grpc_conversation import WITH_GO as GRPC
 from tests.interop.grpc_conversation import GrpcConversation
 from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import command

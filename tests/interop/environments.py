@@ -1,6 +1,6 @@
 """The stock clients' own packages, each in a folder of its own below `.interop/`, made once and then kept.
 
-What is fetched is named in `locks/`, down to each file's hash, and fetched by the package clients (pip, npm, mvn),
+What is fetched is named in `locks/`, down to each file's hash, and fetched by the package clients (pip, npm, mvn, go),
 which know where from. A client whose tools or packages cannot be had is `Missing`, with the reason; a file with
 another hash than the lock's is an error, never a reason to skip.
 """
@@ -22,6 +22,9 @@ LOCKS = HERE / "locks"
 SOURCES = HERE / "java"
 CACHE = HERE.parents[1] / ".interop"
 FETCH_S = 600
+
+# What pip, npm and Go say of a file that is not the locked one, or that no lock names.
+WRONG_HASH = ("DO NOT MATCH THE HASHES", "EINTEGRITY", "checksum mismatch", "missing go.sum entry")
 
 JAVA_OPTIONS = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
 
@@ -51,6 +54,20 @@ def ali_ons() -> list[str]:
 def grpc_node() -> list[str]:
     """npm's `rocketmq-client-nodejs`."""
     return node_with("grpc_node", LOCKS / "grpc", HERE / "grpc_client.js")
+
+
+def grpc_go() -> list[str]:
+    """Return the command of Go's `rocketmq-clients/golang/v5`."""
+    go = tool("go", "golang-go")
+    inputs = [LOCKS / "go" / "go.mod", LOCKS / "go" / "go.sum", HERE / "grpc_client.go"]
+
+    def make(folder: Path) -> None:
+        for each in inputs:
+            shutil.copy(each, folder)
+        fetch([go, "-C", str(folder), "list", "-deps", "."])  # what is compiled, and no module besides
+        run([go, "-C", str(folder), "build", "-buildvcs=false", "-o", "client", "."])
+
+    return [str(kept("grpc_go", inputs, make) / "client")]
 
 
 def java(version: str, *options: str) -> list[str]:
@@ -187,7 +204,7 @@ def fetch(command: list[str]) -> None:
         run(command)
     except (subprocess.SubprocessError, OSError) as error:
         told = str(getattr(error, "stdout", None) or error).strip()
-        if "DO NOT MATCH THE HASHES" in told or "EINTEGRITY" in told:
+        if any(words in told for words in WRONG_HASH):
             raise
         lines = told.splitlines()
         reason = " / ".join(lines[:1] + lines[1:][-2:])

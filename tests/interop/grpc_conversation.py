@@ -12,8 +12,9 @@ from tests.interop.stock_broker import StockBroker
 
 from timeball.protocols.remoting.codec.codes import RequestCode
 
-PYTHON, NODE, JAVA = "grpc_python", "grpc_node", "grpc_java"
+PYTHON, NODE, JAVA, GO = "grpc_python", "grpc_node", "grpc_java", "grpc_go"
 ALL = [PYTHON, NODE, JAVA]
+WITH_GO = [*ALL, GO]  # each kind of call once: Go's client takes seconds to start, and cannot recall
 INVISIBLE_S = 60  # longer than any test: what is not acknowledged does not come again by itself
 
 

@@ -22,6 +22,7 @@ COMMANDS: dict[str, Callable[[], list[str]]] = {
     "grpc_python": environments.grpc_python,
     "grpc_node": environments.grpc_node,
     "grpc_java": environments.grpc_java,
+    "grpc_go": environments.grpc_go,
     "kafka": environments.kafka,
     "versus": environments.versus,
 }

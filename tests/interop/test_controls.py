@@ -81,9 +81,12 @@ def test_what_cannot_be_fetched_is_missing() -> None:
         environments.fetch(["sh", "-c", "echo no such network; exit 1"])
 
 
-def test_a_wrong_hash_is_no_reason_to_skip() -> None:
+@pytest.mark.parametrize(
+    "told", ["ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "verifying go.mod: checksum mismatch"]
+)
+def test_a_wrong_hash_is_no_reason_to_skip(told: str) -> None:
     with pytest.raises(environments.subprocess.CalledProcessError):
-        environments.fetch(["sh", "-c", "echo ERROR: THESE PACKAGES DO NOT MATCH THE HASHES; exit 1"])
+        environments.fetch(["sh", "-c", f"echo {told}; exit 1"])
 
 
 def test_jars_that_are_not_the_locked_ones_are_refused(tmp_path: Path) -> None:

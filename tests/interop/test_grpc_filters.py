@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.interop.conversation import by_body
 from tests.interop.drivers import ClientError
-from tests.interop.grpc_conversation import ALL, GrpcConversation
+from tests.interop.grpc_conversation import ALL, WITH_GO, GrpcConversation
 
 pytestmark = pytest.mark.interop
 
@@ -33,7 +33,7 @@ def test_tags(talks: Talks) -> None:
     assert set(by_body(talk.client.wait_deliveries(push, 4))) == wanted
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_sql(talks: Talks) -> None:
     talk = talks()
     sql = "colour = 'red' AND (size > 3 OR size IS NULL) AND TAGS <> 'old'"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.interop.conversation import by_body
-from tests.interop.grpc_conversation import ALL, GrpcConversation
+from tests.interop.grpc_conversation import ALL, WITH_GO, GrpcConversation
 from tests.node_fixture import eventually
 
 pytestmark = pytest.mark.interop
@@ -31,7 +31,7 @@ def test_all_of_it_comes_once(talks: Talks) -> None:
     assert not any(talk.is_early(f"late {n}", due_ms + 1_000 * n) for n in range(3))
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_what_failed_comes_again(talks: Talks) -> None:
     talk = talks(group={"retry_ms": [1_000, 2_000]})
     consumer = talk.listen(fail=2)

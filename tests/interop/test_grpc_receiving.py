@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.interop.drivers import ClientError
-from tests.interop.grpc_conversation import ALL, GrpcConversation, came_early
+from tests.interop.grpc_conversation import ALL, WITH_GO, GrpcConversation, came_early
 from tests.node_fixture import eventually
 
 from timeball import limits
@@ -17,7 +17,7 @@ INVALID_RECEIPT_HANDLE = 40013
 Talks = Callable[..., GrpcConversation]
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_acknowledged_does_not_come_again(talks: Talks) -> None:
     talk = talks()
     consumer = talk.simple()
@@ -94,7 +94,7 @@ def test_a_group_shares_a_queue(talks: Talks) -> None:
     assert sorted(bodies) == sorted(sent) and all(found)
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_in_order_one_by_one(talks: Talks) -> None:
     """A FIFO group is given nothing behind a message that it has not acknowledged."""
     talk = talks(queues=1, group={"consumeMessageOrderly": True})

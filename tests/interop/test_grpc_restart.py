@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 from tests.interop.drivers import BOUND_S, ClientError, driving
-from tests.interop.grpc_conversation import ALL, GrpcConversation, came_early
+from tests.interop.grpc_conversation import WITH_GO, GrpcConversation, came_early
 from tests.interop.stock_broker import stock_broker
 from tests.interop.stock_clients import command
 
@@ -27,15 +27,15 @@ Result = TypeVar("Result")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[None]]]:
     """All at once, each with a broker of its own: most of it is waiting for what has died."""
     stories = {"broker": nothing_is_lost, "client": who_dies_gives_back}
-    with ThreadPoolExecutor(len(stories) * len(ALL)) as pool:
+    with ThreadPoolExecutor(len(stories) * len(WITH_GO)) as pool:
         yield {
             (dies, which): pool.submit(story, which, tmp_path_factory.mktemp(f"{which}-{dies}"))
             for dies, story in stories.items()
-            for which in ALL
+            for which in WITH_GO
         }
 
 
-@pytest.mark.parametrize("which", ALL)
+@pytest.mark.parametrize("which", WITH_GO)
 @pytest.mark.parametrize("dies", ["broker", "client"])
 def test_kill_9(dies: str, which: str, outcomes: dict[tuple[str, str], Future[None]]) -> None:
     outcomes[dies, which].result()

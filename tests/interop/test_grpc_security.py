@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import Certificate, certificate
 from tests.interop.drivers import ClientError, Driver, Json
-from tests.interop.grpc_conversation import ALL, GrpcConversation
+from tests.interop.grpc_conversation import ALL, WITH_GO, GrpcConversation
 from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import command
 
@@ -78,7 +78,7 @@ def start(
     )
 
 
-@pytest.mark.parametrize("start", ALL, indirect=True)
+@pytest.mark.parametrize("start", WITH_GO, indirect=True)
 def test_who_is_known_comes_in(start: Start) -> None:
     talk = start(SHOP)
     consumer = talk.simple()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.interop.drivers import ClientError
-from tests.interop.grpc_conversation import ALL, PYTHON, GrpcConversation
+from tests.interop.grpc_conversation import ALL, PYTHON, WITH_GO, GrpcConversation
 from tests.interop.stock_broker import StockBroker
 
 from timeball import limits
@@ -19,7 +19,7 @@ ILLEGAL_DELIVERY_TIME = 40012
 Talks = Callable[..., GrpcConversation]
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_a_message_comes_as_it_was_sent(talks: Talks) -> None:
     talk = talks(queues=3)
     consumer = talk.simple()
@@ -48,7 +48,7 @@ def test_the_first_send_makes_the_topic(talks: Talks) -> None:
     talk.ack(consumer, *talk.receive(consumer, {"first"}))
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_delays(talks: Talks) -> None:
     """To the millisecond where the client says it so; one question waits for what is not there yet."""
     talk = talks()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.interop.conversation import by_body
-from tests.interop.grpc_conversation import ALL, GrpcConversation
+from tests.interop.grpc_conversation import WITH_GO, GrpcConversation
 
 pytestmark = pytest.mark.interop
 
@@ -14,7 +14,7 @@ COMMIT, ROLLBACK, UNKNOWN = "COMMIT", "ROLLBACK", "UNKNOWN"
 Talks = Callable[..., GrpcConversation]
 
 
-@pytest.mark.parametrize("talks", ALL, indirect=True)
+@pytest.mark.parametrize("talks", WITH_GO, indirect=True)
 def test_commit_rollback_and_neither(talks: Talks) -> None:
     """What nobody has decided is asked about after six seconds."""
     talk = talks(transactions=True)
