@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from tests.bounds import BOUND_S
@@ -15,6 +16,25 @@ from tests.ports import free_ports
 HEAP = ["-Xms192m", "-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
 CLUSTER_ID = "MkU3OEVBNTcwNTJENDM2Qg"
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024  # more than a message of Timeball's may have
+TRIES = 3
+SETTINGS: dict[str, str | int] = {
+    "process.roles": "broker,controller",
+    "node.id": 1,
+    "controller.listener.names": "CONTROLLER",
+    "auto.create.topics.enable": "false",
+    "message.max.bytes": MESSAGE_BYTES_MAX,
+    "replica.fetch.max.bytes": MESSAGE_BYTES_MAX,
+    "offsets.topic.num.partitions": 1,
+    "offsets.topic.replication.factor": 1,
+    "transaction.state.log.num.partitions": 1,
+    "transaction.state.log.replication.factor": 1,
+    "transaction.state.log.min.isr": 1,
+    "group.initial.rebalance.delay.ms": 0,
+    "log.cleaner.dedupe.buffer.size": 4 * 1024 * 1024,
+    "num.network.threads": 2,
+    "num.io.threads": 2,
+    "background.threads": 2,
+}
 
 
 class KafkaServer:
@@ -24,39 +44,39 @@ class KafkaServer:
         self._folder, self._command, self._heap = folder, command, heap
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir()
+        self._choose_ports()
+        self._run("kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", "server.properties")
+
+    def _choose_ports(self) -> None:
         port, controller = free_ports(2)
         self.bootstrap = f"127.0.0.1:{port}"
         settings = {
-            "process.roles": "broker,controller",
-            "node.id": 1,
             "controller.quorum.voters": f"1@127.0.0.1:{controller}",
             "listeners": f"PLAINTEXT://{self.bootstrap},CONTROLLER://127.0.0.1:{controller}",
             "advertised.listeners": f"PLAINTEXT://{self.bootstrap}",
-            "controller.listener.names": "CONTROLLER",
-            "log.dirs": folder / "log",
-            "auto.create.topics.enable": "false",
-            "message.max.bytes": MESSAGE_BYTES_MAX,
-            "replica.fetch.max.bytes": MESSAGE_BYTES_MAX,
-            "offsets.topic.num.partitions": 1,
-            "offsets.topic.replication.factor": 1,
-            "transaction.state.log.num.partitions": 1,
-            "transaction.state.log.replication.factor": 1,
-            "transaction.state.log.min.isr": 1,
-            "group.initial.rebalance.delay.ms": 0,
-            "log.cleaner.dedupe.buffer.size": 4 * 1024 * 1024,
-            "num.network.threads": 2,
-            "num.io.threads": 2,
-            "background.threads": 2,
+            "log.dirs": self._folder / "log",
+            **SETTINGS,
         }
-        (folder / "server.properties").write_text(
-            "".join(f"{name}={value}\n" for name, value in settings.items())
-        )
-        self._run("kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", "server.properties")
+        text = "".join(f"{name}={value}\n" for name, value in settings.items())
+        (self._folder / "server.properties").write_text(text)
 
     def start(self) -> None:
+        """Start; at first on other ports when it ends at once, as another process may have been faster to one of them.
+
+        Its log is not configured, so it does not say why it ends.
+        """
+        tries_left = 1 if (self._folder / "out").exists() else TRIES
+        while (said := self._try_to_start()) is not None:
+            tries_left -= 1
+            assert tries_left, f"Kafka has ended: {said[-2_000:]}"
+            self._choose_ports()
+
+    def _try_to_start(self) -> str | None:
+        """Return None once it answers, or what it said when it has ended."""
         java, *options = self._command
-        with (self._folder / "out").open("ab") as out:
-            self._process = subprocess.Popen(
+        path = self._folder / "out"
+        with path.open("ab") as out:
+            process = self._process = subprocess.Popen(
                 [java, *self._heap, *options, "kafka.Kafka", "server.properties"],
                 cwd=self._folder, stdout=out, stderr=subprocess.STDOUT,
             )  # fmt: skip
@@ -64,10 +84,18 @@ class KafkaServer:
         while True:
             try:
                 admin.list_topics(timeout=1)
-                return
-            except Exception as error:
-                said = (self._folder / "out").read_text(errors="replace")[-2_000:]
-                assert self._process.poll() is None and time.monotonic() < give_up, f"{error}: {said}"
+                if process.poll() is None:
+                    return None
+            except KafkaException as error:
+                assert time.monotonic() < give_up, f"no answer from Kafka: {error}"
+            if process.poll() is not None:
+                return path.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id; it must run."""
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         if self._process is not None:

@@ -243,12 +243,12 @@ def test_what_cannot_be_taken_or_delivered_is_a_dead_letter(place: Place) -> Non
 
 
 def batch(count: int, first: int = 0, within_ms: int = 400) -> list[dict[str, Any]]:
-    random.seed(first)
+    chance = random.Random(first)
     return [
         {
             "value": f"{number}".encode(),
             "key": f"k{number % 50}".encode(),
-            "headers": [("delay", f"{random.randrange(within_ms)}ms".encode())],
+            "headers": [("delay", f"{chance.randrange(within_ms)}ms".encode())],
         }
         for number in range(first, first + count)
     ]
