@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,14 @@ QUESTIONS: dict[str, list[tuple[Any, ...]]] = {
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_questions(story: RunningNode, question: str) -> None:
     assert ask(story, question) == QUESTIONS[question]
+
+
+@pytest.mark.parametrize("what", ["count(*)", "min(due)", "sum(octet_length(body))"])
+def test_no_column_is_read_that_a_query_does_not_name(story: RunningNode, what: str) -> None:
+    """Bodies are most of a table. The last question is the negative control: it names them."""
+    ((_, plan),) = ask(story, f"explain select {what} from pending where due_ms > 0")
+    scans = re.findall(r"Projections:[^╰]*", plan)
+    assert any("body" in scan for scan in scans) == ("body" in what) and "due_ms" in plan
 
 
 def test_one_version_for_all_questions_of_a_session(story: RunningNode) -> None:

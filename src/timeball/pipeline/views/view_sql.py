@@ -111,7 +111,8 @@ def needed_bases(names: Iterable[str]) -> list[str]:
 # ---- what waits ---------------------------------------------------------------------------------------------
 
 # Of a promise that was written again only the newest row counts, in the tail or in the table. What moved it to another
-# place before the watermark is in the table under the row that gave it its instant.
+# place before the watermark is in the table under the row that gave it its instant. Each part is named once: one that
+# is named twice is kept apart by DuckDB, which then reads all columns, bodies too, for a query that only counts.
 _WAITING_TEXT = """
 WITH gone AS (
     SELECT source_seq AS seq FROM {settled_rows} WHERE kind IN ({settling})
@@ -138,19 +139,17 @@ leveled AS (
     SELECT {level_columns}, seq AS row_seq FROM {level_rows}
 ),
 placed AS (
-    SELECT /*+ BROADCAST(moved) */ {columns}, 'table' AS place
-    FROM filed LEFT JOIN moved USING (seq)
-    WHERE coalesce(newest_seq, row_seq) = row_seq AND due_ms >= {low} AND due_ms < {high}{not_held}
+    SELECT {columns}, row_seq, 'table' AS place FROM filed WHERE due_ms >= {low} AND due_ms < {high}{not_held}
     UNION ALL
-    SELECT /*+ BROADCAST(moved) */ {columns}, 'tail' AS place
-    FROM tail LEFT JOIN moved USING (seq)
-    WHERE coalesce(newest_seq, row_seq) = row_seq AND due_ms >= {low} AND due_ms < {high}
+    SELECT {columns}, row_seq, 'tail' AS place FROM tail WHERE due_ms >= {low} AND due_ms < {high}
     UNION ALL
-    SELECT /*+ BROADCAST(moved) */ {columns}, 'level' AS place
-    FROM leveled LEFT JOIN moved USING (seq)
-    WHERE coalesce(newest_seq, row_seq) = row_seq AND due_ms >= {level_low} AND due_ms < {high}
+    SELECT {columns}, row_seq, 'level' AS place FROM leveled WHERE due_ms >= {level_low} AND due_ms < {high}
+),
+newest AS (
+    SELECT /*+ BROADCAST(moved) */ {columns}, place
+    FROM placed LEFT JOIN moved USING (seq) WHERE coalesce(newest_seq, row_seq) = row_seq
 )
-SELECT {hint} {columns}, place FROM placed ANTI JOIN gone USING (seq)
+SELECT {hint} {columns}, place FROM newest ANTI JOIN gone USING (seq)
 """
 _LEVEL_PROPERTIES = (
     f"REAL_TOPIC{PROPERTY_NAME_END}([^{PROPERTY_END}]+){PROPERTY_END}"
