@@ -24,5 +24,6 @@ NAMES = [
     "designs",
     "cluster",
     "add_replica",
+    "kafka",
     "soak",
 ]

@@ -1,19 +1,16 @@
 """Kafka in and out through the bridge: how late into Kafka at 5,000 a second, and whether 20,000 a second go through.
 
-    python -m benchmarks.kafka [--size small]
-
-A stock Kafka (one node, KRaft, 512 MB), a broker and `timeball kafka` share the machine with the load: one producer,
-due one to three seconds ahead at a random millisecond, and one consumer that reads committed records. Lateness is
-arrival at that consumer minus `deliver-at`, so it has Kafka's transaction and its fetch in it. It is none of `timeball
-bench`'s, as it fetches Kafka (mvn, a Java 17; `make interop` has it already).
+A stock Kafka (one node, KRaft, 512 MB), a broker and `timeball kafka` share the machine with the load: a process that
+produces, due one to three seconds ahead at a random millisecond, and one that reads committed records. Lateness is
+arrival at that reader minus `deliver-at`, so it has Kafka's transaction and its fetch in it.
 
 Not measured: several partitions' leaders, replication and its acknowledgements, TLS, the network (loopback).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -23,29 +20,35 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import psutil
-from confluent_kafka import Consumer, Producer, TopicPartition
-from tests.interop import environments
-from tests.interop.kafka_server import KafkaServer
 
 from benchmarks.harness import Server, now_ms, quantiles, serving, wait_until
 from benchmarks.report import Report
 
+if TYPE_CHECKING:
+    from tests.interop.kafka_server import KafkaServer
+
+ONLY_BY_NAME = True  # fetches Kafka: mvn, a Java 17; `make interop` has it already
 HEAP = ["-Xms512m", "-Xmx512m", "-XX:+UseSerialGC"]
 BODY = b"x" * 128
 PARTITIONS = 3
 AHEAD_MS = (1_000, 3_000)
 TICK_S = 0.01
-LATENESS_BAR_MS, RATE_BAR = 50.0, 20_000.0
+STEADY, FAST = 5_000, 20_000
+LATENESS_BAR_MS = 50.0
 KEPT_UP = 0.98  # of the rate sent, so that the last second's jitter is no miss
+GIVE_UP_S = 120
 
 
 class _Reader:
     """Reads a topic's committed records as they come, and notes when they came."""
 
     def __init__(self, bootstrap: str, topic: str) -> None:
+        from confluent_kafka import Consumer, TopicPartition
+
         self.late_ms: list[int] = []
         self.at_ms: list[int] = []
         self.seen: Counter[bytes] = Counter()
@@ -65,11 +68,12 @@ class _Reader:
             first = self._consumer.poll(0.1)
             if first is None or first.error() is not None:
                 continue
-            for message in (first, *self._consumer.consume(5_000, 0)):
-                at_ms = now_ms()
-                self.at_ms.append(at_ms)
-                headers = dict(cast("list[tuple[str, bytes]]", message.headers()))
-                self.late_ms.append(at_ms - int(headers["deliver-at"]))
+            found = [first, *self._consumer.consume(5_000, 0)]
+            at_ms = now_ms()
+            self.at_ms.extend([at_ms] * len(found))
+            for message in found:
+                ((_, due_ms),) = cast("list[tuple[str, bytes]]", message.headers())
+                self.late_ms.append(at_ms - int(due_ms))
                 self.seen[message.key() or b""] += 1
 
     def close(self) -> None:
@@ -79,8 +83,10 @@ class _Reader:
         self._consumer.close()
 
 
-def _send(bootstrap: str, topic: str, rate: int, seconds: int) -> int:
+def _send(bootstrap: str, topic: str, rate: int, seconds: int) -> None:
     """Send at a steady rate; a tick that comes late sends what it is behind."""
+    from confluent_kafka import Producer
+
     producer = Producer(
         {"bootstrap.servers": bootstrap, "linger.ms": 5, "queue.buffering.max.messages": 500_000}
     )
@@ -95,86 +101,101 @@ def _send(bootstrap: str, topic: str, rate: int, seconds: int) -> int:
         sent = wanted
         time.sleep(TICK_S)
     producer.flush(60)
-    return sent
+
+
+class _Bridge:
+    """`timeball kafka` in a process of its own, and its last status line."""
+
+    def __init__(self, kafka: KafkaServer, server: Server, topic: str, out: str) -> None:
+        command = [sys.executable, "-m", "timeball", "kafka", "--in", topic, "--out", out, "--json"]
+        command += ["--bootstrap", kafka.bootstrap, "--endpoint", server.endpoint, "--status-every", "1s"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        self.status: dict[str, Any] = {}
+        self._is_ready = threading.Event()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        for line in self._process.stdout or ():
+            said = json.loads(line)
+            if said["event"] == "ready":
+                self._is_ready.set()
+            else:
+                self.status = said
+
+    def wait_ready(self) -> None:
+        """Wait for its ready line; RuntimeError when it does not come."""
+        if not self._is_ready.wait(60):
+            raise RuntimeError("the bridge is not ready")
+
+    def stop(self) -> None:
+        """End it, and wait for its last line."""
+        self._process.terminate()
+        self._process.wait(30)
 
 
 def _phase(report: Report, kafka: KafkaServer, server: Server, rate: int, seconds: int) -> None:
+    is_steady = rate == STEADY
     name = f"{rate:,}/s"
-    topic, out = f"in{rate}", f"out{rate}"
+    rate = rate // 10 if report.small else rate
+    topic, out = f"{report.name}-in-{rate}", f"{report.name}-out-{rate}"
     kafka.make(topic, out, partitions=PARTITIONS)
-    command = [sys.executable, "-m", "timeball", "kafka", "--in", topic, "--out", out, "--json"]
-    command += ["--bootstrap", kafka.bootstrap, "--endpoint", server.endpoint, "--status-every", "1s"]
-    bridge = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert bridge.stdout is not None
-    lines: list[dict[str, Any]] = []
-    ready = threading.Event()
-
-    def follow() -> None:
-        for line in bridge.stdout or ():
-            lines.append(json.loads(line))
-            if lines[-1]["event"] == "ready":
-                ready.set()
-
-    threading.Thread(target=follow, daemon=True).start()
+    bridge = _Bridge(kafka, server, topic, out)
+    spawn = multiprocessing.get_context("spawn")
+    load = spawn.Process(target=_send, args=(kafka.bootstrap, topic, rate, seconds))
     try:
-        assert ready.wait(60), "the bridge is not ready"
+        bridge.wait_ready()
         reader = _Reader(kafka.bootstrap, out)
-        process, cpu_s = psutil.Process(bridge.pid), server.cpu_s()
-        own_s = sum(process.cpu_times()[:2])
-        sent = _send(kafka.bootstrap, topic, rate, seconds)
-        wait_until(lambda: len(reader.seen) >= sent, 120, f"{sent} records at the consumer")
-        own_s, cpu_s = sum(process.cpu_times()[:2]) - own_s, server.cpu_s() - cpu_s
+        pids, count = {"bridge": bridge.pid, "Kafka": kafka.pid}, rate * seconds
+        before = {who: _cpu_s(pid) for who, pid in pids.items()}
+        with server.spending(name) as spent:
+            load.start()
+            wait_until(lambda: len(reader.seen) >= count, GIVE_UP_S, f"{count} records at the reader")
+        used_s = {who: _cpu_s(pid) - before[who] for who, pid in pids.items()}
         reader.close()
     finally:
-        bridge.terminate()
-        bridge.wait(30)
-    last = [line for line in lines if line["event"] == "status"][-1]
-    p50, p99, worst = quantiles(_array(reader.late_ms))
+        bridge.stop()
+        if load.pid is not None:
+            load.join(30)
+    p50, p99, worst = quantiles(np.asarray(reader.late_ms, np.int64))
     # The first and the last are due at random: between them as many come a second as were sent.
     took_s = (reader.at_ms[-1] - reader.at_ms[0] - (AHEAD_MS[1] - AHEAD_MS[0])) / 1000
-    steady = rate < 10_000 // (10 if report.small else 1)
     report.add(f"{name}: lateness p50", p50, "ms")
-    report.add(f"{name}: lateness p99", p99, "ms", LATENESS_BAR_MS if steady else None, "lower")
+    report.add(f"{name}: lateness p99", p99, "ms", LATENESS_BAR_MS if is_steady else None, "lower")
     report.add(f"{name}: lateness max", worst, "ms")
-    bar = None if steady else KEPT_UP * RATE_BAR
-    report.add(f"{name}: out, sustained", sent / max(took_s, 0.001), "msg/s", bar)
+    bar = None if is_steady else KEPT_UP * FAST
+    report.add(f"{name}: in and out, sustained", count / max(took_s, 0.001), "msg/s", bar)
     report.add(f"{name}: early", sum(late < 0 for late in reader.late_ms), "messages", 0, "lower")
     doubled = sum(times - 1 for times in reader.seen.values())
-    report.add(f"{name}: missing or doubled", sent - len(reader.seen) + doubled, "messages", 0, "lower")
-    report.add(
-        f"{name}: records in a transaction", last["delivered"] / max(1, last["transactions"]), "messages"
-    )
-    report.add(f"{name}: bridge CPU, in and out", own_s / sent * 1e6, "us/msg")
-    report.add(f"{name}: server CPU, in and out", cpu_s / sent * 1e6, "us/msg")
+    report.add(f"{name}: missing or doubled", count - len(reader.seen) + doubled, "messages", 0, "lower")
+    done = bridge.status
+    report.add(f"{name}: a transaction", done["delivered"] / max(1, done["transactions"]), "messages")
+    report.add_cost(spent, count)
+    for who, cpu_s in used_s.items():
+        report.add(f"{name}: {who} CPU", cpu_s / count * 1e6, "us/msg")
 
 
-def _array(values: list[int]) -> Any:
-    import numpy as np
-
-    return np.asarray(values, dtype=np.int64)
+def _cpu_s(pid: int) -> float:
+    return float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
 def run(small: bool = False) -> Report:
     """Measure; lateness in milliseconds."""
+    from tests.interop import environments
+    from tests.interop.kafka_server import KafkaServer
+
     report = Report("kafka", small)
-    seconds = 2 if small else 20
+    report.add("load of the machine, before", os.getloadavg()[0], "processes")
     with tempfile.TemporaryDirectory() as folder, serving() as (server, _):
-        java, *options = environments.kafka()
-        kafka = KafkaServer(Path(folder) / "kafka", [java, *options], HEAP)
+        kafka = KafkaServer(Path(folder) / "kafka", environments.kafka(), HEAP)
         kafka.start()
         try:
-            for rate in (5_000, 20_000):
-                _phase(report, kafka, server, rate // 10 if small else rate, seconds)
+            # Java compiles what it does often: the first seconds of a Kafka are no figures of it.
+            if not small:
+                _phase(Report("warm", small), kafka, server, STEADY, 8)
+            for rate in (STEADY, FAST):
+                _phase(report, kafka, server, rate, 1 if small else 20)
         finally:
             kafka.kill()
+    report.add("load of the machine, after", os.getloadavg()[0], "processes")
     return report
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=["small", "full"], default="full")
-    print("load before:", " ".join(f"{load:.1f}" for load in os.getloadavg()))
-    print("\n".join(run(small=parser.parse_args().size == "small").lines()))
-    print("load after:", " ".join(f"{load:.1f}" for load in os.getloadavg()))

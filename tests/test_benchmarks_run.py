@@ -20,6 +20,7 @@ from benchmarks.report import Report, Spent
 from benchmarks.up import kind_of
 from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
+from tests.interop.stock_clients import command
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
 SLOW = {
@@ -41,6 +42,7 @@ SLOW = {
     "add_replica",
 }
 SPARK = {"compact", "pipeline", "up"}
+INTEROP = {"kafka"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
 WANTED = {
@@ -131,6 +133,16 @@ WANTED = {
         "missing or failed",
         "missing or doubled",
     ],
+    "kafka": [
+        "5,000/s: lateness p99",
+        "5,000/s: early",
+        "5,000/s: missing or doubled",
+        "20,000/s: in and out, sustained",
+        "20,000/s: missing or doubled",
+        "20,000/s: server CPU",
+        "20,000/s: bridge CPU",
+        "20,000/s: Kafka CPU",
+    ],
     "cluster": [
         "one machine 8x512: rate",
         "one machine 64x1: broker's CPU",
@@ -181,7 +193,9 @@ WANTED = {
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
     marks = [
-        getattr(pytest.mark, mark) for mark, names in (("slow", SLOW), ("spark", SPARK)) if name in names
+        getattr(pytest.mark, mark)
+        for mark, names in (("slow", SLOW), ("spark", SPARK), ("interop", INTEROP))
+        if name in names
     ]
     return [*marks, pytest.mark.timeout(600)] if name in SPARK else marks
 
@@ -195,6 +209,8 @@ def module(name: str) -> ModuleType:
 )
 def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
     """Rates above zero, nothing early, nothing missing or doubled, and a cost for each message."""
+    if name in INTEROP:
+        command(name)  # skips where its packages cannot be had
     report: Report = module(name).run(small=True)
     assert (report.name, report.small) == (name, True)
     values = {figure.name: figure.value for figure in report.figures}

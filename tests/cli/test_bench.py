@@ -38,6 +38,7 @@ def test_each_is_listed_with_what_it_is_about() -> None:
         "designs",
         "cluster",
         "add_replica",
+        "kafka",
         "soak",
     ]
     assert all(len(line) > 30 for line in lines)
