@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,10 @@ from timeball.errors import SetupError
 if TYPE_CHECKING:
     from timeball.kafka.bridge import Bridge
     from timeball.kafka.options import BridgeOptions
+
+
+# For so long the thread that takes keeps the one that delivers waiting; Python's own interval is half a transaction.
+SWITCH_S = 0.001
 
 
 def _topic(name: str, text: str) -> Any:
@@ -77,6 +82,7 @@ def kafka(
         "bootstrap": bootstrap, "own": own, "out": out, "dead": dead or f"{own}.dead", "name": name,
         "position_topic": position_topic or f"timeball.{name}.position", "start": start,
     }  # fmt: skip
+    sys.setswitchinterval(SWITCH_S)
     stop = threading.Event()
     bridge = _bridge(where, config, endpoint)
     for number in (signal.SIGTERM, signal.SIGINT):

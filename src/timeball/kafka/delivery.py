@@ -4,7 +4,8 @@
 
 Record and position are in Kafka together or not at all, so a crash leaves no half. The next process begins with
 `init_transactions`, which ends the transaction of the one before and fences that process, and then reads the position.
-All that is visible when a transaction ends goes with the next one: there is no interval.
+All that is visible when a transaction ends goes with the next one: there is no interval but the few milliseconds that
+Kafka needs to end a transaction.
 
 A record that Kafka refuses for good, as too large for its topic, ends its transaction. Its message is then found by
 halves, and delivered to the dead letter topic, with Kafka's reason.
@@ -36,6 +37,9 @@ ROWS_MAX = 2_000  # of a transaction
 WAIT_MS = 1_000
 INIT_S, COMMIT_S = 30.0, 10.0
 FAILED_WAIT_S = 0.2
+# Kafka answers a commit before it has marked the end in each partition. A transaction that begins earlier is told to
+# come again, and its client does so after 20 ms.
+MARKS_S = 0.004
 IDLE_MS = 10_000
 ANY_PARTITION = -1  # RD_KAFKA_PARTITION_UA
 STRANGE = "not a record of Kafka: the bridge's topic is for the bridge alone"
@@ -114,6 +118,7 @@ class Delivery:
                     self._write([], self._offset, stop)
                 else:
                     self._deliver(rows, stop)
+                    stop.wait(MARKS_S)
                 failures, wrote_ms = 0, self._clock.wall_ms()
             except KafkaException as error:
                 self._abort(error, stop)
