@@ -18,7 +18,7 @@ import timeball.client.exchange as client_exchange
 from timeball import __version__, config, errors, wire
 from timeball.cli import exit_codes, main
 from timeball.key_hash import KeyRun
-from timeball.log import checkpoint, frame_index, queue_file
+from timeball.log import checkpoint, frame_index, queue_entry, queue_file
 from timeball.log import format as fmt
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.protocols.arrow_columns import SEND_SCHEMA
@@ -187,7 +187,7 @@ FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
     ("commit-log", "Rows", [*LOG_SCHEMA.names, *(kind.name for kind in Kind)]),
     ("pending-table", "Rows", TABLE_SCHEMA.names),
     ("pending-table", "Attach", Attachment.__struct_fields__),
-    ("queue-index", "Queue index", queue_file.ENTRY.names or ()),
+    ("queue-index", "Queue index", queue_entry.ENTRY.names or ()),
     ("checkpoint", "Checkpoint", checkpoint.Facts.__struct_fields__),
     ("timer-wheel", "The ring", ring.RECORD.names or ()),
     ("timer-wheel", "Links and entries", (*(timer_log.LINK.names or ()), *(timer_log.ENTRY.names or ()))),

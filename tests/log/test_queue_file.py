@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.errors import Corrupt
+from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.log.queue_file import (
     BLOCK_ENTRIES,
-    ENTRY,
-    EntryArray,
     Opened,
     Part,
     QueueFile,

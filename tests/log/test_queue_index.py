@@ -14,7 +14,8 @@ from tests.crash_files import CrashFiles
 from timeball.errors import Corrupt, OutOfRange
 from timeball.files import Files, RealFiles
 from timeball.log import queue_index
-from timeball.log.queue_file import ENTRY, Part, file_name
+from timeball.log.queue_entry import ENTRY
+from timeball.log.queue_file import Part, file_name
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.message import Int64Array
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.errors import Corrupt, OutOfRange
-from timeball.log.queue_file import ENTRY, Part
+from timeball.log.queue_entry import ENTRY
+from timeball.log.queue_file import Part
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind, alike, codes_of, filled, stored_sizes

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from timeball.clock import Durations
+from timeball.errors import StorageError, TimeballError, Unavailable
 from timeball.log import format as fmt
-from timeball.log.few_rows import EncodedRows, Rows, as_batch
+from timeball.log.few_rows import Rows
 from timeball.log.segment import Segment
-from timeball.message import SMALL_ROWS
 
 DurableCallback = Callable[[], None]
 
@@ -66,32 +66,8 @@ class Commit:
     frames: list[fmt.Frame] = field(default_factory=list)
 
 
-def frames_of(entries: list[Entry]) -> list[Group]:
-    """Return the frames of entries. Neighbours share one unless one sets numbers aside, has flags or is encoded.
-
-    Of few rows it is encoded once more with its neighbours: a frame costs a reader the same for one row as for many.
-    """
-    groups: list[Group] = []
-    run: list[Entry] = []
-
-    def flush() -> None:
-        if run:
-            rows, size_bytes = run[0].rows, run[0].size_bytes
-            if len(run) > 1:
-                rows = pa.concat_batches([as_batch(entry.rows) for entry in run])
-                size_bytes = pa.ipc.get_record_batch_size(rows)
-            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
-            run.clear()
-
-    for entry in entries:
-        is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
-        stands_alone = is_encoded or entry.payload is not None
-        if entry.flags or entry.span != entry.rows.num_rows or stands_alone:
-            flush()
-            groups.append(
-                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
-            )
-        else:
-            run.append(entry)
-    flush()
-    return groups
+def refusal(failure: BaseException) -> TimeballError:
+    """Return the error of a call after a failure stopped the log: where another node leads, it is to be asked."""
+    if isinstance(failure, Unavailable):
+        return type(failure)(str(failure))
+    return StorageError(f"the log has stopped: {failure}")

@@ -25,25 +25,16 @@ from dataclasses import dataclass
 import google_crc32c
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.errors import Corrupt
 from timeball.files import Files
+from timeball.log.queue_entry import ENTRY, EntryArray
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "queues"
 SUFFIX = ".cq"
-ENTRY = np.dtype(
-    [
-        ("seq", ">i8"),  # sequence number in the log
-        ("size", ">i4"),  # bytes of the message as RocketMQ stores it
-        ("tag", ">i8"),  # tag hash or bits, or due time (ms) in a delay-level queue
-    ]
-)
-assert ENTRY.itemsize == 20  # the width of RocketMQ's entry, whose size and tag these are
-EntryArray = npt.NDArray[np.void]
 
 MAGIC = b"TBQUEUE1"
 HEADER = struct.Struct("<8sQ6q")

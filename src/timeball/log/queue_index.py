@@ -28,7 +28,8 @@ import numpy as np
 from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import Files
 from timeball.log import queue_file
-from timeball.log.queue_file import BLOCK_ENTRIES, ENTRY, EntryArray, Part, QueueFile, encode
+from timeball.log.queue_entry import ENTRY, EntryArray
+from timeball.log.queue_file import BLOCK_ENTRIES, Part, QueueFile
 from timeball.message import Int64Array
 
 logger = logging.getLogger(__name__)
@@ -383,9 +384,8 @@ class QueueIndexes:
                 return  # another reader has found the same
             logger.warning("queue index file built again from the log reason=%s", error)
             # From the log, which checks its own frames; the rest of the damaged file is not trusted either.
-            data = encode(
-                damaged.first_seq, damaged.next_seq, self.rebuild(damaged.first_seq, damaged.next_seq)
-            )
+            first_seq, next_seq = damaged.first_seq, damaged.next_seq
+            data = queue_file.encode(first_seq, next_seq, self.rebuild(first_seq, next_seq))
             try:
                 self._files.replace(damaged.name, data)
             except OverLimit as full:

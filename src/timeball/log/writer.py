@@ -25,12 +25,13 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import Files
 from timeball.log import format as fmt
-from timeball.log.commit import Commit, DurableCallback, Entry, WriterStatistics, frames_of
+from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics, refusal
 from timeball.log.disk_thread import Disk
-from timeball.log.few_rows import EncodedRows, Rows
+from timeball.log.few_rows import EncodedRows, Rows, as_batch
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
+from timeball.message import SMALL_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class LogWriter:
         log order, right before the future is set: caches must have seen a row before its acknowledgement.
         """
         if self.failed is not None:
-            raise _refusal(self.failed)
+            raise refusal(self.failed)
         if self._closing:
             raise Unavailable("the broker is stopping")
         # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
@@ -154,7 +155,7 @@ class LogWriter:
     async def flushed(self) -> None:
         """Return when everything appended so far is durable; raises what stopped the log."""
         if self.failed is not None:
-            raise _refusal(self.failed)
+            raise refusal(self.failed)
         if self._pending or self._busy:
             last = self._pending[-1] if self._pending else self._committing[-1]
             if last.flushed is None:
@@ -368,8 +369,31 @@ class LogWriter:
         self.next_segment.close_file()
 
 
-def _refusal(failure: BaseException) -> TimeballError:
-    """Return the error of a call after a failure stopped the log: where another node leads, it is to be asked."""
-    if isinstance(failure, Unavailable):
-        return type(failure)(str(failure))
-    return StorageError(f"the log has stopped: {failure}")
+def frames_of(entries: list[Entry]) -> list[Group]:
+    """Return the frames of entries. Neighbours share one unless one sets numbers aside, has flags or is encoded.
+
+    Of few rows it is encoded once more with its neighbours: a frame costs a reader the same for one row as for many.
+    """
+    groups: list[Group] = []
+    run: list[Entry] = []
+
+    def flush() -> None:
+        if run:
+            rows, size_bytes = run[0].rows, run[0].size_bytes
+            if len(run) > 1:
+                rows = pa.concat_batches([as_batch(entry.rows) for entry in run])
+                size_bytes = pa.ipc.get_record_batch_size(rows)
+            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
+            run.clear()
+
+    for entry in entries:
+        is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
+        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_encoded:
+            flush()
+            groups.append(
+                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
+            )
+        else:
+            run.append(entry)
+    flush()
+    return groups

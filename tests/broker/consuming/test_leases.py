@@ -21,7 +21,7 @@ from timeball.broker.consuming.leases import (
     QueueLeases,
 )
 from timeball.errors import OverLimit
-from timeball.log.queue_file import ENTRY, EntryArray
+from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 
 

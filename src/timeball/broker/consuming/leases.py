@@ -25,7 +25,7 @@ from timeball.broker.registry.offsets import Ahead, Offsets
 from timeball.broker.registry.topics import Topic
 from timeball.broker.waiters import Waiters
 from timeball.errors import OverLimit
-from timeball.log.queue_file import EntryArray
+from timeball.log.queue_entry import EntryArray
 from timeball.log.queue_index import QueueIndex
 
 NO_RECEIPT = -1

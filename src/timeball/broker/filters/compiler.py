@@ -11,7 +11,7 @@ from timeball.broker.filters.sql_conditions import Condition
 from timeball.broker.filters.sql_values import TRUE, Values
 from timeball.broker.filters.tags import EVERYTHING, BoolArray, Filter
 from timeball.errors import InvalidFilter
-from timeball.log.queue_file import EntryArray
+from timeball.log.queue_entry import EntryArray
 
 TAG, SQL92 = "TAG", "SQL92"
 # Of all texts kept: some 8 MB of filters, in each of the four rooms that keep some.

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.errors import InvalidFilter
-from timeball.log.queue_file import EntryArray
+from timeball.log.queue_entry import EntryArray
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -15,7 +15,7 @@ import numpy as np
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import Topic
-from timeball.log.queue_file import ENTRY
+from timeball.log.queue_entry import ENTRY
 from timeball.message import DLQ_PREFIX
 
 _ENTRY = struct.Struct(">qiq")  # as ENTRY has it: row, size, tag

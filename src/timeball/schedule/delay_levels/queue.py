@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from timeball.log.queue_file import EntryArray
+from timeball.log.queue_entry import EntryArray
 from timeball.log.queue_index import QueueIndex
 from timeball.message import Int64Array
 from timeball.schedule.columns import CHUNK, leading

@@ -14,7 +14,7 @@ from tests.protocols.remoting.codec.test_implementation import V4, V6, needs_com
 
 from timeball.errors import OutOfRange
 from timeball.log import format as fmt
-from timeball.log.queue_file import ENTRY
+from timeball.log.queue_entry import ENTRY
 from timeball.message import LOG_SCHEMA
 from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON, Codec
 from timeball.protocols.remoting.codec.records import Host

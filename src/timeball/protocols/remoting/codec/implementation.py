@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from timeball.config import CodecChoice
 from timeball.log.format import Frame as LogFrame
-from timeball.log.queue_file import EntryArray
+from timeball.log.queue_entry import EntryArray
 from timeball.message import SendRow
 from timeball.protocols.remoting.codec import frame, records
 from timeball.protocols.remoting.codec.frame import Cut, Frame

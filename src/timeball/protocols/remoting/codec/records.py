@@ -28,7 +28,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.log import format as fmt
-from timeball.log.queue_file import EntryArray
+from timeball.log.queue_entry import EntryArray
 from timeball.message import with_seq
 from timeball.protocols.remoting.codec.codes import MessageFlag
 

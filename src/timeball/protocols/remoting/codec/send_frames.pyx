@@ -27,7 +27,7 @@ from timeball.message import DLQ_PREFIX, LOG_SCHEMA, STORED_OVERHEAD_BYTES, Kind
 
 cdef enum:
     COLUMNS = 21
-    ENTRY_BYTES = 20  # of a queue's index: queue_file.ENTRY
+    ENTRY_BYTES = 20  # of a queue's index: queue_entry.ENTRY
     WAITS = -1  # in place of a queue that is chosen
     KIND = 64  # columns that no send names, beside those of send_columns
     QUEUE_ID, QUEUE_OFFSET, STORE_MS, STORE_HOST, NOTHING

@@ -24,7 +24,7 @@ from timeball.protocols.remoting.codec import records
 from timeball.protocols.remoting.codec.codes import MessageFlag
 
 cdef enum:
-    ENTRY_BYTES = 20  # of a queue's index, which begins with the number of its row: queue_file.ENTRY
+    ENTRY_BYTES = 20  # of a queue's index, which begins with the number of its row: queue_entry.ENTRY
     FIXED_BYTES = 83  # of version 1: all but the addresses, the body, the topic and the properties
     ROWS_MIN = 4
     PROPERTIES_MAX = 65535
