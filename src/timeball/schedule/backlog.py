@@ -83,6 +83,8 @@ class Backlog(Protocol):
     # A lower bound of the instants of all that has not been opened. Each backlog keeps it whenever it changes, since
     # the scheduler reads it at every step.
     first_due_ms: int = FAR_MS
+    # The same of what cannot be opened now. It holds up nothing, and nothing after it counts as settled.
+    missing_due_ms: int = FAR_MS
 
     # Called from the commit's callback, in log order. It must not fail: an exception here stops the log
     # (log/writer.py), since the row is durable and only a recovery would find the promise.

@@ -72,8 +72,7 @@ class Scheduler:
         files = [] if self._files is None else [self._files]
         self.loaded = Loaded(
             reader_thread, outcomes, [*self._sources.values(), *files], ahead_ms=ahead_ms,
-            gather_bytes=gather_bytes - gather_bytes // REWRITES_SHARE,
-            on_change=self._look_now, on_failure=on_failure,
+            gather_bytes=gather_bytes - gather_bytes // REWRITES_SHARE, on_change=self._look_now, on_failure=on_failure,
         )  # fmt: skip
         self.rewrites = Rewrites(
             reader, reader_thread, outcomes, chunk_bytes=gather_bytes // REWRITES_SHARE,
@@ -204,7 +203,8 @@ class Scheduler:
     def settled_before_ms(self) -> int:
         """Return the instant before which every durable promise is settled, durably."""
         firsts = (self.outcomes.first_in_flight_ms, self.loaded.first_due_ms())
-        return min(self._below_ms(), *(ms for ms in firsts if ms is not None))
+        missing = (backlog.missing_due_ms for backlog in self.backlogs)
+        return min(self._below_ms(), *missing, *(ms for ms in firsts if ms is not None))
 
     @property
     def settled_ms(self) -> int:

@@ -169,6 +169,32 @@ def test_a_start_begins_behind_the_mark_but_for_files_that_came_after_it() -> No
     assert [seq for _, seq in opened(live, NOW_MS + 500)] == [50, 2, 51]
 
 
+def test_a_file_that_is_not_local_holds_up_no_other_and_is_opened_when_it_is() -> None:
+    """Files of an object store: what is missing is told apart, so that none of it counts as settled."""
+    files, local = CrashFiles(), set[str]()
+    [missing] = write(files, [NOW_MS + 1, NOW_MS + 2])
+    [there] = write(files, [NOW_MS + 5, NOW_MS + 200], first_seq=10)
+    local.add(there.path)
+    live = PendingFiles(files, [missing, there], local.__contains__)
+    assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 1)
+    assert opened(live, NOW_MS + 100) == [(NOW_MS + 5, 10)]
+    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
+    assert live.due_between(NOW_MS, NOW_MS + 100) == [missing, there]
+    local.add(missing.path)
+    live.look_again()
+    assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 1, FAR_MS)
+    assert opened(live, NOW_MS + 100) == [(NOW_MS + 1, 0), (NOW_MS + 2, 1)]
+    # What has been opened and is gone is not passed over: it fails, and does not look like a file without rows.
+    local.clear()
+    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [missing, there]
+    # After a start nothing has been opened, also of files whose beginnings are settled.
+    none = np.empty(0, np.int64)
+    live = PendingFiles(files, [missing, there], [there.path].__contains__)
+    live.skip_settled(Settled(NOW_MS + 2, none, none))
+    assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 2)
+    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
+
+
 def test_what_is_two_hours_away_is_closed() -> None:
     files = CrashFiles()
     hour = limits.HOUR_MS

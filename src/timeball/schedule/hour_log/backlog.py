@@ -11,6 +11,7 @@ This backlog keeps the pending table under every strategy.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import msgspec
@@ -42,9 +43,11 @@ class HourLog(Backlog):
         entries: list[FileEntry],
         *,
         ahead_ms: int,
+        is_local: Callable[[str], bool] | None = None,
     ) -> None:
+        """`is_local`: as PendingFiles has it."""
         self.reader, self._thread, self._ahead_ms = reader, reader_thread, ahead_ms
-        self.pending = PendingFiles(files, entries)
+        self.pending = PendingFiles(files, entries, is_local)
         self._tail = DueIndex()
         self._locations = Locations()  # of promises in the tail that do not lie in their first row
         self._opened_ms = -FAR_MS  # the tail has given up all that is due before
@@ -74,6 +77,8 @@ class HourLog(Backlog):
             loop = asyncio.get_running_loop()
             window = await loop.run_in_executor(self._thread, self._survey, files, until_ms, now_ms)
             self.pending.opened(window.next_ms)
+        else:
+            self.pending.look_again()  # what came first may have made room for others
         # No pause from here on: what is added meanwhile goes to the tail, until the bound has moved.
         # `window.until_ms` and not `until_ms`: the files may have allowed less, and both must be open to the same
         # instant.
@@ -120,6 +125,11 @@ class HourLog(Backlog):
                 self._locations = Locations()
         self._keep_first()
 
+    def look_again(self) -> None:
+        """Take note of which files are local by now."""
+        self.pending.look_again()
+        self._keep_first()
+
     def read_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Return those of these sorted promises that the files hold (reader thread)."""
         low, high = (int(due_ms[0]), int(seq[0])), (int(due_ms[-1]), int(seq[-1]) + 1)
@@ -156,6 +166,7 @@ class HourLog(Backlog):
 
     def _keep_first(self) -> None:
         self.first_due_ms = min(self._tail.first_due_ms, self.pending.first_due_ms)
+        self.missing_due_ms = self.pending.missing_due_ms
 
     def _survey(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
         window = survey(files, until_ms)

@@ -5,10 +5,14 @@ replacing the set. Each file has its own *next* instant: before it nothing is le
 file is opened when it comes to that, and closed when all it holds is two hours away. One opening comes to few files, so
 that a broker that was down for a year does not open them all; only files over the same instant are read together,
 however many they are, and rewriting sees to it that these are few.
+
+Of a table in an object store some files are not local yet (table/file_cache.py). They are not opened, and hold up no
+others; `missing_due_ms` says what they may hold, so that none of it counts as settled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +37,17 @@ _NONE = np.empty(0, np.int64)
 class PendingFiles:
     """The set of live files; replaced, never changed in place. Belongs to the event loop."""
 
-    def __init__(self, files: Files, entries: list[FileEntry]) -> None:
-        self._files = files
+    def __init__(
+        self, files: Files, entries: list[FileEntry], is_local: Callable[[str], bool] | None = None
+    ) -> None:
+        """`is_local`: says of a path whether the file can be read now; None: each can."""
+        self._files, self._is_local = files, is_local
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
         self._next_ms = {entry.path: entry.min_due_ms for entry in entries}
         # A lower bound of the instants that have not been opened: kept, as there may be thousands of files.
         self.first_due_ms = FAR_MS
+        self.missing_due_ms = FAR_MS  # the same of files that are not local
+        self._looked_into: set[str] = set()  # files that may hold what has been opened
         self._set: FileSet | None = None  # made when it is asked for
         self._keep_first()
 
@@ -75,12 +84,17 @@ class PendingFiles:
         return [self._live[path].entry for path in paths if path in self._live]
 
     def over(self, low_ms: int, high_ms: int) -> list[DataFile]:
-        """Return the files that may hold rows due in [low_ms, high_ms], opened or not; any thread."""
-        return [
-            file
-            for file in self._live.values()
-            if file.entry.min_due_ms <= high_ms and file.entry.max_due_ms >= low_ms
-        ]
+        """Return the files that may hold rows due in [low_ms, high_ms], opened or not; any thread.
+
+        Without those that are not local, of which nothing has been opened.
+        """
+        found = self._between(low_ms, high_ms)
+        return found if self._is_local is None else [file for file in found if self._is_readable(file)]
+
+    def due_between(self, low_ms: int, high_ms: int) -> list[FileEntry]:
+        """Return the entries of all files that may hold rows due in [low_ms, high_ms], the earliest first."""
+        found = (file.entry for file in self._between(low_ms, high_ms))
+        return sorted(found, key=lambda entry: entry.min_due_ms)
 
     def behind(self, due_ms: int) -> list[FileEntry]:
         """Return the entries of files that hold nothing due at or after `due_ms`."""
@@ -121,6 +135,9 @@ class PendingFiles:
         is_new |= attachment.job == "bulk"
         for entry, new in zip(attachment.files, is_new.tolist(), strict=True):
             self._next_ms[entry.path] = entry.min_due_ms if new else max(entry.min_due_ms, opened_ms)
+            if self._next_ms[entry.path] > entry.min_due_ms:
+                self._looked_into.add(entry.path)
+        self._looked_into -= gone
         self._keep_first()
 
     def to_open(self, until_ms: int) -> tuple[list[tuple[DataFile, int]], int]:
@@ -130,7 +147,7 @@ class PendingFiles:
         """
         ahead = ((self._next_ms[path], path) for path, file in self._live.items() if self._is_ahead(file))
         # By next instant: when the window is cut, the files that stay out are those due last.
-        touched = sorted(one for one in ahead if one[0] < until_ms)
+        touched = sorted(one for one in ahead if one[0] < until_ms and self._is_there(one[1]))
         if len(touched) > WINDOW_FILES_MAX:
             # Those due at the same instant cannot be told apart: the window holds them all.
             until_ms = min(until_ms, max(touched[WINDOW_FILES_MAX][0], touched[0][0] + 1))
@@ -139,14 +156,41 @@ class PendingFiles:
     def opened(self, next_ms: dict[str, int]) -> None:
         """Remember from which instants on these files, by path, have not been opened."""
         self._next_ms |= {path: due_ms for path, due_ms in next_ms.items() if path in self._live}
+        self._looked_into.update(next_ms)
         self._keep_first()
+
+    def _between(self, low_ms: int, high_ms: int) -> list[DataFile]:
+        return [
+            file
+            for file in self._live.values()
+            if file.entry.min_due_ms <= high_ms and file.entry.max_due_ms >= low_ms
+        ]
 
     def _is_ahead(self, file: DataFile) -> bool:
         return self._next_ms[file.entry.path] <= file.entry.max_due_ms
 
+    def look_again(self) -> None:
+        """Take note of which files are local by now."""
+        if self._is_local is not None:
+            self._keep_first()
+
+    def _is_there(self, path: str) -> bool:
+        return self._is_local is None or self._is_local(path)
+
+    def _is_readable(self, file: DataFile) -> bool:
+        """Return whether it is local, or must be: what was opened of a file that is gone must not be passed over."""
+        return self._is_there(file.entry.path) or file.entry.path in self._looked_into
+
     def _keep_first(self) -> None:
-        ahead = (self._next_ms[path] for path, file in self._live.items() if self._is_ahead(file))
-        self.first_due_ms = min(ahead, default=FAR_MS)
+        if self._is_local is None:
+            ahead = (self._next_ms[path] for path, file in self._live.items() if self._is_ahead(file))
+            self.first_due_ms = min(ahead, default=FAR_MS)
+            return
+        first = {True: FAR_MS, False: FAR_MS}
+        for path in (path for path, file in self._live.items() if self._is_ahead(file)):
+            is_there = self._is_local(path)  # asked once: it may change meanwhile
+            first[is_there] = min(first[is_there], self._next_ms[path])
+        self.first_due_ms, self.missing_due_ms = first[True], first[False]
 
 
 @dataclass(frozen=True, slots=True)
