@@ -27,6 +27,7 @@ OTHERS = ("AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "AWS
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 _CONTENTS = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
 
+METHODS = ("GET", "PUT", "HEAD", "POST", "DELETE")
 _OWN_HEADERS = ("content-length", "transfer-encoding", "connection", "expect")
 Fault = Literal["slow", "unavailable", "lost_answer", "stale_list", "unconditional"]
 
@@ -104,6 +105,7 @@ class FaultyStore:
     def __init__(self, endpoint: str) -> None:
         self._server_address = endpoint.removeprefix("http://")
         self._rules: list[_Rule] = []
+        self.asked: list[tuple[str, str, str]] = []  # method, path and range of each request
         self._lock = threading.Lock()
         store = self
 
@@ -116,7 +118,7 @@ class FaultyStore:
             def do_any(self) -> None:
                 store.answer(self)
 
-        for method in ("GET", "PUT", "HEAD", "POST", "DELETE"):
+        for method in METHODS:
             setattr(Handler, f"do_{method}", Handler.do_any)
         self._http = _Quiet(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._http.serve_forever, name="faulty-store", daemon=True)
@@ -140,12 +142,18 @@ class FaultyStore:
             self._rules.append(rule)
         return rule
 
+    def go_away(self) -> None:
+        """Answer nothing but 503, until `heal`."""
+        for method in METHODS:
+            self.break_next("unavailable", method, "", times=1 << 30)
+
     def heal(self) -> None:
         with self._lock:
             self._rules.clear()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         is_list = request.command == "GET" and "list-type=2" in request.path
+        self.asked.append((request.command, request.path, request.headers.get("Range", "")))
         rule = self._rule(request.command, request.path, is_list)
         if rule is not None and rule.fault == "slow":
             threading.Event().wait(rule.pause_s)

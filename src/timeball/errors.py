@@ -16,7 +16,8 @@
     │   │   └── GroupNotFound       no such consumer group
     │   └── OutOfRange          a position outside the range that is kept, which it carries
     ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
-    ├── Unavailable         the broker is starting, stopping or stopped, or Spark or etcd is lost: retry later
+    ├── Unavailable         the broker is starting, stopping or stopped, or Spark, etcd or an object store is lost:
+    │                       retry later
     │   ├── LeaseLost           this node's lease in etcd has ended: it no longer leads, and takes a new one
     │   └── NotLeader           this node does not lead the group: ask again, another one answers soon
     ├── PeerError           another node sent what is not of the replication protocol: look at its version and port
@@ -123,7 +124,7 @@ class OverLimit(TimeballError):
 
 
 class Unavailable(TimeballError):
-    """The broker, Spark or etcd cannot serve now."""
+    """The broker, Spark, etcd or an object store cannot serve now."""
 
     code = "unavailable"
 

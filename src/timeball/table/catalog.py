@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
@@ -33,7 +34,6 @@ from deltalake.transaction import AddAction, RemoveAction
 from timeball import descriptors, limits
 from timeball.descriptors import RESERVE_OF_LIBRARIES
 from timeball.errors import Corrupt, DiskFailed
-from timeball.files import Files
 from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN
@@ -49,6 +49,21 @@ _ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs draws its causes as a
 _NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
+class Folder(Protocol):
+    """The folder of a table: of the data folder (`files.Files`), or in an object store (object_store.py)."""
+
+    def make_dir(self, name: str) -> None: ...
+    def list_dir(self, name: str) -> list[str]: ...
+    def exists(self, name: str) -> bool: ...
+    def size(self, name: str) -> int: ...
+    def map_readonly(self, name: str) -> pa.Buffer: ...
+    def remove(self, name: str) -> None: ...
+    def sync_file(self, name: str) -> None: ...
+    def sync_dir(self, name: str) -> None: ...
+    def external(self, name: str) -> str: ...
+    def absorb(self, name: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TableState:
     """The table as delta-rs knows it: live files, and the TABLE row its last commit stands for."""
@@ -61,8 +76,12 @@ class TableState:
 class Catalog:
     """The pending table's Delta log. Blocking; belongs to the reader thread."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    # What says nothing about the table when it is opened: it is raised, and the table is not made anew.
+    _says_nothing: ClassVar[tuple[type[Exception], ...]] = ()
+
+    def __init__(self, files: Folder, storage_options: dict[str, str] | None = None) -> None:
+        """`storage_options`: as delta-rs wants them for a folder that is in an object store."""
+        self._files, self._options = files, storage_options
         self._table: DeltaTable | None = None
         self._version = 0
         self._synced: frozenset[str] = frozenset()
@@ -84,7 +103,7 @@ class Catalog:
         self._files.make_dir(KEYS_FOLDER)
         self._drop_torn_commits()
         try:
-            self._table = DeltaTable(self.uri)
+            self._table = DeltaTable(self.uri, storage_options=self._options)
         except (TableNotFoundError, DeltaError) as error:
             if self._files.list_dir(DELTA_LOG) and not isinstance(error, TableNotFoundError):
                 raise Corrupt(f"the pending table cannot be opened: {error}") from error
@@ -96,6 +115,7 @@ class Catalog:
                 name="pending",
                 description="Promises that wait; one row each, sorted by due_ms within a file",
                 post_commithook_properties=_NO_HOOKS,
+                storage_options=self._options,
             )
             self._make_durable()
         return self.state()
@@ -126,10 +146,14 @@ class Catalog:
             name = f"{FOLDER}/{entry.path}"
             size_bytes = self._files.size(name) if self._files.exists(name) else None
             if size_bytes != entry.size_bytes:
-                found = (
-                    "is missing" if size_bytes is None else f"has {size_bytes} bytes, not {entry.size_bytes}"
+                if size_bytes is None:
+                    raise Corrupt(
+                        f"{name} is missing: restore this file from a copy, or name the object store that it is in "
+                        "(--table)"
+                    )
+                raise Corrupt(
+                    f"{name} has {size_bytes} bytes, not {entry.size_bytes}: restore this file from a copy"
                 )
-                raise Corrupt(f"{name} {found}: restore this file from a copy")
 
     def bring_up(
         self,
@@ -150,12 +174,14 @@ class Catalog:
                     here = {entry.path: entry for entry in self.state().files}
                     self.commit(attachment, seq, [here[p] for p in attachment.removes if p in here], now_ms)
             wrong = self._difference(live, attach_seq)
+        except self._says_nothing:
+            raise
         except Exception as error:
             # A damaged entry makes delta-rs fail in any way. A disk that fails by itself fails the next step too.
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
             logger.warning("table made anew from the log folder=%s reason=%s", DELTA_LOG, wrong)
-            with _failing("making the table anew"):
+            with self._failing("making the table anew"):
                 self._make_anew(live, attach_seq, watermark, now_ms)
 
     def _difference(self, live: list[FileEntry], attach_seq: int) -> str | None:
@@ -207,7 +233,7 @@ class Catalog:
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """Steps 3 and 4; returns the table's new version. Does nothing when the table has this TABLE row already."""
-        with _failing(f"committing the TABLE row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
+        with self._failing(f"committing the TABLE row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
             return self._commit(attachment, attach_seq, removed, now_ms)
 
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
@@ -267,13 +293,13 @@ class Catalog:
         kept = frozenset().union(*self._kept)
         gone = [path for path, left_ms in self._left.items() if left_ms < before_ms and path not in kept]
         for path in gone:
-            self._files.remove(f"{FOLDER}/{path}")
+            self._remove(path)
             del self._left[path]
         return len(gone)
 
     def vacuum(self, older_than_ms: int) -> int:
         """Remove data files that no version of the last `older_than_ms` names, orphans of failed jobs included."""
-        with _failing("looking for files that no version names"):
+        with self._failing("looking for files that no version names"):
             return self._vacuum(max(1, older_than_ms // limits.HOUR_MS))
 
     def _vacuum(self, hours: int) -> int:
@@ -287,8 +313,11 @@ class Catalog:
         kept = frozenset().union(*self._kept)
         gone = [name for name in named if name not in kept and self._files.exists(f"{FOLDER}/{name}")]
         for name in gone:
-            self._files.remove(f"{FOLDER}/{name}")
+            self._remove(name)
         return len(gone)
+
+    def _remove(self, path: str) -> None:
+        self._files.remove(f"{FOLDER}/{path}")
 
     def _opened(self) -> DeltaTable:
         assert self._table is not None, "open() comes first"
@@ -334,18 +363,22 @@ class Catalog:
         # Every commit of ours ends with its application transaction; the first one creates the table instead.
         return any("txn" in action or "metaData" in action for action in actions)
 
+    @contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
 
-@contextmanager
-def _failing(doing: str) -> Iterator[None]:
-    """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
+        A full disk is DiskFailed too: the TABLE row is decided, so no caller can be asked to try again later.
+        """
+        try:
+            yield
+        except (OSError, DeltaError) as error:
+            failure = f"{DELTA_LOG}: {doing} failed: {said(error)}"
+            raise DiskFailed(f"{failure}; mend the disk, then start again") from error
 
-    A full disk is DiskFailed too: the TABLE row is decided, so no caller can be asked to try again later.
-    """
-    try:
-        yield
-    except (OSError, DeltaError) as error:
-        said = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
-        raise DiskFailed(f"{DELTA_LOG}: {doing} failed: {said}; mend the disk, then start again") from error
+
+def said(error: Exception) -> str:
+    """Return what delta-rs says, in one line."""
+    return " ".join(_ORNAMENTS.sub(" ", str(error)).split())
 
 
 def _add_action(entry: FileEntry, now_ms: int) -> AddAction:

@@ -11,34 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from timeball.errors import Corrupt
-from timeball.files import Files
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry, Ranges, overlap
-from timeball.table.layout import FOLDER, check_seal
+from timeball.table.layout import FOLDER, check_seal, sealed_bytes
 
 Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
 ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 _TOPIC = TABLE_SCHEMA.get_field_index("topic")
+END_BYTES = 64 * 1024  # holds the footer of a file of a million rows
 _SOME_ROWS = 4_096  # decoded at a time where bodies are among the columns
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
 _NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS]).empty_table()
 
 
+class DataFiles(Protocol):
+    """The data folder, or copies of files in an object store (file_cache.py)."""
+
+    def map_readonly(self, name: str) -> pa.Buffer | pa.NativeFile:
+        """Return the file of this name in the data folder, which stays valid after removal of the name.
+
+        Or, of one in an object store, a file that is read by ranges.
+        """
+
+
 class DataFile:
     """A live file. Blocking; belongs to the reader thread."""
 
-    def __init__(self, files: Files, entry: FileEntry) -> None:
+    def __init__(self, files: DataFiles, entry: FileEntry) -> None:
         self._files = files
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
+        self.is_ranged = False  # when it is open: the store is asked at each read
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each
 
@@ -213,16 +225,19 @@ class DataFile:
 
     def _open(self) -> pq.ParquetFile:
         if self._parquet is None:
-            name = f"{FOLDER}/{self.entry.path}"
-            data = self._files.map_readonly(name)
-            try:
-                check_seal(data)  # first: Arrow may abort the process on a footer that is not what it was
-                parquet = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-            except (OSError, pa.ArrowInvalid, Corrupt) as error:
-                raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
-            self._check(parquet, data.size)
+            data = self._files.map_readonly(f"{FOLDER}/{self.entry.path}")
+            parquet = self._parsed(data)
+            self.is_ranged = not isinstance(data, pa.Buffer)
+            self._check(parquet, data.size() if self.is_ranged else data.size)
             self._parquet = parquet
         return self._parquet
+
+    def _parsed(self, data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
+        try:
+            return _parse(data)
+        except (OSError, pa.ArrowInvalid, Corrupt) as error:
+            name = f"{FOLDER}/{self.entry.path}"
+            raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
 
     def _check(self, parquet: pq.ParquetFile, size_bytes: int) -> None:
         metadata = parquet.metadata
@@ -270,6 +285,32 @@ class DataFile:
             return self._open().read_row_groups(groups, columns=columns, use_threads=len(groups) > 1)
         except (OSError, pa.ArrowInvalid) as error:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
+
+
+def check_all(data: pa.Buffer) -> None:
+    """Raise Corrupt unless every checksum of a data file is right; takes as long as reading all of it."""
+    try:
+        parquet = _parse(data)
+        for group in range(parquet.num_row_groups):
+            parquet.read_row_group(group, use_threads=False)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise Corrupt(str(error)) from error
+
+
+def _parse(data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
+    # First: Arrow may abort the process on a footer that is not what it was.
+    if isinstance(data, pa.Buffer):
+        check_seal(data)
+        return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    check_seal(_end_of(data))
+    return pq.ParquetFile(data, page_checksum_verification=True)
+
+
+def _end_of(file: pa.NativeFile) -> pa.Buffer:
+    size_bytes = file.size()
+    end = pa.py_buffer(file.read_at(min(END_BYTES, size_bytes), max(0, size_bytes - END_BYTES)))
+    needed = min(sealed_bytes(end), size_bytes)
+    return end if needed <= end.size else pa.py_buffer(file.read_at(needed, size_bytes - needed))
 
 
 def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from timeball.key_hash import KeyRun, Pairs, hash_keys, joined
 
 KEYS = "_keys"  # the folder, in the table's; Delta tools leave those that begin with '_' alone
+SUFFIX = ".keys"
 RUN_PAIRS = 1 << 20  # a writer begins another run behind so many: they are sorted in memory
 ROW_BITS = 32
 ROW_MASK = (1 << ROW_BITS) - 1
@@ -50,7 +51,7 @@ class FileKeys:
 
 def run_path() -> str:
     """Return a fresh path for a run, relative to the table: a task that is repeated overwrites nothing."""
-    return f"{KEYS}/{uuid.uuid4().hex}.keys"
+    return f"{KEYS}/{uuid.uuid4().hex}{SUFFIX}"
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

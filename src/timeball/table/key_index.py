@@ -28,7 +28,8 @@ from timeball.files import Files
 from timeball.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
 from timeball.message import TABLE_SCHEMA, Int64Array
 from timeball.table.attachment import FileEntry
-from timeball.table.data_file import ID_COLUMNS, DataFile
+from timeball.table.data_file import ID_COLUMNS, DataFile, DataFiles
+from timeball.table.file_cache import FileCache, Ranged
 from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, run_path
 from timeball.table.file_set import FileSet
 from timeball.table.layout import FOLDER, KEYS_FOLDER
@@ -55,8 +56,10 @@ class _Stored:
 class TableKeys:
     """The keys of the live files. Blocking, any thread; `merge` runs beside look-ups, all else waits for its turn."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    def __init__(self, files: Files, cache: FileCache | None = None) -> None:
+        """`cache`: the files are in an object store, and so are the runs that their writers leave."""
+        self._files, self._cache = files, cache
+        self._data: DataFiles = files if cache is None else Ranged(cache)
         self._lock = threading.RLock()
         self._runs: tuple[_Stored, ...] = ()
         self._covered: FileSet | None = None  # the files that the runs are known to speak of
@@ -108,15 +111,20 @@ class TableKeys:
 
     def _file(self, entry: FileEntry) -> DataFile:
         """Return a file, open; those used longest ago are closed."""
+        if (file := self._open.get(entry.path)) and file.is_ranged and self._is_local(entry.path):
+            self._close(entry.path)
         file = self._open.pop(entry.path, None)
         if file is None:
-            file = DataFile(self._files, entry)
+            file = DataFile(self._data, entry)
             file.check()
             self._open_groups += file.group_count()
         self._open[entry.path] = file
         while self._open_groups > OPEN_GROUPS_MAX and len(self._open) > 1:
             self._close(next(iter(self._open)))
         return file
+
+    def _is_local(self, path: str) -> bool:
+        return self._cache is not None and self._cache.is_local(path)
 
     def _close(self, path: str) -> None:
         file = self._open.pop(path)
@@ -158,6 +166,8 @@ class TableKeys:
 
     def _open_new(self, missing: dict[str, FileEntry]) -> None:
         """Use the runs in the folder that speak of files which are missing."""
+        if self._cache is not None:
+            self._cache.fetch_keys()
         known = {stored.name for stored in self._runs}
         found = []
         for name in (f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)):
@@ -180,7 +190,7 @@ class TableKeys:
         for path, entry in missing.items():
             try:
                 # Not among the open ones: all of them come by once.
-                keys.add(path, *DataFile(self._files, entry).key_columns())
+                keys.add(path, *DataFile(self._data, entry).key_columns())
             except Corrupt as error:
                 failed = error
                 if path not in self._unreadable:

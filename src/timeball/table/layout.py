@@ -203,8 +203,16 @@ def seal(data: bytes) -> bytes:
     return b"".join([data[:begin], SEAL.pack(MAGIC, google_crc32c.value(footer)), footer])
 
 
+def sealed_bytes(end: pa.Buffer) -> int:
+    """Return how many of a file's last bytes are its seal and footer, by the last ones; of no file if these are not."""
+    if end.size < TRAILER.size:
+        return 0
+    length, _ = TRAILER.unpack_from(end, end.size - TRAILER.size)
+    return int(SEAL.size + length + TRAILER.size)
+
+
 def check_seal(data: pa.Buffer) -> None:
-    """Raise Corrupt unless the file has a seal and its footer matches it."""
+    """Raise Corrupt unless the file, or as much of its end, has a seal and its footer matches it."""
     if data.size < SEAL.size + TRAILER.size:
         raise Corrupt("it is shorter than a footer")
     length, magic = TRAILER.unpack_from(data, data.size - TRAILER.size)

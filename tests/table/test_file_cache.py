@@ -1,0 +1,151 @@
+"""Tests of timeball.table.file_cache."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.s3_fixtures import proxy as proxy
+from tests.s3_fixtures import server as server
+from tests.s3_fixtures import store as store
+from tests.s3_server import FaultyStore
+from tests.table.small_table import NOW_MS, table_rows, write
+
+from timeball.clock import ManualClock
+from timeball.errors import Corrupt, NotFound, Unavailable
+from timeball.files import RealFiles
+from timeball.limits import HOUR_MS
+from timeball.table.attachment import FileEntry
+from timeball.table.data_file import DataFile
+from timeball.table.file_cache import PAUSE_NS, FileCache, Ranged
+from timeball.table.layout import FOLDER
+from timeball.table.object_store import ObjectStore
+
+pytestmark = pytest.mark.slow
+
+
+def stored(store: ObjectStore, tmp_path: Path, count: int = 3) -> list[FileEntry]:
+    """Files of another writer, an hour apart."""
+    elsewhere = RealFiles(tmp_path / "elsewhere")
+    entries = []
+    for hour in range(count):
+        [entry] = write(elsewhere, table_rows([NOW_MS + (hour + 1) * HOUR_MS] * 100))
+        store.put(f"{FOLDER}/{entry.path}", elsewhere.map_readonly(f"{FOLDER}/{entry.path}"))
+        entries.append(entry)
+    return entries
+
+
+def opened(store: ObjectStore, tmp_path: Path, size_bytes_max: int = 1 << 30) -> FileCache:
+    return FileCache(RealFiles(tmp_path / "data"), store, size_bytes_max, ManualClock())
+
+
+def test_a_file_is_fetched_once_and_found_again_by_the_next_life(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    [entry, *_] = stored(store, tmp_path)
+    cache = opened(store, tmp_path)
+    cache.check([entry])
+    assert not cache.is_local(entry.path)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(cache.fetch, [entry.path] * 8))
+    assert (cache.fetched_files, cache.size_bytes) == (1, entry.size_bytes) and cache.is_local(entry.path)
+    cache.close()
+    (tmp_path / "data" / FOLDER / f"{entry.path}.fetched").write_bytes(b"cut off")
+    proxy.go_away()
+    again = opened(store, tmp_path)
+    assert not again.is_local(entry.path)
+    again.fetch(entry.path)
+    assert again.is_local(entry.path) and again.fetched_files == 0
+    assert [path.name for path in (tmp_path / "data" / FOLDER).glob("bucket=*/*")] == [
+        entry.path.rpartition("/")[2]
+    ]
+    again.close()
+
+
+def test_what_is_pinned_stays_and_what_was_used_last_goes_last(store: ObjectStore, tmp_path: Path) -> None:
+    first, second, third = stored(store, tmp_path)
+    cache = opened(store, tmp_path, first.size_bytes + second.size_bytes + 10)
+    cache.bring([first, second, third])
+    cache.pin([first.path])
+    for entry in (first, second, third):
+        cache.map_readonly(f"{FOLDER}/{entry.path}")
+    assert [cache.is_local(entry.path) for entry in (first, second, third)] == [True, False, True]
+    cache.pin([])
+    cache.fetch(third.path)
+    cache.fetch(second.path)
+    assert [cache.is_local(entry.path) for entry in (first, second, third)] == [False, True, True]
+    cache.close()
+
+
+def test_a_file_that_is_not_as_claimed_or_damaged_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    [entry, *_] = stored(store, tmp_path)
+    cache = opened(store, tmp_path)
+    with pytest.raises(Corrupt, match="rows 100, its attach says 99"):
+        cache.check([msgspec.structs.replace(entry, rows=99)])
+    name = f"{FOLDER}/{entry.path}"
+    data = bytearray(store.map_readonly(name))
+    data[len(data) // 3] ^= 1
+    store.put(name, pa.py_buffer(bytes(data)))
+    with pytest.raises(Corrupt, match="restore this file"):
+        cache.fetch(entry.path)
+    store.remove(name)
+    for ask in (lambda: cache.check([entry]), lambda: cache.fetch(entry.path)):
+        with pytest.raises(NotFound):
+            ask()
+    with pytest.raises(Corrupt, match="is missing"):
+        cache.bring([entry])
+    assert not cache.is_local(entry.path) and cache.size_bytes == 0
+    cache.close()
+
+
+def test_a_large_file_is_read_by_ranges_until_there_is_a_copy(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    elsewhere = RealFiles(tmp_path / "elsewhere")
+    chance = np.random.default_rng(1)
+    bodies = [chance.bytes(100) for _ in range(20_000)]
+    [entry] = write(elsewhere, table_rows([NOW_MS + HOUR_MS] * 20_000, body=bodies))
+    name = f"{FOLDER}/{entry.path}"
+    store.put(name, elsewhere.map_readonly(name))
+    cache = opened(store, tmp_path)
+    file = DataFile(Ranged(cache, 1), entry)
+    proxy.asked.clear()
+    assert file.rows_at(np.array([7, 19_000]), ["unique_key"]).column(0).to_pylist() == ["id8", "id19001"]
+    assert not cache.is_local(entry.path)
+    asked = [span for method, _, span in proxy.asked if method == "GET"]
+    assert asked and sum(_length(span) for span in asked) < entry.size_bytes
+    proxy.go_away()
+    with pytest.raises(Unavailable):
+        file.rows_at(np.array([7]), ["body"])
+    proxy.heal()
+    cache.fetch(entry.path)
+    proxy.go_away()
+    assert DataFile(Ranged(cache, 1), entry).rows_at(np.array([7]), ["body"]).num_rows == 1
+    cache.close()
+
+
+def _length(span: str) -> int:
+    begin, end = span.removeprefix("bytes=").split("-")
+    return int(end) - int(begin) + 1
+
+
+def test_look_ups_do_not_wait_for_a_store_that_has_just_failed(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    [entry, *_] = stored(store, tmp_path)
+    clock = ManualClock()
+    cache = FileCache(RealFiles(tmp_path / "data"), store, 1 << 30, clock)
+    proxy.go_away()
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            cache.map_readonly(f"{FOLDER}/{entry.path}")
+    assert cache.failures == 1 and cache.problem
+    proxy.heal()
+    clock.advance(PAUSE_NS // 1_000_000)
+    cache.map_readonly(f"{FOLDER}/{entry.path}")
+    assert not cache.problem
+    cache.close()

@@ -1,0 +1,91 @@
+"""Tests of timeball.table.stored_catalog."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.s3_fixtures import proxy as proxy
+from tests.s3_fixtures import server as server
+from tests.s3_fixtures import store as store
+from tests.s3_server import FaultyStore
+from tests.table.small_table import NOW_MS, attachment, table_rows, write
+
+from timeball.clock import ManualClock
+from timeball.errors import SetupError, Unavailable
+from timeball.files import RealFiles
+from timeball.limits import DAY_MS, HOUR_MS
+from timeball.table.attachment import FileEntry
+from timeball.table.catalog import Catalog
+from timeball.table.file_cache import FileCache
+from timeball.table.layout import FOLDER
+from timeball.table.object_store import ObjectStore
+from timeball.table.stored_catalog import StoredCatalog, open_table
+
+
+def opened(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
+    catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, ManualClock(), is_known=is_known)
+    assert isinstance(catalog, StoredCatalog) and cache is not None
+    return catalog, cache
+
+
+def written(tmp_path: Path, first_seq: int) -> list[FileEntry]:
+    return write(RealFiles(tmp_path), table_rows([NOW_MS + HOUR_MS] * 3, first_seq=first_seq))
+
+
+def test_without_a_place_the_table_is_in_the_data_folder(tmp_path: Path) -> None:
+    catalog, cache = open_table("", RealFiles(tmp_path), 1, ManualClock(), is_known=False)
+    assert type(catalog) is Catalog and cache is None and catalog.uri == str(tmp_path / FOLDER)
+
+
+@pytest.mark.slow
+def test_attaches_are_versions_and_a_lost_answer_is_no_second_one(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    catalog, cache = opened(store, tmp_path)
+    catalog.bring_up([], [], 0, 1, NOW_MS)
+    files = written(tmp_path, 1)
+    catalog.sync_data(files)
+    proxy.break_next("lost_answer", "PUT", "_delta_log")
+    for _ in range(3):
+        try:
+            version = catalog.commit(attachment(files), 5, [], NOW_MS)
+            break
+        except Unavailable:
+            continue
+    assert (version, catalog.state().attach_seq, catalog.state().files) == (1, 5, files)
+    more = written(tmp_path, 4)
+    catalog.sync_data(more)
+    assert catalog.commit(attachment(more, removes=[files[0].path]), 6, files, NOW_MS) == 2
+    assert catalog.remove_left(NOW_MS + 1) == 1
+    assert list(store.sizes().keys() & {files[0].path, more[0].path}) == [more[0].path]
+    assert catalog.vacuum(DAY_MS) == 0
+    # A table that lags the log follows it; a log that knows none of its files is another broker's.
+    again, other_cache = opened(store, tmp_path / "other")
+    again.bring_up(more, [], 6, 1, NOW_MS)
+    with pytest.raises(SetupError, match="another broker's"):
+        again.bring_up([], [], 0, 1, NOW_MS)
+    for each in (cache, other_cache):
+        each.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_makes_no_table_anew(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    catalog, cache = opened(store, tmp_path)
+    files = written(tmp_path, 1)
+    catalog.sync_data(files)
+    catalog.bring_up(files, [(5, attachment(files))], 5, 1, NOW_MS)
+    assert catalog.version == 1
+    proxy.go_away()
+    with pytest.raises(SetupError, match="--table"):
+        opened(store, tmp_path / "fresh")
+    later, later_cache = opened(store, tmp_path, is_known=True)
+    with pytest.raises(Unavailable):
+        later.bring_up(files, [], 5, 1, NOW_MS)
+    proxy.heal()
+    later.bring_up(files, [], 5, 1, NOW_MS)
+    assert later.version == 1
+    for each in (cache, later_cache):
+        each.close()
