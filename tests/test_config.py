@@ -53,6 +53,7 @@ def test_the_edges_are_allowed(allowed: dict[str, Any]) -> None:
         {"delay_ms_max": 0},
         {"delay_ms_max": limits.DELAY_MS_MAX + 1},
         {"gather_ahead_ms": 999},
+        {"table_cache_bytes": MIB - 1},
         {"dispatch_grace_ms": -1},
         {"dispatch_grace_ms": limits.HOUR_MS + 1},
     ],
@@ -95,6 +96,11 @@ def test_a_certificate_and_its_key_go_together() -> None:
         Settings(tls_cert="c")
     with pytest.raises(SetupError, match=r"--tls-key is of no use without --tls-cert"):
         Settings(tls_key="k")
+
+
+def test_a_table_in_an_object_store_is_none_of_a_clusters() -> None:
+    with pytest.raises(SetupError, match="--table is of no use with --cluster"):
+        Settings(table="s3://b/t", cluster="shop", node="a", etcd="http://etcd:2379")
 
 
 def test_every_setting_says_what_it_is_for_and_lies_within_its_own_bounds() -> None:

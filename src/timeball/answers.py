@@ -271,10 +271,16 @@ class LogStatus(msgspec.Struct, frozen=True):
 
 
 class TableStatus(msgspec.Struct, frozen=True):
-    """The pending table: where it is and its current version."""
+    """The pending table: where it is and its current version; then of one in an object store.
+
+    Its version is -1 while it is behind the log, since the store did not answer.
+    """
 
     uri: str
     version: int
+    problem: str = ""  # why the store's last answer was none
+    cached_bytes: int = 0
+    missing_files: int = 0  # due within the hour, and not in the data folder
 
 
 class ClusterGroup(msgspec.Struct, frozen=True):

@@ -173,6 +173,12 @@ class Settings:
     compact_interval_ms: int = _of(60_000, "Or when this time has passed and enough wait.")
     compact_rows_min: int = _of(10_000, "Fewer than this are left for the next round.")
     compact_self: bool = _of(True, "The broker compacts by itself while no pipeline does.")
+    table: str = _of(  # docs/pipeline/places.md
+        "", "Place of the pending table in an object store, as s3://bucket/path; empty: the data folder."
+    )
+    table_cache_bytes: int = _of(
+        4096 * MIB, "About how much of a table in an object store is kept in the data folder.", 1 * MIB
+    )
 
     # what is told to OpenTelemetry (docs/tracing.md)
     traces: bool = _of(
@@ -205,6 +211,7 @@ class Settings:
                 allowed = "1 to 127 of the characters % | a-z A-Z 0-9 _ -"
                 raise SetupError(f"{option_name(name)} {value!r}: {allowed}")
         self._check_security()
+        self._check_table()
         self._check_cluster()
         Allowed.parse(self.push_allow)
         try:
@@ -221,6 +228,12 @@ class Settings:
             raise SetupError(
                 f"--host {self.host}: others could reach the broker there, and read what it is sent. Give it a "
                 "certificate (--tls-cert, --tls-key), or say --allow-plaintext if the network is one you trust"
+            )
+
+    def _check_table(self) -> None:
+        if self.table and self.cluster:
+            raise SetupError(
+                "--table is of no use with --cluster: each replica of a group keeps the pending table in its folder"
             )
 
     def _check_cluster(self) -> None:

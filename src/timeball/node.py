@@ -66,8 +66,8 @@ from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 from timeball.security import OPEN, Security
 from timeball.stop_signals import stop_asked
-from timeball.table.catalog import Catalog
 from timeball.table.key_index import TableKeys
+from timeball.table.stored_catalog import open_table
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +194,15 @@ class Node:
         self._run_until_stop(Strangers(open_files_max(), ports).run())
 
     async def _build(self, hot: Hot | None) -> None:
-        settings, files = self.settings, self.files
+        settings, files, clock = self.settings, self.files, SchedulerClock(self.clock)
         _, reader_thread, background, lookup = self._threads
-        clock, catalog = SchedulerClock(self.clock), Catalog(files)
         write_format(files)
         opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
         reader, tables = applying.reader, applying.tables
+        catalog, cache = await in_thread(
+            reader_thread, open_table, settings.table, files, settings.table_cache_bytes, self.clock,
+            is_known=applying.ledger.attach_seq > 0,
+        )  # fmt: skip
         found = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
         outcomes = Outcomes()
         outcomes.restore(found.settled, found.cursor, waiting_rows=found.waiting_rows)
@@ -207,7 +210,8 @@ class Node:
         for name, facts in tables.campaigns.all().items():
             if facts.held_from_ms is not None:
                 outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
-        hour_log = HourLog(files, reader, reader_thread, found.files, ahead_ms=settings.gather_ahead_ms)
+        is_local, ahead_ms = cache.is_local if cache else None, settings.gather_ahead_ms
+        hour_log = HourLog(files, reader, reader_thread, found.files, ahead_ms=ahead_ms, is_local=is_local)
         levels = self._levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
         writer = self._writer(opened)
@@ -217,14 +221,15 @@ class Node:
             key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
             scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
             backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
-            ledger=applying.ledger, lease_counts=found.leases,
-            file_keys=TableKeys(files), lookup_thread=lookup,
+            ledger=applying.ledger, lease_counts=found.leases, cache=cache, file_keys=TableKeys(files, cache),
+            lookup_thread=lookup, table_thread=cache.table_thread if cache else reader_thread,
             reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
             file_replication=self._leading.files if self._leading else None,
         )  # fmt: skip
         self.broker = self.build_broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
+        self.broker.mover.follow_later(found.behind)
         await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
@@ -319,6 +324,8 @@ class Node:
         await self.broker.parts.writer.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
+        if self.broker.parts.cache is not None:
+            self.broker.parts.cache.close()
         if self._traces is not None:
             await self._traces.close()
         if self._real_files is not None:

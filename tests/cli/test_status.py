@@ -105,6 +105,16 @@ def test_a_full_disk_cannot_be_overlooked(status: dict[str, Any]) -> None:
     assert dict(_rows("e", status))["disk"] == "5 MiB free: NEW MESSAGES ARE REFUSED, disk full"
 
 
+def test_an_object_store_that_does_not_answer_cannot_be_overlooked(status: dict[str, Any]) -> None:
+    assert "object store" not in dict(_rows("e", status))
+    stored = {"uri": "s3://b/t", "cached_bytes": 5 << 20, "problem": "", "missing_files": 0}
+    status["table"] |= stored
+    assert dict(_rows("e", status))["object store"] == "s3://b/t, 5 MiB here"
+    status["table"] |= {"problem": "slow down", "missing_files": 2}
+    told = dict(_rows("e", status))["object store"]
+    assert told == "s3://b/t, 5 MiB here, 2 FILES DUE SOON ARE MISSING; DOES NOT ANSWER: slow down"
+
+
 def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[str, Any]) -> None:
     assert "for delay levels" not in dict(_rows("e", status))
     status["levels"] = {"waiting_rows": 1_234}

@@ -1,4 +1,4 @@
-"""Ledger and archive in an object store, which answers late, not at all, or falsely."""
+"""Ledger, archive and pending table in an object store, which answers late, not at all, or falsely."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake.exceptions import DeltaError
-from tests.node_fixture import RunningNode
+from tests.node_fixture import RunningNode, running_node
 from tests.pipeline.traffic import send, send_due_now
-from tests.s3_server import BUCKET, Fault, FaultyStore, faulty_store, name_endpoint, running_s3
+from tests.s3_fixtures import proxy as proxy
+from tests.s3_fixtures import server as server
+from tests.s3_server import BUCKET, Fault, FaultyStore
 
 from timeball import Timeball
 from timeball.errors import NotFound, OutOfRange, StorageError
@@ -36,17 +38,9 @@ RUN_S = 120
 SCHEMA = pa.schema([("a", pa.int64())])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with running_s3() as endpoint:
-        yield endpoint
-
-
 @pytest.fixture
-def store(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
-    with faulty_store(server) as proxy:
-        name_endpoint(monkeypatch, proxy.endpoint)
-        yield proxy
+def store(proxy: FaultyStore) -> FaultyStore:
+    return proxy
 
 
 @dataclass
@@ -171,6 +165,14 @@ def test_jobs_leave_their_status_beside_a_checkpoint_there(store: FaultyStore) -
 
 
 @pytest.fixture
+def node(store: FaultyStore, tmp_path: Path) -> Iterator[RunningNode]:
+    """A broker whose pending table lies there, too."""
+    uri = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending"
+    with running_node(tmp_path / "data", table=uri, compact_self=False) as running:
+        yield running
+
+
+@pytest.fixture
 def on_s3(node: RunningNode, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let the node's ledger and archive lie in the store, and give it events; returns the folder of the two."""
     folder = f"s3a://{BUCKET}/{uuid.uuid4().hex}"
@@ -214,10 +216,15 @@ def answer(*words: str) -> dict[str, Any]:
 @pytest.mark.spark
 def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str, tmp_path: Path) -> None:
     at = ("--endpoint", node.endpoint)
-    command("pipeline", "run", "ledger", "archive", "--once", "--checkpoint", str(tmp_path / "c"), *at)
+    jobs = ("compact", "ledger", "archive")
+    command("pipeline", "run", *jobs, "--once", "--checkpoint", str(tmp_path / "c"), *at)
+    with Timeball(node.endpoint) as ball:
+        table = ball.status()["table"]
+        assert open_table(table["uri"], table["version"]).to_pyarrow_table().num_rows == 20
     assert app_version(open_table(f"{on_s3}/ledger"), LEDGER_APP_ID) > 1
     report = answer("audit", *at)
     assert report["ok"] and (report["accepted"], report["released"], report["cancelled"]) == (26, 5, 1)
     now = datetime.now(UTC)
     window = ("--from", (now - timedelta(days=1)).isoformat(), "--until", now.isoformat(), "--shift", "30d")
-    assert answer("replay", *window, "--dry-run", *at)["rows"] == 5
+    assert answer("replay", *window, *at)["rows"] == 5
+    assert open_table(table["uri"]).to_pyarrow_table().num_rows == 25

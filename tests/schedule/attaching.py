@@ -79,7 +79,7 @@ class Attaching:
             return None
         settled = self.strategy.settled()
         attachment = rewrite.rewrite(
-            self.files, [file.entry for file in chosen], settled.seq,
+            self.files, self.files, [file.entry for file in chosen], settled.seq,
             settled_before_ms=self.strategy.settled_before_ms, holds=Holds(), now_ms=self.now_ms,
             epoch=self.reader.next_seq,
         )  # fmt: skip

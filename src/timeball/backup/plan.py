@@ -81,7 +81,9 @@ def plan(files: Files) -> Plan:
         last = segments[-1]
         log = [Part(one.name, one.buffer, one.end, one is not last) for one in segments]
         return Plan([*data, *log], segments[0].first_seq, last.next_seq)
-    raise Corrupt(f"{gone} is missing, also when it was looked for again: restore it from a copy")
+    elsewhere = "; a pending table in an object store (serve --table) cannot be backed up by this command"
+    hint = elsewhere if gone.startswith(f"{TABLE}/") else ""
+    raise Corrupt(f"{gone} is missing, also when it was looked for again: restore it from a copy{hint}")
 
 
 class _Gone(Exception):

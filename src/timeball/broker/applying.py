@@ -13,6 +13,8 @@ Rows between the snapshot's number and its own row, which came while it was made
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,7 @@ from timeball.broker.replayed import Replayed, kinds_in
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.tail_promises import TailPromises
 from timeball.broker.transactions import Half, load
+from timeball.errors import Unavailable
 from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
@@ -35,6 +38,8 @@ from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import ReleaseCursor, Settled
 from timeball.table.attachment import FileEntry
 from timeball.table.catalog import Catalog
+
+logger = logging.getLogger(__name__)
 
 # Small frames are joined up to so many rows; larger ones are applied without copying a body.
 BATCH_ROWS = 8_192
@@ -58,6 +63,7 @@ class Recovered:
     snapshot_seq: int
     log_from_seq: int  # by the last snapshot: retention may have let go what stands below
     resumes: bool  # whether the strategy may go on with the state it saved
+    behind: Callable[[], object] | None  # brings up a table whose object store did not answer
 
 
 class Applying:
@@ -123,9 +129,19 @@ class Applying:
         assert self.applied_seq == self.reader.next_seq, "rows that are not applied would be forgotten"
         replayed, ledger = self._replayed, self.ledger
         files = list(replayed.files.values())
-        # Before the Delta log is changed: a file that is missing must stop the start while all is as it was.
-        catalog.check_data(files)
-        catalog.bring_up(files, replayed.attaches, ledger.attach_seq, ledger.watermark, now_ms)
+        attach_seq, watermark, attaches = ledger.attach_seq, ledger.watermark, replayed.attaches
+
+        def bring_up() -> None:
+            # Before the Delta log is changed: a file that is missing must stop the start while all is as it was.
+            catalog.check_data(files)
+            catalog.bring_up(files, attaches, attach_seq, watermark, now_ms)
+
+        behind = None
+        try:
+            bring_up()
+        except Unavailable as error:
+            logger.warning("pending table is behind the log reason=%s", error)
+            behind = bring_up
         # The rest of the tail, before the starting point, is read only when no files of the strategy hold it.
         if not self._resumes:
             self.read_tail()
@@ -146,6 +162,7 @@ class Applying:
             self.snapshot_seq,
             facts.log_from_seq,
             self._resumes,
+            behind,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyarrow as pa
 
+from timeball import limits
 from timeball.broker.few_sends import Sends, as_batch
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
@@ -41,8 +42,14 @@ from timeball.schedule.delay_levels.backlog import DelayLevels
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
+from timeball.schedule.strategies import ahead_ms_of
 from timeball.table.catalog import Catalog
+from timeball.table.data_file import DataFiles
+from timeball.table.file_cache import FileCache, Ranged
 from timeball.table.key_index import TableKeys
+
+# The hour that a store may be away, and time to fetch what comes into it.
+FETCH_AHEAD_MS = limits.HOUR_MS + 10 * limits.MINUTE_MS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,11 +170,13 @@ class Components:
     file_keys: TableKeys  # rows of the live files by id, key and number
     catalog: Catalog  # the table's Delta log: a cache of the live files
     ledger: AttachState  # attaches and reservations, as TABLE rows say
-    reader_thread: Executor  # one thread: reads log and files, and alone changes the Delta log
+    reader_thread: Executor  # one thread: reads log and files for releases and consumers
+    table_thread: Executor  # one thread: changes the Delta log; the reader thread, but for an object store
     lookup_thread: Executor  # one thread: finds promises in files, beside the reader thread
     background: Executor  # one thread: compaction and rewriting, which may take seconds
     on_failure: Callable[[BaseException], None]  # stops the broker: memory may be ahead of the files
     file_replication: FileReplication | None = None  # None: this broker is alone
+    cache: FileCache | None = None  # of a table in an object store; None: its files are in the data folder
     traces: Tracing | None = None  # None: off
     rates: Rates = field(default_factory=Rates)
     revoking: Gate = field(default_factory=Gate)  # open to all that end or move promises, closed by a resume
@@ -176,6 +185,36 @@ class Components:
     def compacts(self) -> bool:
         """Return whether promises wait in the log's tail, to be moved to the pending table."""
         return self.backlog is self.hour_log
+
+    @property
+    def data_files(self) -> DataFiles:
+        """Return the source of any data file, for threads that may wait for an object store."""
+        return self.files if self.cache is None else Ranged(self.cache)
+
+    @property
+    def whole_files(self) -> DataFiles:
+        """Return the same for what reads all of them."""
+        return self.files if self.cache is None else self.cache
+
+    @property
+    def file_thread(self) -> Executor:
+        """Return the thread for reads of any data file that a request needs: releases must not wait for a store."""
+        return self.reader_thread if self.cache is None else self.lookup_thread
+
+    def soon_ms(self) -> int:
+        """Return the instant up to which files of a table in an object store are fetched ahead."""
+        return self.clock.now_ms() + FETCH_AHEAD_MS + ahead_ms_of(self.settings)
+
+    def table_status(self) -> dict[str, object]:
+        """Return what `TableStatus` says."""
+        found: dict[str, object] = {"uri": self.catalog.uri, "version": self.catalog.version}
+        if self.cache is not None:
+            found |= {
+                "problem": self.cache.problem,
+                "cached_bytes": self.cache.size_bytes,
+                "missing_files": self.cache.missing_files,
+            }
+        return found
 
     @property
     def waiting_messages(self) -> int:

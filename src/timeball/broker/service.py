@@ -378,7 +378,7 @@ class Broker:
             "schedule": self.schedule_statistics() | parts.file_keys.statistics(),
             "levels": parts.levels.statistics(),
             "transactions": self.transactions.statistics(),
-            "table": {"uri": parts.catalog.uri, "version": parts.catalog.version},
+            "table": parts.table_status(),
             "lateness": self.lateness.summary(),
             "delivered": parts.rates.total(Stat.BROKER_GET_NUMS),
             "clock_suspect": parts.clock.suspect,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -47,6 +49,7 @@ class TableChanges:
         # An attach is decided and the table may lack it. Recovery repeats only what stands behind the
         # checkpoint, so none may be saved now, and no later attach may pass this one.
         self.is_unfinished = False
+        self.behind: Callable[[], object] | None = None  # brings up a table whose object store did not answer
 
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
@@ -74,18 +77,19 @@ class TableChanges:
         return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
 
     async def _attach(self, attachment: Attachment) -> Attached:
-        if self.parts.file_replication is not None and not self.parts.ledger.is_repeated(attachment):
-            # Outside the lock, since it waits for other replicas; all is checked again below.
+        is_elsewhere = self.parts.file_replication is not None or self.parts.cache is not None
+        if is_elsewhere and not self.parts.ledger.is_repeated(attachment):
+            # Outside the lock, since it waits for other replicas, or a store; all is checked again below.
             await self._check_files(attachment, self.parts.clock.now_ms())
+            await self._make_local(self.parts.hour_log.pending.entries(attachment.removes))
             await self._make_durable(attachment.files)
         async with self.lock:
             parts, ledger = self.parts, self.parts.ledger
-            if self.is_unfinished:
-                raise Unavailable("an attach has failed half way and the broker stops; start it again")
+            self._check_finished()
             # A job that was cut off between our row and its answer asks again: it is told the same, and nothing is
             # attached twice.
             if ledger.is_repeated(attachment):
-                version = await in_thread(self.parts.reader_thread, lambda: parts.catalog.version)
+                version = await in_thread(self.parts.table_thread, lambda: parts.catalog.version)
                 return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
             live = {file.entry.path for file in parts.hour_log.pending.all()}
             now_ms = parts.clock.now_ms()
@@ -95,20 +99,21 @@ class TableChanges:
             )
             await self._check_files(attachment, now_ms)
             # Before the row: once the log says that a file is attached, a power cut must not take the file.
-            await in_thread(parts.reader_thread, parts.catalog.sync_data, attachment.files)
+            await in_thread(parts.table_thread, parts.catalog.sync_data, attachment.files)
             return await self._attach_checked(
                 attachment, now_ms, parts.campaigns.attached(attachment, now_ms)
             )
 
     async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
-        await in_thread(self.parts.reader_thread,
+        await in_thread(self.parts.table_thread,
             attach.check_files, self.parts.files, attachment,
-            now_ms=now_ms, delay_ms_max=self.parts.settings.delay_ms_max,
+            now_ms=now_ms, delay_ms_max=self.parts.settings.delay_ms_max, cache=self.parts.cache,
         )  # fmt: skip
 
     async def _make_durable(self, entries: list[FileEntry]) -> None:
-        """Return when the files are on the disk, here and at enough other replicas; raise NotLeader."""
-        await in_thread(self.parts.reader_thread, self.parts.catalog.sync_data, entries)
+        """Return when the files are in the store, or on the disk, here and at enough other replicas; NotLeader."""
+        await in_thread(self.parts.table_thread, self.parts.catalog.sync_data, entries)
+        await self._make_local(entries)
         if self.parts.file_replication is not None and entries:
             paths = [entry.path for entry in entries]
             await asyncio.wrap_future(self.parts.file_replication.ship(paths))
@@ -131,18 +136,68 @@ class TableChanges:
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
         try:
             await parts.scheduler.attach(attachment, resumes)
-            version = await in_thread(
-                self.parts.reader_thread, parts.catalog.commit, attachment, seq, removed, now_ms
-            )
+            version = await self._commit(partial(parts.catalog.commit, attachment, seq, removed, now_ms))
         except BaseException as error:
             # The log says that it has happened: only a recovery, which repeats these steps, may go on.
             parts.on_failure(error)
             raise
-        self.is_unfinished = False
         if attachment.job == "compact":
             self.tail_count.drop_below(attachment.to_seq)
         self.compactions.attached(attachment, now_ms)
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
+
+    async def _make_local(self, entries: Sequence[FileEntry]) -> None:
+        """Fetch those that hold something due soon: what joins the table, and what must be opened before it leaves."""
+        parts = self.parts
+        if parts.cache is not None:
+            await in_thread(parts.table_thread, parts.cache.keep_near, entries, parts.soon_ms())
+            parts.hour_log.look_again()
+
+    async def _commit(self, commit: Callable[[], int]) -> int:
+        """Let the table follow the log; return its version. Of a table in an object store that may take until later."""
+        try:
+            version = await in_thread(self.parts.table_thread, commit)
+        except Unavailable as error:
+            # No failure: the row is durable and the schedule has followed it. `catch_up` repeats the commit.
+            logger.warning("pending table is behind the log reason=%s", error)
+            self.behind = commit
+            return self.parts.catalog.version
+        self.is_unfinished = False
+        return version
+
+    def follow_later(self, bring_up: Callable[[], object] | None) -> None:
+        """Begin with a table that could not follow the log, if there is something that brings it up."""
+        self.behind, self.is_unfinished = bring_up, bring_up is not None
+
+    async def catch_up(self) -> None:
+        """Bring up a table that could not follow the log; raise Unavailable when it still cannot."""
+        async with self.lock:
+            if self.behind is not None:
+                await in_thread(self.parts.table_thread, self.behind)
+                self.behind, self.is_unfinished = None, False
+
+    def _check_finished(self) -> None:
+        if self.behind is not None:
+            raise Unavailable(
+                "the pending table is behind the log until its object store answers; ask again later"
+            )
+        if self.is_unfinished:
+            raise Unavailable("an attach has failed half way and the broker stops; start it again")
+
+    def _check_store(self) -> None:
+        """Raise Unavailable when files that are written now could not be brought to the object store."""
+        if self.parts.cache is not None and self.parts.cache.problem:
+            raise Unavailable(self.parts.cache.problem)
+
+    async def _attach_written(self, attachment: Attachment) -> Attached:
+        """Attach files that this broker has written, or remove them."""
+        try:
+            return await self.attach(attachment)
+        except Unavailable:
+            # Each try writes others under new names, and a store that is away for an hour would fill the disk.
+            if self.parts.cache is not None and not self.is_unfinished:
+                await in_thread(self.parts.background, rewrite.remove, self.parts.files, attachment.files)
+            raise
 
     def _check_compacts(self) -> None:
         schedule = self.parts.settings.strategy
@@ -190,6 +245,7 @@ class TableChanges:
             raise
 
     async def _compact(self, *, even_without_promises: bool) -> Attached | None:
+        self._check_store()
         async with self._compact_lock:
             parts, began_ns = self.parts, self.parts.clock.clock.monotonic_ns()
             from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
@@ -209,7 +265,7 @@ class TableChanges:
             try:
                 if not attachment.files and not even_without_promises:
                     return None
-                attached = await self.attach(attachment)
+                attached = await self._attach_written(attachment)
                 self.compactions.durations.add(parts.clock.clock.monotonic_ns() - began_ns)
                 return attached
             finally:
@@ -217,6 +273,7 @@ class TableChanges:
 
     async def rewrite(self) -> Attached | None:
         """Merge or split files of the pending table where that is worth it; None when it is not."""
+        self._check_store()
         async with self._compact_lock:
             parts, now_ms = self.parts, self.parts.clock.now_ms()
             chosen = {entry.path for entry in rewrite.choose(parts.hour_log.pending.live_entries(), now_ms)}
@@ -228,13 +285,13 @@ class TableChanges:
             attachment = await self._loop.run_in_executor(
                 parts.background,
                 lambda: rewrite.rewrite(
-                    parts.files, entries, settled.seq,
+                    parts.files, parts.whole_files, entries, settled.seq,
                     settled_before_ms=settled_before_ms, holds=parts.outcomes.holds, now_ms=now_ms,
                     epoch=parts.reader.next_seq,
                 ),
             )  # fmt: skip
             try:
-                return await self.attach(attachment)
+                return await self._attach_written(attachment)
             finally:
                 await in_thread(parts.background, give_back)
 
@@ -267,7 +324,7 @@ class TableChanges:
             is_attaching = False
             try:
                 await self._write_resumed(written, chosen, settled, facts, shift_ms, now_ms, begun)
-                if parts.file_replication is not None:
+                if parts.file_replication is not None or parts.cache is not None:
                     # Most of them now, while other requests go on; the few that are written anew follow below.
                     await self._make_durable(begun)
                 async with parts.revoking.alone(), self.lock:
@@ -304,7 +361,7 @@ class TableChanges:
         for at, run in chosen.items():  # one at a time in memory
             parts.writer.check_room()
             written[at] = await in_thread(
-                parts.background, rewrite.resume, parts.files, run, settled,
+                parts.background, rewrite.resume, parts.files, parts.whole_files, run, settled,
                 ranges=facts.ranges, settled_before_ms=settled_before_ms, holds=parts.outcomes.holds,
                 shift_ms=shift_ms, now_ms=now_ms, begun=begun,
             )  # fmt: skip

@@ -15,10 +15,12 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
+from timeball.broker import stored_table
 from timeball.broker.components import in_thread, rollback_on_error
 from timeball.broker.memory import give_back
 from timeball.broker.service import Broker
-from timeball.errors import OverLimit, RequestError
+from timeball.broker.stored_table import StoredTable
+from timeball.errors import OverLimit, RequestError, Unavailable
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
@@ -76,8 +78,14 @@ class Upkeep:
         # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
+        if self._parts.cache is not None:
+            stored = StoredTable(self._parts, self._parts.cache, self._broker.mover)
+            duties.append((stored_table.LOOK_MS, stored.look))
+            self._tasks = [
+                asyncio.create_task(stored.look())
+            ]  # what is due now need not wait for the first turn
         duties += self._broker.duties
-        self._tasks = [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
+        self._tasks += [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
 
     async def stop(self, *, saves: bool = True) -> None:
         """End all duties, then save once more; not `saves` when a failure stops the broker.
@@ -97,14 +105,23 @@ class Upkeep:
                     logger.warning("not saved at the stop duty=%s reason=%s", duty.__name__, error)
 
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
+        # Without a table in an object store it is a node of a cluster that leads no more, and that stops it.
+        waits_for: tuple[type[Exception], ...] = () if self._parts.cache is None else (Unavailable,)
+        is_away = False
         while True:
             # First: a start has just done what these duties do.
             await asyncio.sleep(interval_ms / 1000)
             try:
                 await duty()
+                is_away = False
             # A full disk passes, and a table that changed meanwhile is looked at again with the next turn.
             except (OverLimit, RequestError) as error:
                 logger.warning("duty not done, trying again later duty=%s reason=%s", duty.__name__, error)
+            except waits_for as error:
+                # So does an object store that is away, maybe for an hour: one line, and not one a second.
+                level = logging.DEBUG if is_away else logging.WARNING
+                logger.log(level, "duty not done duty=%s reason=%s", duty.__name__, error)
+                is_away = True
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -301,7 +318,7 @@ class Upkeep:
         # Readers of an older version of the table have as long as the log is kept, and a day at most.
         readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
         left_ms = parts.clock.now_ms() - readable_ms
-        await in_thread(self._parts.reader_thread, parts.catalog.remove_left, left_ms)
+        await in_thread(self._parts.table_thread, parts.catalog.remove_left, left_ms)
         behind = parts.hour_log.pending.behind(
             min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
         )
@@ -312,5 +329,5 @@ class Upkeep:
             await self._broker.attach(
                 Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)
             )
-            await in_thread(self._parts.reader_thread, lambda: parts.catalog.vacuum(limits.DAY_MS))
+            await in_thread(self._parts.table_thread, lambda: parts.catalog.vacuum(limits.DAY_MS))
             await in_thread(parts.background, parts.file_keys.sweep)

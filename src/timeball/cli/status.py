@@ -89,6 +89,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("redeliveries", f"{found['redelivery_messages']:,}"),
         ("kept", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
+        *_store(found["table"]),
         *_replica(found.get("replica")),
         ("released", _punctuality(found["lateness"])),
         *([("codec", found["codec"])] if found.get("codec") else []),
@@ -97,6 +98,15 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",
         ),
     ]
+
+
+def _store(table: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about an object store that the table is in."""
+    if "://" not in table.get("uri", ""):
+        return []
+    missing = f", {table['missing_files']:,} FILES DUE SOON ARE MISSING" if table["missing_files"] else ""
+    problem = f"; DOES NOT ANSWER: {table['problem']}" if table["problem"] else ""
+    return [("object store", f"{table['uri']}, {show_bytes(table['cached_bytes'])} here{missing}{problem}")]
 
 
 def _replica(found: dict[str, Any] | None) -> list[tuple[str, str]]:

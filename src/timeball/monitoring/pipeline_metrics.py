@@ -1,4 +1,4 @@
-"""Metrics of what moves scheduled messages from the log into tables: the broker's compaction, the pipeline's jobs.
+"""Metrics of what moves scheduled messages from the log into tables: compaction, the pipeline's jobs, an object store.
 
 Jobs are processes of their own: what is known of them is in the reports that they leave (broker/job_reports.py). How
 far they are behind is reckoned here and now, by the position of the latest report, so that the lag of a job that has
@@ -15,12 +15,15 @@ from timeball.broker.service import Broker
 from timeball.broker.tables.compact import Figures
 from timeball.limits import SECOND_MS
 from timeball.monitoring.histograms import durations
+from timeball.table.file_cache import FileCache
 
 
 async def read(broker: Broker) -> list[Metric]:
     """Return the metrics; reads the reports, and single rows of the log, in the reader thread."""
     lag_ms = await broker.job_reports.compaction_lag_ms() if broker.mover.tail_count.rows else 0
-    return [*_compaction(broker.mover.compactions, lag_ms), *_jobs(await broker.job_reports.states())]
+    compaction, cache = _compaction(broker.mover.compactions, lag_ms), broker.parts.cache
+    stored = [] if cache is None else _stored(cache)
+    return [*compaction, *stored, *_jobs(await broker.job_reports.states())]
 
 
 def _compaction(figures: Figures, lag_ms: int) -> list[Metric]:
@@ -49,6 +52,31 @@ def _compaction(figures: Figures, lag_ms: int) -> list[Metric]:
         lag_ms / SECOND_MS,
     )
     return [runs, rows, last, took, failures, lag]
+
+
+def _stored(cache: FileCache) -> list[Metric]:
+    """Return metrics of a pending table in an object store."""
+    return [
+        GaugeMetricFamily(
+            "timeball_store_up", "1 if the object store has answered last.", int(not cache.problem)
+        ),
+        GaugeMetricFamily(
+            "timeball_store_missing_files",
+            "Data files with something due within the hour that are not in the data folder.",
+            cache.missing_files,
+        ),
+        GaugeMetricFamily(
+            "timeball_store_cached_bytes", "Data files that are in the data folder.", cache.size_bytes
+        ),
+        CounterMetricFamily(
+            "timeball_store_fetched_bytes",
+            "Read of data files in the object store.",
+            value=cache.fetched_bytes,
+        ),
+        CounterMetricFamily(
+            "timeball_store_failures", "Requests that it did not answer.", value=cache.failures
+        ),
+    ]
 
 
 def _jobs(states: list[JobState]) -> list[Metric]:

@@ -20,7 +20,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
 from timeball import places
-from timeball.errors import NotFound, OutOfRange, SetupError, StorageError
+from timeball.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
 from timeball.limits import SECOND_MS
 from timeball.message import TABLE_SCHEMA
 from timeball.pipeline.groups import place_of
@@ -175,6 +175,10 @@ def files_gone(uri: str, error: Exception) -> OutOfRange:
 
 def open_table(uri: str, version: int | None = None) -> DeltaTable:
     """Open the Delta table at `uri`; NotFound when there is none, or not that version."""
+    if version is not None and version < 0:
+        raise Unavailable(
+            f"the pending table at {uri} is behind the broker's log until its object store answers"
+        )
     place, options = places.delta(uri)
     try:
         return DeltaTable(place, version=version, storage_options=options)

@@ -100,7 +100,7 @@ def rewritten(
     files: CrashFiles, entries: list[FileEntry], settled: list[int] | None = None, **how: Any
 ) -> Any:
     how = {"settled_before_ms": -1, "now_ms": NOW_MS, "epoch": 7, **how}
-    return rewrite(files, entries, np.array(settled or [], dtype=np.int64), holds=Holds(), **how)
+    return rewrite(files, files, entries, np.array(settled or [], dtype=np.int64), holds=Holds(), **how)
 
 
 @settings(max_examples=40)

@@ -338,7 +338,7 @@ class LogLeases:
         """Return the promises that are found, how often each was tried before it was handed out, and which they are."""
         parts = self._parts
         parts.writer.check_room()
-        files, newest = parts.hour_log.pending.all(), self._newest(receipts)
+        files = await lookup.local_files(parts, *(newest := self._newest(receipts)))
 
         def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
             rows, at = lookup.promises(parts.reader, files, *newest)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.redelivery_rows import times_of
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array, Kind
@@ -43,6 +44,18 @@ def promises(
     return pa.concat_batches([part for part, _ in found]), np.concatenate([at for _, at in found])
 
 
+async def local_files(parts: Components, due_ms: Int64Array, version: Int64Array) -> list[DataFile]:
+    """Return all files; those in an object store in which some of these versions may lie are made local before."""
+    files = parts.hour_log.pending.all()
+    if parts.cache is None:
+        return files
+    gone = np.flatnonzero(version < parts.reader.first_seq).tolist()
+    paths = {file.entry.path for at in gone for file in _holding(files, int(due_ms[at]), int(version[at]))}
+    if paths:
+        await in_thread(parts.lookup_thread, parts.cache.fetch_all, paths)
+    return files
+
+
 def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
     """Return how often the originals of these promises had been tried before this lease (reader thread).
 
@@ -60,13 +73,16 @@ def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
 
 def _in_table(files: Sequence[DataFile], due_ms: int, version: int) -> pa.RecordBatch | None:
     """Return it from the file that holds it: sorted by instant, so that one row group is read."""
-    holding = [
+    return pending.load(_holding(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
+
+
+def _holding(files: Sequence[DataFile], due_ms: int, version: int) -> list[DataFile]:
+    return [
         file
         for file in files
         if file.entry.min_seq <= version <= file.entry.max_seq
         and file.entry.min_due_ms <= due_ms <= file.entry.max_due_ms
     ]
-    return pending.load(holding, (due_ms, version), (due_ms, version + 1))
 
 
 def _moved(reader: LogReader, version: int) -> pa.RecordBatch | None:

@@ -58,7 +58,7 @@ async def find_message(
         candidates = [c for c, does in zip(named, waits, strict=True) if does]
         topics.update({c.number: c.topic for c in candidates})
         shown = [c for c in candidates if may_read(c.topic)]
-        contents.update(await in_thread(parts.reader_thread, _contents, parts, shown))
+        contents.update(await in_thread(parts.file_thread, _contents, parts, shown))
         return {c.number: Verdict("", WAITING, c.number, due_ms=c.due_ms) for c in candidates}
 
     verdicts = await settle(parts, names, look)
@@ -85,11 +85,11 @@ async def find_message(
 
 
 def _contents(parts: Components, candidates: list[Candidate]) -> dict[int, Content]:
-    """Return the content of these promises, as far as log or table still hold it (reader thread)."""
+    """Return the content of these promises, as far as log or table still hold it (file thread)."""
     if not candidates:
         return {}
     numbers = {c.seq: c.number for c in candidates}
-    # The files are listed in this thread, which removes them.
+    # The files are listed in this thread: the one which removes them, or they are removed a day after they left.
     live = parts.hour_log.pending.live
     rows = promise_lookup.read(parts.reader, parts.file_keys, live, candidates).to_pylist()
     return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}

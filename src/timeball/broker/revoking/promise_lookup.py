@@ -321,7 +321,7 @@ def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
 def read(
     reader: LogReader, file_keys: TableKeys, live: FileSet, candidates: Sequence[Candidate]
 ) -> pa.RecordBatch:
-    """Return the whole rows of those of these promises that log or table hold, in READ_SCHEMA (reader thread).
+    """Return the whole rows of those of these promises that log or table hold, in READ_SCHEMA (file thread).
 
     A row of a delay level comes as it waits, under the schedule's topic.
     """

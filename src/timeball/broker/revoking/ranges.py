@@ -45,6 +45,8 @@ async def cancel_ranges(
         async with attaching:  # else numbers may be used up, and their files not yet part of the table
             check(parts, ranges)
             files = overlapping(parts.hour_log.pending.all(), ranges)
+        if parts.cache is not None:  # apart from those of the reader thread, which are local
+            files = [DataFile(parts.data_files, file.entry) for file in files]
         with parts.catalog.keeping([file.entry.path for file in files]):
             await in_thread(parts.reader_thread, check_bulk, parts.reader, ranges)
             return await _cancel_all(parts, files, ranges, reason)
@@ -56,8 +58,8 @@ async def _cancel_all(
     cancelled = already = 0
     for file in files:
         # A row group at a time: memory holds one, and consumers' reads come between two.
-        for group in range(await in_thread(parts.reader_thread, file.group_count)):
-            rows = await in_thread(parts.reader_thread, group_in_ranges, file, group, ranges)
+        for group in range(await in_thread(parts.file_thread, file.group_count)):
+            rows = await in_thread(parts.file_thread, group_in_ranges, file, group, ranges)
             if rows.num_rows:
                 due_ms, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
                 # Counted before the cancel, which would make all of them cancelled.
@@ -113,7 +115,7 @@ def check_bulk(reader: LogReader, ranges: Ranges) -> None:
 
 
 def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
-    """Return the rows of one row group that lie in the ranges (reader thread)."""
+    """Return the rows of one row group that lie in the ranges (file thread)."""
     rows = file.identities(group)
     inside = within(int64(rows.column("seq")), ranges)
     return rows if inside.all() else rows.filter(pa.array(inside))

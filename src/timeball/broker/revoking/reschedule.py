@@ -69,7 +69,7 @@ async def _move(
         chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
         # Read before the decision: reading may fail or wait, and after it nothing may.
         rows = await in_thread(
-            parts.reader_thread, promise_lookup.read,
+            parts.file_thread, promise_lookup.read,
             parts.reader, parts.file_keys, parts.hour_log.pending.live, list(chunk.values()),
         )  # fmt: skip
         for frame in in_frames(rows) if rows.num_rows else ():

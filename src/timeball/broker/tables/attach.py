@@ -26,6 +26,7 @@ from timeball.files import Files
 from timeball.log.checkpoint import Facts, JobFacts
 from timeball.table.attachment import ANY_ROWS, Attachment
 from timeball.table.data_file import DataFile
+from timeball.table.file_cache import FileCache
 
 _WAYS_OUT = (
     "Other rows need another job_id, a stream a new checkpoint that begins behind what is written; "
@@ -189,15 +190,24 @@ class AttachState:
                 raise InvalidMessage(f"{one.path} and {other.path} both hold seq {other.min_seq}")
 
 
-def check_files(files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int) -> None:
-    """Open every named file and compare its footer with the claim (reader thread)."""
+def check_files(
+    files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int, cache: FileCache | None = None
+) -> None:
+    """Open every named file and compare its footer with the claim (the table's thread).
+
+    `cache`: the files are in an object store, and their footers are fetched.
+    """
     for entry in attachment.files:
         # As for a send: a bulk job must not schedule beyond what a producer may.
         if entry.min_due_ms < 0 or entry.max_due_ms > now_ms + delay_ms_max:
             raise InvalidDelay(
                 f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay"
             )
-        # Opened once, now: a file that cannot be read must refuse its attach, and not a release next year.
+    # Opened once, now: a file that cannot be read must refuse its attach, and not a release next year.
+    if cache is not None:
+        cache.check(attachment.files)
+        return
+    for entry in attachment.files:
         file = DataFile(files, entry)
         file.check()
         file.close()

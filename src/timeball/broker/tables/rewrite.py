@@ -26,7 +26,7 @@ from timeball.message import TABLE_SCHEMA, Int64Array
 from timeball.schedule.holds import Holds
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry, Ranges, within
-from timeball.table.data_file import DataFile
+from timeball.table.data_file import DataFile, DataFiles
 
 JOB_ID = "broker-rewrite"
 FILES_MIN = 12
@@ -63,6 +63,7 @@ def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
 
 def rewrite(
     files: Files,
+    data: DataFiles,
     chosen: list[FileEntry],
     settled_seq: Int64Array,
     *,
@@ -71,8 +72,11 @@ def rewrite(
     now_ms: int,
     epoch: int,
 ) -> Attachment:
-    """Write the rows of these files that still wait into new ones; the caller attaches them (background thread)."""
-    rows = pa.concat_tables([_rows(files, entry, settled_before_ms, holds) for entry in chosen])
+    """Write the rows of these files that still wait into new ones; the caller attaches them (background thread).
+
+    `data`: where files of the table are read from.
+    """
+    rows = pa.concat_tables([_rows(data, entry, settled_before_ms, holds) for entry in chosen])
     rows = _waiting(rows, settled_seq)
     return Attachment(
         job="rewrite",
@@ -129,6 +133,7 @@ def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
 
 def resume(
     files: Files,
+    data: DataFiles,
     run: list[FileEntry],
     settled_seq: Int64Array,
     *,
@@ -143,7 +148,7 @@ def resume(
 
     Later by `shift_ms`, and none before now. The caller attaches them, or removes those `begun` (background thread).
     """
-    rows = pa.concat_tables([_rows(files, entry, settled_before_ms, holds) for entry in run])
+    rows = pa.concat_tables([_rows(data, entry, settled_before_ms, holds) for entry in run])
     rows = _waiting(rows, settled_seq)
     mine = within(rows.column("seq").to_numpy(), ranges)
     resumed = rows.filter(pa.array(mine))
@@ -164,12 +169,12 @@ def remove(files: Files, entries: list[FileEntry]) -> None:
             files.remove(name)
 
 
-def _rows(files: Files, entry: FileEntry, settled_before_ms: int, holds: Holds) -> pa.Table:
+def _rows(data: DataFiles, entry: FileEntry, settled_before_ms: int, holds: Holds) -> pa.Table:
     """Return the rows of a file that are due at `settled_before_ms` or later, or held."""
     # A file of our own: those that the schedule gathers from belong to the reader thread, and Arrow's reader
     # fails when two threads use it.
     low_ms = min(settled_before_ms, holds.from_ms)
-    rows = DataFile(files, entry).rows_between((low_ms, 0), (1 << 62, 0))
+    rows = DataFile(data, entry).rows_between((low_ms, 0), (1 << 62, 0))
     if low_ms == settled_before_ms:
         return rows
     due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))

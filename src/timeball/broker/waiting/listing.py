@@ -154,7 +154,7 @@ class Listing:
         waits = parts.outcomes.waits(*pairs(candidates)).tolist() if candidates else []
         candidates = [c for c, does in zip(candidates, waits, strict=True) if does]
         chosen = candidates[: wanted.rows]
-        messages = await in_thread(parts.reader_thread, self._read_candidates, chosen, self._ranges())
+        messages = await in_thread(parts.file_thread, self._read_candidates, chosen, self._ranges())
         is_last = len(candidates) == len(chosen)
         return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 

@@ -87,7 +87,7 @@ async def taken(parts: Components, attaching: asyncio.Lock) -> AsyncIterator[Sna
 
 def opened(parts: Components, entry: FileEntry) -> DataFile:
     """Return a file of the table to be read in the background thread, apart from those of the reader thread."""
-    return DataFile(parts.files, entry)
+    return DataFile(parts.data_files, entry)
 
 
 def is_shown(topic: str, asked: str | None) -> bool:

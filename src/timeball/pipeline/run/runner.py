@@ -29,6 +29,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from timeball import places
 from timeball.clock import Clock, SystemClock
 from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint, read_groups
@@ -217,6 +218,10 @@ def run(
     # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     folder = checkpoint or default_folder(endpoint)  # first: without a broker, do not wait for Spark
+    if checkpoint is None and DISPATCH in jobs and places.in_object_store(folder):
+        raise SetupError(
+            f"--checkpoint: dispatch keeps a checkpoint of Spark's, which would be at {folder}; name a folder for it"
+        )
     with _engine(jobs, spark, master, conf, with_spark=with_spark) as engine, _signals(stop), _spark_errors():
         running = [
             _job(name, engine, where, folder, once, (options or {}).get(name))
