@@ -38,6 +38,7 @@ from timeball.clock import ManualClock
 from timeball.config import MIB
 from timeball.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
 from timeball.log import writer
+from timeball.log.commit import Entry, Group
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.segment import segment_name
@@ -546,16 +547,16 @@ def test_a_move_that_is_torn_anywhere_has_not_happened() -> None:
 
 def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above could not tell what it is there for."""
-    one_frame = writer._group
+    one_frame = writer.frames_of
 
-    def frames(entries: list[writer.Entry]) -> list[writer.Group]:
+    def frames(entries: list[Entry]) -> list[Group]:
         return [
-            writer.Group(group.rows.slice(at, 1), group.first_seq + at, 1, group.size_bytes)
+            Group(group.rows.slice(at, 1), group.first_seq + at, 1, group.size_bytes)
             if Kind.MOVED in column(group.rows, "kind")
             else group
             for group in one_frame(entries)
             for at in range(group.rows.num_rows if Kind.MOVED in column(group.rows, "kind") else 1)
         ]
 
-    monkeypatch.setattr(writer, "_group", frames)
+    monkeypatch.setattr(writer, "frames_of", frames)
     assert any(kinds == [*WAITING, Kind.MOVED] for _, kinds in kinds_after_cuts(50))
