@@ -1,7 +1,8 @@
 """A group whose network is cut: one way, between halves, from etcd, again and again. Nothing is lost, doubled or early.
 
 Each node runs in a namespace of its own (namespaces.py). What clients were told is compared with the queues in the end,
-and the logs of the replicas with each other. TIMEBALL_PARTITIONS says how many schedules of cuts are tried.
+and the logs of the replicas with each other. Every third schedule runs on a network that is slow and lossy besides.
+TIMEBALL_PARTITIONS says how many schedules of cuts are tried.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.besieged import log_of
 from tests.cluster.etcd_cluster import need_etcd
-from tests.cluster.namespaces import ETCD, HERE, Network, network
+from tests.cluster.namespaces import ETCD, HERE, Network, Slow, network
 from tests.cluster.processes import Cluster, running_cluster
 
 from timeball import Timeball
@@ -30,6 +32,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group(
 
 SCHEDULES = range(int(os.environ.get("TIMEBALL_PARTITIONS", "3")))
 SCHEDULE_S, FLAP_S = 25.0, 0.2
+SLOW_EVERY, HOLD_MS, LOSS = 3, 100, 0.05  # 200 ms there and back
+SLOW_SENDERS = 24  # each waits for its answer, many seconds when a packet is lost again and again
+LONGEST_S, SLOW_LONGEST_S = 4.0, 8.0  # a cut: longer than a lease, now and then
+LEASE_TTL, SLOW_LEASE_TTL = "1s", "5s"  # an eighth is for the answer of a member of etcd
 TOPIC, EVERY_S, AHEAD_MS = "cut", 0.02, 1_500
 CLOCK = SystemClock()
 
@@ -39,6 +45,7 @@ class Sender:
     """Sends one scheduled message after the other, to any of the nodes."""
 
     endpoint: str
+    name: str = "m"
     acknowledged: set[str] = field(default_factory=set)
     due_ms: dict[str, int] = field(default_factory=dict)
     failed_calls: int = 0
@@ -50,7 +57,7 @@ class Sender:
         with Timeball(self.endpoint, timeout_ms=5_000) as ball:
             while not self.ended.wait(EVERY_S):
                 number += 1
-                key, due_ms = f"m{number}", CLOCK.wall_ms() + AHEAD_MS
+                key, due_ms = f"{self.name}{number}", CLOCK.wall_ms() + AHEAD_MS
                 self.due_ms[key] = due_ms
                 try:
                     ball.send(TOPIC, "x", at=due_ms, message_id=key, retry=True)
@@ -103,7 +110,9 @@ FAULTS: list[Callable[[Network, list[str]], None]] = [
 ]  # fmt: skip
 
 
-def cut_again_and_again(net: Network, cluster: Cluster, chance: random.Random) -> Iterator[str]:
+def cut_again_and_again(
+    net: Network, cluster: Cluster, chance: random.Random, longest_s: float
+) -> Iterator[str]:
     """Cut and heal for a while; yield what was cut. Half of the cuts are around the leader."""
     end_s = time.monotonic() + SCHEDULE_S
     while time.monotonic() < end_s:
@@ -122,7 +131,7 @@ def cut_again_and_again(net: Network, cluster: Cluster, chance: random.Random) -
                 time.sleep(FLAP_S)
         else:
             fault(net, names)
-            time.sleep(chance.uniform(0.5, 4.0))
+            time.sleep(chance.uniform(0.5, longest_s))
             net.heal()
         time.sleep(chance.uniform(0.2, 2.0))
 
@@ -142,25 +151,42 @@ def are_equal(cluster: Cluster) -> bool:
     return all(log == logs[0] for log in logs)
 
 
+@contextmanager
+def sending(endpoint: str, senders: int) -> Iterator[list[Sender]]:
+    """Send from several threads for the length of a block."""
+    running = [Sender(endpoint, f"{chr(ord('m') + number)}") for number in range(senders)]
+    threads = [threading.Thread(target=sender.run) for sender in running]
+    for thread in threads:
+        thread.start()
+    try:
+        yield running
+    finally:
+        for sender in running:
+            sender.ended.set()
+        for thread in threads:
+            thread.join()
+
+
 @pytest.mark.parametrize("seed", SCHEDULES)
 def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
     need_etcd()
-    with network() as net, running_cluster(tmp_path, net=net, **{"lease-ttl-ms": "1s"}) as cluster:
+    slow = Slow(HOLD_MS, LOSS, seed) if seed % SLOW_EVERY == 1 else None
+    lease_ttl, longest_s = (SLOW_LEASE_TTL, SLOW_LONGEST_S) if slow else (LEASE_TTL, LONGEST_S)
+    with (
+        network(slow=slow) as net,
+        running_cluster(tmp_path, net=net, **{"lease-ttl-ms": lease_ttl}) as cluster,
+    ):
         cluster.leader()
         endpoint = ",".join(node.endpoint for node in cluster.nodes.values()).replace(",grpc://", ",")
-        sender = Sender(endpoint)
-        thread = threading.Thread(target=sender.run)
-        thread.start()
         first_epoch = cluster.epoch()
-        try:
-            done = list(cut_again_and_again(net, cluster, random.Random(seed)))
-        finally:
-            net.heal()
-            sender.ended.set()
-            thread.join()
+        with sending(endpoint, SLOW_SENDERS if slow else 1) as senders:
+            try:
+                done = list(cut_again_and_again(net, cluster, random.Random(seed), longest_s))
+            finally:
+                net.heal()
+        acknowledged = {key for sender in senders for key in sender.acknowledged} | {"last"}
         with Timeball(endpoint, timeout_ms=30_000) as ball:
             ball.send(TOPIC, "x", after=f"{AHEAD_MS + 500}ms", message_id="last", retry=True)
-            sender.acknowledged.add("last")
             cluster.wait(
                 "the last is there", lambda: "last" in {row["unique_key"] for row in delivered(ball)}
             )
@@ -169,20 +195,21 @@ def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
         epochs = cluster.epoch() - first_epoch
     seen = Counter(str(row["unique_key"]) for row in rows)
     print(
-        f"seed {seed}: {len(done)} cuts, {epochs} new leaders, {len(sender.acknowledged)} acknowledged, "
-        f"{sender.failed_calls} failed calls, longest without an acknowledgement {sender.longest_s:.1f} s"
+        f"seed {seed}{', slow' if slow else ''}: {len(done)} cuts, {epochs} new leaders, "
+        f"{len(acknowledged)} acknowledged, {sum(sender.failed_calls for sender in senders)} failed calls, "
+        f"longest without an acknowledgement {max(sender.longest_s for sender in senders):.1f} s, {net.frames}"
     )
-    assert not sender.acknowledged - seen.keys(), f"lost after {done}"
+    assert not acknowledged - seen.keys(), f"lost after {done}"
     assert not [key for key, count in seen.items() if count > 1], f"doubled after {done}"
     early = [row for row in rows if row["store_ms"] < row["due_ms"]]  # type: ignore[operator]
     assert not early, f"early after {done}"
-    assert len(sender.acknowledged) > 50
+    assert len(acknowledged) > 50
 
 
 def test_a_cut_is_one(tmp_path: Path) -> None:
     """The control: a leader that no follower hears acknowledges nothing, and another one leads."""
     need_etcd()
-    with network() as net, running_cluster(tmp_path, net=net, **{"lease-ttl-ms": "1s"}) as cluster:
+    with network() as net, running_cluster(tmp_path, net=net, **{"lease-ttl-ms": LEASE_TTL}) as cluster:
         leader = cluster.leader()
         epoch = cluster.epoch()
         cut_half(net, [leader.name, *(name for name in cluster.nodes if name != leader.name)])
