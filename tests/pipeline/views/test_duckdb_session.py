@@ -69,6 +69,8 @@ def test_no_column_is_read_that_a_query_does_not_name(story: RunningNode, what: 
     ((_, plan),) = ask(story, f"explain select {what} from pending where due_ms > 0")
     scans = re.findall(r"Projections:[^╰]*", plan)
     assert any("body" in scan for scan in scans) == ("body" in what) and "due_ms" in plan
+    # RIGHT: all that waits would be held, to be joined with the few that were moved.
+    assert "Join Type: LEFT" in plan and "Join Type: RIGHT" not in plan
 
 
 def test_one_version_for_all_questions_of_a_session(story: RunningNode) -> None:
