@@ -16,6 +16,7 @@ from tests.pipeline.traffic import send, send_due_now
 
 from timeball import Timeball
 from timeball.errors import NotFound, OverLimit, RequestError
+from timeball.pipeline.views import due_histogram
 from timeball.pipeline.views.duckdb_session import SqlSession
 
 
@@ -119,6 +120,18 @@ def test_what_cannot_be_answered_is_said_in_a_sentence(story: RunningNode, text:
 def test_without_an_archive_who_makes_one_is_named(story: RunningNode) -> None:
     with pytest.raises(NotFound, match="timeball pipeline run archive"):
         ask(story, "select * from archive")
+
+
+@pytest.mark.parametrize("by_topic", [False, True])
+def test_a_load_of_too_many_seconds_is_counted_coarser(
+    story: RunningNode, monkeypatch: pytest.MonkeyPatch, by_topic: bool
+) -> None:
+    with SqlSession(story.endpoint, upcoming=True, bodies=False) as session:
+        fine = session.due_load(by_topic=by_topic)
+        monkeypatch.setattr(due_histogram, "CELLS_MAX", fine.cells - 1)
+        coarse = session.due_load(by_topic=by_topic)
+    assert (fine.width_s, fine.total) == (1, 10)
+    assert coarse.width_s > 1 and coarse.total == 10 and coarse.topics == fine.topics
 
 
 def test_memory_is_bounded(story: RunningNode) -> None:

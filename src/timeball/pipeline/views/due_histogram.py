@@ -20,7 +20,9 @@ import pyarrow as pa
 from timeball.limits import SECOND_MS
 from timeball.message import Int64Array, int64
 
-CELLS_MAX = 8_000_000  # 24 bytes each, and twice that while they are sorted
+CELLS_MAX = (
+    2_000_000  # 24 bytes each, four times that while they are sorted, and some 60 in the engine that counts
+)
 BARS_MAX = 48  # what a terminal shows without scrolling
 WIDTHS_S = (1, 60, 3_600)
 ALL_TOPICS = ""  # the only name of a load that was not counted by topic
@@ -164,28 +166,31 @@ def from_cells(
     return load
 
 
-_COUNT_TEXT = """
-SELECT {topic} AS topic, cast(floor(due_ms / {width_ms}) AS bigint) AS cell, count(*) AS rows
-FROM {pending} GROUP BY 1, 2 LIMIT {limit}
-"""
+_CELLS_TEXT = "SELECT {counts} FROM {pending}"
+_COUNT_TEXT = "SELECT {topic} AS topic, {cell} AS cell, count(*) AS rows FROM {pending} GROUP BY 1, 2"
+
+
+def _cell_text(width_s: int) -> str:
+    return f"cast(floor(due_ms / {width_s * SECOND_MS}) AS bigint)"
 
 
 def count_due(
     run: Callable[[str], pa.Table], *, by_topic: bool = False, relation: Callable[[str], str] = str
 ) -> Load:
-    """Count the rows of the relation `pending` by SQL, coarser when they have too many cells."""
-    found = pa.table({})
-    width_s = 1
-    for width_s in WIDTHS_S:
-        text = _COUNT_TEXT.format(
-            topic="topic" if by_topic else "''",
-            width_ms=width_s * SECOND_MS,
-            pending=relation("pending"),
-            limit=CELLS_MAX + 1,
-        )
-        found = run(text).combine_chunks()
-        if found.num_rows <= CELLS_MAX:
-            break
+    """Count the rows of the relation `pending` by SQL, coarser when they have too many cells.
+
+    How many there are is estimated first, since an engine that counts holds all of them.
+    """
+    pending = relation("pending")
+    texts = [_cell_text(width_s) for width_s in WIDTHS_S]
+    cells = [f"concat(topic, ' ', cast({text} AS string))" if by_topic else text for text in texts]
+    counts = ", ".join(f"approx_count_distinct({cell}) AS cells_{at}" for at, cell in enumerate(cells))
+    (estimates,) = run(_CELLS_TEXT.format(counts=counts, pending=pending)).to_pylist()
+    fits = (width_s for width_s, count in zip(WIDTHS_S, estimates.values()) if count <= CELLS_MAX)
+    width_s = next(fits, WIDTHS_S[-1])
+    topic = "topic" if by_topic else "''"
+    text = _COUNT_TEXT.format(topic=topic, cell=_cell_text(width_s), pending=pending)
+    found = run(text).combine_chunks()
     topics = found.column("topic").cast(pa.string()).combine_chunks().dictionary_encode()
     second, rows = (int64(found.column(name).combine_chunks()) for name in ("cell", "rows"))
     codes = int64(topics.indices.cast(pa.int64()))
