@@ -56,7 +56,7 @@ class _Reader:
         self._consumer = Consumer(
             {
                 "bootstrap.servers": bootstrap, "group.id": "bench", "auto.offset.reset": "earliest",
-                "isolation.level": "read_committed", "fetch.wait.max.ms": 5,
+                "isolation.level": "read_committed", "fetch.wait.max.ms": 100,
             }
         )  # fmt: skip
         self._consumer.assign([TopicPartition(topic, at, 0) for at in range(PARTITIONS)])
@@ -88,7 +88,7 @@ def _send(bootstrap: str, topic: str, rate: int, seconds: int) -> None:
     from confluent_kafka import Producer
 
     producer = Producer(
-        {"bootstrap.servers": bootstrap, "linger.ms": 5, "queue.buffering.max.messages": 500_000}
+        {"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.messages": 500_000}
     )
     rng, begun, sent = random.Random(7), time.monotonic(), 0
     while sent < seconds * rate:
@@ -113,15 +113,18 @@ class _Bridge:
         self.pid = self._process.pid
         self.status: dict[str, Any] = {}
         self._is_ready = threading.Event()
-        threading.Thread(target=self._follow, daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
 
     def _follow(self) -> None:
-        for line in self._process.stdout or ():
-            said = json.loads(line)
-            if said["event"] == "ready":
-                self._is_ready.set()
-            else:
-                self.status = said
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                said = json.loads(line)
+                if said["event"] == "ready":
+                    self._is_ready.set()
+                else:
+                    self.status = said
 
     def wait_ready(self) -> None:
         """Wait for its ready line; RuntimeError when it does not come."""
@@ -132,6 +135,7 @@ class _Bridge:
         """End it, and wait for its last line."""
         self._process.terminate()
         self._process.wait(30)
+        self._thread.join(30)
 
 
 def _phase(report: Report, kafka: KafkaServer, server: Server, rate: int, seconds: int) -> None:
