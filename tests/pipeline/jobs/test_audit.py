@@ -337,6 +337,24 @@ def test_what_retention_lets_go_while_the_audit_looks_is_not_taken_for_a_loss(
     assert counts(report) == ((1, 0, 1, 0) if looks > 1 else (1, 0, 0, 1)), report
 
 
+def test_an_audit_of_few_rows_has_few_tasks(spark: SparkSession, node: RunningNode) -> None:
+    send(node.endpoint, 100)
+    context, partitions = spark.sparkContext, "spark.sql.shuffle.partitions"
+    before = spark.conf.get(partitions) or ""
+    context.setJobGroup("few", "")
+    spark.conf.set(partitions, "50")
+    try:
+        assert audit.run(spark, node.endpoint).ok
+    finally:
+        spark.conf.set(partitions, before)
+        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]  # None: none
+    tracker = context.statusTracker()
+    jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup("few")]
+    stages = {stage for job in jobs if job for stage in job.stageIds}
+    tasks = [info.numTasks for info in map(tracker.getStageInfo, stages) if info]
+    assert len(tasks) >= 4 and max(tasks) < 10 and sum(tasks) <= 20
+
+
 def test_overdue_is_told_and_no_breach(spark: SparkSession) -> None:
     report = judge(spark, [(1, "accepted", 500, 1), (1, "waiting", 500, 0)], [])
     assert report.ok

@@ -143,12 +143,13 @@ def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms:
     scope, history = gather_witnesses(spark, endpoint, uri)
     witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
     judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
-    judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        with shuffled_by_size(spark, scope.end - scope.since):
+    # Spark plans what is kept when it is told so: around that, too, stands how many partitions a shuffle has.
+    with shuffled_by_size(spark, scope.end - scope.since):
+        judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
+        try:
             return balance(judged, queue_gaps(spark, endpoint, scope), scope)
-    finally:
-        judged.unpersist()
+        finally:
+            judged.unpersist()
 
 
 def _has_let_go(endpoint: str, scope: Scope) -> bool:
