@@ -70,15 +70,19 @@ def run(small: bool = False) -> Report:
         up = subprocess.Popen(
             [*command, "--data", f"{folder}/data"], stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
         )
+        assert up.stdout is not None
+        rest = threading.Thread(target=up.stdout.read, daemon=True)
         try:
-            assert up.stdout is not None
             ready = json.loads(up.stdout.readline())
             report.add("broker: ready", time.perf_counter() - begun, "s")
-            threading.Thread(target=up.stdout.read, daemon=True).start()
+            rest.start()
             _measure(report, up.pid, ready["endpoint"], Path(folder) / "data", rows, rest_s, begun)
         finally:
             up.send_signal(signal.SIGTERM)
             up.wait(READY_S)
+            if rest.ident is not None:
+                rest.join(READY_S)
+            up.stdout.close()
     return report
 
 
