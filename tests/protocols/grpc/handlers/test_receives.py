@@ -13,14 +13,18 @@ from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, with_consumer
 from tests.protocols.grpc.wire import Wire, d, receive_request, s
+from tests.protocols.http2.raw_client import RawClient, fields, message
 
 from timeball import limits
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import WRITE, TopicConfig
 from timeball.protocols.grpc import edge
+from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.protocols.http2 import frames
 
 Code = d.Code
 LARGE_BYTES = 1 << 20
+CANCEL = (8).to_bytes(4, "big")  # HTTP/2's code for it; ours never sends it
 
 
 def ids(messages: list[d.Message]) -> list[str]:
@@ -355,14 +359,19 @@ def test_the_answer_comes_before_the_deadline(node: RunningNode, wire: Wire) -> 
 
 
 def test_one_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
-    """Its answer is many times what a stream's window holds, so it is stuck; and it is given back when it goes."""
+    """Its answer is many times what a stream's window holds, so it is stuck; and it is given back when it goes.
+
+    gRPC's own client under load lets megabytes in that its caller has not read: this one never widens its window.
+    """
     with (
         running_node(tmp_path / "data", segment_bytes=64 << 20) as node,
-        Wire.to(node, "deaf") as deaf,
+        RawClient(node, greets=False) as deaf,
         Wire.to(node, "keen") as keen,
     ):
         fill(node, 6, bytes(LARGE_BYTES))
-        stuck = deaf.stream("ReceiveMessage", receive_request(GROUP, TOPIC), timeout_s=None)
+        deaf.send(frames.PREFACE + frames.settings({}))
+        stuck = deaf.headers(headers=fields(f"/{SERVICE_NAME}/ReceiveMessage", x_mq_client_id="deaf"))
+        deaf.data(stuck, message(receive_request(GROUP, TOPIC).SerializeToString()))
         eventually(
             lambda: node.broker.parts.topics.find_topic("%RETRY%g_orders"), "it has been handed something"
         )
@@ -370,7 +379,7 @@ def test_one_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
             fill(node, 5)
             found = keen.receive(GROUP, TOPIC, wait_ms=10_000)
             assert found and {each.body for each in found} == {b"body"}
-        stuck.cancel()
+        deaf.send(frames.frame(frames.RST_STREAM, 0, stuck, CANCEL))
         back: list[d.Message] = []
         eventually(
             lambda: back.extend(keen.receive(GROUP, TOPIC, wait_ms=1_000)) or len(back) >= 6, "all is back"
