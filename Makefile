@@ -22,7 +22,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster test spark slow interop wheel-check check bench versus pictures docs lock up
+.PHONY: help setup demo cluster test spark slow siege interop wheel-check check bench versus pictures docs lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ spark: $(READY)   ## the tests that run Spark (Java 17, 21 or 25, or the package
 
 slow: $(SITE)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
+
+siege: $(READY)   ## the sieges among them with all their rounds, before a release (two hours)
+	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m "siege" $(SHARED) $(ARGS)
 
 interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, go, cc, chromium)
 	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)

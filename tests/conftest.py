@@ -33,12 +33,6 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--kills", type=int, default=30, help="how often tests/crash/test_kill.py kills the broker"
-    )
-
-
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One of the processes that share the tests has the Spark session: a second one costs more than it saves."""
@@ -51,8 +45,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             bound_examples(test, hypothesis.settings.get_current_profile_name())
         if item.get_closest_marker("spark"):
             item.add_marker(pytest.mark.xdist_group("spark"))
-
-
-@pytest.fixture
-def kills(request: pytest.FixtureRequest) -> int:
-    return int(request.config.getoption("--kills"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MARKERS = ("slow", "spark", "smoke", "interop", "property")  # all that decide where a test is run
-OTHERS = ("control",)
+OTHERS = ("control", "siege")
 MAKEFILE = (ROOT / "Makefile").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
 TARGET = re.compile(r'^(\w+): .*\n\t\S+ -m pytest -m "([^"]+)" (--hypothesis-profile quick)?', re.M)

@@ -2,12 +2,10 @@
 
 Each node runs in a namespace of its own (namespaces.py). What clients were told is compared with the queues in the end,
 and the logs of the replicas with each other. Every third schedule runs on a network that is slow and lossy besides.
-TIMEBALL_PARTITIONS says how many schedules of cuts are tried.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -23,6 +21,7 @@ from tests.cluster.besieged import log_of
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.namespaces import ETCD, HERE, Network, Slow, network
 from tests.cluster.processes import Cluster, running_cluster
+from tests.rounds import rounds
 
 from timeball import Timeball
 from timeball.clock import SystemClock
@@ -30,7 +29,7 @@ from timeball.errors import TimeballError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
 
-SCHEDULES = range(int(os.environ.get("TIMEBALL_PARTITIONS", "3")))
+SCHEDULES = range(rounds(2, 9))
 SCHEDULE_S, FLAP_S = 25.0, 0.2
 SLOW_EVERY, HOLD_MS, LOSS = 3, 100, 0.05  # 200 ms there and back
 SLOW_SENDERS = 24  # each waits for its answer, many seconds when a packet is lost again and again
@@ -167,6 +166,7 @@ def sending(endpoint: str, senders: int) -> Iterator[list[Sender]]:
             thread.join()
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize("seed", SCHEDULES)
 def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
     need_etcd()

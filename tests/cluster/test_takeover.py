@@ -17,11 +17,13 @@ from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import NodeProcess, running_cluster
 from tests.crash.siege import CLOCK, cancel, consume, reschedule, send_levels, send_many, send_one
 from tests.protocols.remoting.wire import Wire
+from tests.rounds import rounds
 
 from timeball import Timeball
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 SENDS = 50
+WAKES = rounds(3, 10)
 TOPIC = "stopped"
 
 
@@ -49,15 +51,17 @@ def test_a_leader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_a_leader_that_is_killed_twenty_times_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 2, 20)
+def test_a_leader_that_is_killed_many_times_loses_nothing(tmp_path: Path) -> None:
+    besiege(tmp_path, 2, rounds(6, 20))
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_a_leader_that_is_killed_and_wiped_ten_times_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 3, 10, wipes=True)
+def test_a_leader_that_is_killed_and_wiped_loses_nothing(tmp_path: Path) -> None:
+    besiege(tmp_path, 3, rounds(3, 10), wipes=True)
 
 
 # ---- a leader that is stopped, and wakes when another one leads -------------------------------------------------
@@ -94,16 +98,17 @@ def send_headers(topic: str, key: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("unfenced", ["", "lease"], ids=["all fences", "without the lease check"])
 def test_a_leader_that_wakes_when_another_leads_acknowledges_nothing(tmp_path: Path, unfenced: str) -> None:
     need_etcd()
     with GroupSiege(tmp_path, 4, unfenced=unfenced) as siege:
         siege.clients(send_one, send_many, send_levels, consume, cancel, reschedule)
-        found = [stop_and_wake(siege) for _ in range(10)]
+        found = [stop_and_wake(siege) for _ in range(WAKES)]
         faults = siege.faults()
     print(f"acknowledged {found}, {siege}")
-    assert found == [0] * 10
+    assert found == [0] * WAKES
     assert not faults, faults[:20]
 
 

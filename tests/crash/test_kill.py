@@ -1,7 +1,7 @@
 """kill -9 of the real broker, again and again, under real clients: nothing acknowledged is lost, early or twice.
 
 The page cache survives a killed process, so this is not about syncs (test_every_call.py is): it is about the whole
-program, its sockets, threads and start, as an operator meets them. `--kills 500` for more; KILL_SEED for other moments.
+program, its sockets, threads and start, as an operator meets them. KILL_SEED for other moments.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 from tests.crash.checker import Sent
 from tests.crash.siege import CLOCK, Siege
 from tests.crash.world import HOUR_MS
+from tests.rounds import rounds
 
 from timeball import Timeball
 
@@ -53,9 +54,10 @@ def test_another_strategy_takes_over_after_some_kills(tmp_path: Path, schedule: 
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(0)
-def test_many_kills(tmp_path: Path, kills: int) -> None:
-    besiege(tmp_path / "data", SEED + 1, kills)
+def test_many_kills(tmp_path: Path) -> None:
+    besiege(tmp_path / "data", SEED + 1, rounds(8, 30))
 
 
 # ---- control: a log that loses what was acknowledged must be noticed ------------------------------------------

@@ -1,13 +1,12 @@
 """The bridge and a real Kafka: what goes in comes out at its instant, once, whatever is killed.
 
-A record is counted as a reader with `read_committed` sees it. KAFKA_KILLS=n kills n times in place of five, and the
-bridge at each step in place of four.
+A record is counted as a reader with `read_committed` sees it. A siege kills the
+bridge at each step, else at four of them.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 import sys
@@ -25,14 +24,15 @@ from tests.interop.kafka_server import KafkaServer
 from tests.interop.stock_broker import StockBroker
 from tests.interop.stock_clients import command
 from tests.node_fixture import eventually
+from tests.rounds import IS_SIEGE, rounds
 
 from timeball import Timeball
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("kafka")]
 
-KILLS = int(os.environ.get("KAFKA_KILLS", "5"))
+KILLS = rounds(4, 30)
 STEPS = list(killed_bridge.STEPS)
-if "KAFKA_KILLS" not in os.environ:
+if not IS_SIEGE:
     STEPS = [STEPS[at] for at in (0, 2, 5, 6)]
 NUMBERS = itertools.count()
 Headers = list[tuple[str, bytes]]
@@ -264,6 +264,7 @@ def is_once(place: Place, count: int, *, less: int = 0) -> None:
     assert place.read(place.dead) == []
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_at_any_step_it_delivers_each_record_once(place: Place, step: str) -> None:
     place.make()
@@ -290,6 +291,7 @@ def test_a_position_outside_of_the_transaction_is_noticed(place: Place) -> None:
         is_once(place, 200 + 1)
 
 
+@pytest.mark.siege
 def test_bridge_timeball_and_kafka_are_killed_and_each_record_is_there_once(place: Place) -> None:
     place.make()
     bridge, sent = place.bridge(), 0

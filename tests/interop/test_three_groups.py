@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.interop.conversation import JAVA5
 from tests.interop.drivers import ClientError, Driver, Json, driving
 from tests.interop.stock_clients import command
+from tests.rounds import IS_SIEGE
 
 from timeball import Timeball
 from timeball.cli.supervisor import PORTS_APART
@@ -25,8 +25,9 @@ pytestmark = [
     pytest.mark.interop,
     pytest.mark.xdist_group("etcd"),
     # No call may fail, so it wants a disk that does not stall: with etcd without an answer for half a minute no group
-    # has a leader. Run by hand, on a machine that does nothing else.
-    pytest.mark.skipif("TIMEBALL_LEADERS" not in os.environ, reason="TIMEBALL_LEADERS is not set"),
+    # has a leader. For a machine that does nothing else.
+    pytest.mark.siege,
+    pytest.mark.skipif(not IS_SIEGE, reason="only in a siege"),
 ]
 
 MACHINES, GROUPS = ("a", "b", "c"), ("g1", "g2", "g3")

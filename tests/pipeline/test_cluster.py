@@ -1,13 +1,12 @@
 """Jobs on a cluster of a master and two workers, which share nothing with the driver but Flight and some folders.
 
 An executor is killed while it writes: Spark repeats its tasks somewhere else, and what it left behind is nobody's.
-TIMEBALL_CLUSTER_KILLS=3 kills a worker and the driver in the middle of a write as well, in clusters of their own.
+A siege kills a worker and the driver in the middle of a write as well, in clusters of their own.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from tests.pipeline import cluster_jobs
 from tests.pipeline.standalone import Standalone, machines, standalone
 from tests.pipeline.test_kill_spark import bodies, data_files, eventually, is_dead, kill_tree
 from tests.pipeline.traffic import send, send_due_now
+from tests.rounds import rounds
 
 from timeball import Timeball
 from timeball.limits import HOUR_MS
@@ -32,8 +32,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS = 60_000
 BOUND_S = 300
-KILLS = int(os.environ.get("TIMEBALL_CLUSTER_KILLS", "1"))
-VICTIMS = ("executor", "worker", "driver")[:KILLS]
+VICTIMS = ("executor", "worker", "driver")[: rounds(1, 3)]
 
 
 @pytest.fixture
@@ -87,6 +86,7 @@ def kill(victim: str, cluster: Standalone, process: subprocess.Popen[str]) -> No
         kill_tree(process.pid)
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_what_is_killed_costs_nothing_but_time(victim: str, tmp_path: Path, net: Network | None) -> None:
     table = tmp_path / "data" / "pending"
