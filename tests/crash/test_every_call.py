@@ -2,7 +2,7 @@
 
 Each scenario is lived once to learn how many calls it makes, and then once for each of them. The disk is left in
 several states a cut: nothing unsynced kept, everything, and mixtures drawn from seeds. The fast part takes some
-of the calls and the slow part all of them; CUT_SEED makes other mixtures, the message of a failure says which.
+of the calls, the slow part more, a siege the most; CUT_SEED makes other mixtures, a failure says which.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tests.crash.lives import Cut, end_of_days, faults_after, live, report, run,
 from tests.crash.scenarios import SCENARIOS
 from tests.crash.world import SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles, Survival
+from tests.rounds import rounds
 
 from timeball.clock import ManualClock
 
@@ -76,11 +77,12 @@ def test_some_cuts(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_cut(name: str) -> None:
     # Of some only every sixth or tenth call: another CUT_SEED takes the others.
-    step = 2 if name == "plain" else 10 if name in OF_STRATEGIES else 6
+    step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(4, 1)
     for call in range(1 + SEED % step, live(name).files.calls + 1, step):
         cut = live(name, call)
         wrong = list(images(cut, [*EXTREMES, *mixtures(call, 2)]))
@@ -128,10 +130,12 @@ def test_some_cuts_during_the_recovery_from_a_cut() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_cuts_during_the_recovery_from_many_cuts(name: str) -> None:
-    calls = range(1, live(name).files.calls, 18 if name in OF_STRATEGIES else 6)
+    step = (18 if name in OF_STRATEGIES else 6) * rounds(3, 1)
+    calls = range(1 + SEED % step, live(name).files.calls, step)
     wrong = double_cuts(name, list(calls), SEED, 3)
     assert not wrong, "\n".join(wrong)
 
