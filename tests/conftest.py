@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 from tests.controls import CONTROLS
 from tests.examples import bound_examples
+from tests.java_options import java_options
 
 # The second measures how long this process took to start: as early as can be.
 pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested"]
@@ -24,8 +25,7 @@ os.environ.setdefault("TIMEBALL_REMOTING_PORT", "0")
 # And each allocates its log, twice the size of a segment.
 os.environ.setdefault("TIMEBALL_SEGMENT_BYTES", "16MiB")
 
-# A Spark of a test lives for seconds: what the second compiler makes faster later costs it half of its CPU time now.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+os.environ.setdefault("SPARK_SUBMIT_OPTS", java_options())
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
 for number in (signal.SIGINT, signal.SIGHUP):

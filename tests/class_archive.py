@@ -1,0 +1,48 @@
+"""Write Spark's classes into one file that the JVMs of tests map: a start of Spark then costs half of its CPU time.
+
+The Makefile has it done once (`python -m tests.class_archive FILE`), by a program that does a little of what tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from pyspark import SparkContext
+from tests.java_options import FAST_START
+from tests.node_fixture import running_node
+
+from timeball import Timeball
+from timeball.pipeline.run.session import build_session
+
+
+def write(path: Path) -> None:
+    """Have the classes of a small program written by its JVM when that ends. Whatever fails, tests run without."""
+    os.environ["SPARK_SUBMIT_OPTS"] = f"{FAST_START} -XX:ArchiveClassesAtExit={path} -Xlog:cds=off"
+    spark = build_session()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = spark.range(1_000).selectExpr("id", "id % 7 as key", "cast(id as string) as text")
+        rows.repartition(2, "key").sortWithinPartitions("id").write.parquet(f"{folder}/rows")
+        read = spark.read.parquet(f"{folder}/rows")
+        read.join(rows.groupBy("key").count(), "key").collect()
+        stream = spark.readStream.schema(read.schema).parquet(f"{folder}/rows")
+        query = stream.writeStream.foreachBatch(_count).option("checkpointLocation", f"{folder}/at")
+        query.trigger(availableNow=True).start().awaitTermination()
+        with running_node(Path(folder) / "data") as node, Timeball(node.endpoint) as ball:
+            ball.send_many([{"body": b"x", "after": 3_600} for _ in range(10)], topic="orders")
+            rows = spark.read.format("timeball").option("endpoint", node.endpoint).load()
+            rows.groupBy("topic").count().collect()
+    jvm = SparkContext._gateway.proc
+    spark.stop()
+    jvm.stdin.close()  # its end: it writes now
+    jvm.wait(120)
+
+
+def _count(rows: object, _: int) -> None:
+    rows.count()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,16 @@
+"""What the JVM of a test is started with: a Spark of a test lives for seconds, most of which are its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ARCHIVE = Path(__file__).parent.parent / ".venv" / ".spark.jsa"  # written by class_archive.py
+# What the second compiler makes faster later costs half of its CPU time now.
+FAST_START = "-XX:TieredStopAtLevel=1"
+
+
+def java_options() -> str:
+    """Return the options. A JVM of another build, or with other jars, goes on without the archive."""
+    if not ARCHIVE.exists():
+        return FAST_START
+    return f"{FAST_START} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:cds=off -Xlog:cds+dynamic=off"
