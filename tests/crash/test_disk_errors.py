@@ -8,10 +8,12 @@ import msgspec
 import pytest
 from tests.crash.disk_errors import IN_DELTA, SCENARIOS, Injected, Life, calls_of, drawn, lived
 from tests.crash.world import CutFiles
+from tests.rounds import rounds
 
 from timeball.errors import DiskFailed
 from timeball.log import checkpoint
 
+ERRORS = rounds(40, 100)
 SEED = int(os.environ.get("CUT_SEED", "1"))
 
 
@@ -27,11 +29,14 @@ def test_some_errors_lose_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(900)
 def test_many_errors_lose_nothing() -> None:
-    lives = [lived(injected) for injected in drawn(100, SEED, list(SCENARIOS))]
+    lives = [lived(injected) for injected in drawn(ERRORS, SEED, list(SCENARIOS))]
     assert wrong(lives) == []
-    assert sum(life.ended_by is not None for life in lives) > 33, "errors that nobody meets prove nothing"
+    assert sum(life.ended_by is not None for life in lives) > ERRORS // 3, (
+        "errors that nobody meets prove nothing"
+    )
 
 
 @pytest.mark.parametrize("error", IN_DELTA)

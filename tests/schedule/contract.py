@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 from _pytest.mark import ParameterSet
 from hypothesis.stateful import run_state_machine_as_test
+from tests.rounds import rounds
 from tests.schedule.clocks import Clocks
 from tests.schedule.cuts import Cuts
 from tests.schedule.machine import machine
@@ -108,9 +109,10 @@ class Contract(Moves, Clocks, Cuts):
         run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 
     @pytest.mark.slow
+    @pytest.mark.siege
     @pytest.mark.timeout(1_200)
     def test_anything_in_any_order_for_long(self) -> None:
-        count = self.slow_factor * self.examples
+        count = -(-self.slow_factor * self.examples // rounds(2, 1))
         settings = hypothesis.settings(FAST, max_examples=count, stateful_step_count=60)
         run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 from tests.crash_files import CrashFiles, PowerCut, Survival
+from tests.rounds import rounds
 from tests.schedule.attaching import rows_of
 from tests.schedule.moves import sleep_until_moving, to_the_end
 from tests.schedule.stage import Restart, Rig, Saved
@@ -42,8 +43,8 @@ class Cuts:
     """Cut the power at each call; a part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
-    # In the slow part: every third call, or, of a strategy under the contract for a second time, with less room, say,
-    # every twelfth. The first one is drawn by the class's name.
+    # In a siege: every third call, or, of a strategy under the contract for a second time, with less room, say, every
+    # twelfth; the slow part takes a third of these. The first one is drawn by the class's name.
     cuts_step: ClassVar[int] = 3
 
     def test_a_spread_of_power_cuts(self) -> None:
@@ -54,17 +55,20 @@ class Cuts:
         assert violations(type(self).new_rig, cuts, FEW) == []
 
     @pytest.mark.slow
+    @pytest.mark.siege
     @pytest.mark.timeout(1_800)
     def test_a_power_cut_at_many_calls(self) -> None:
         first, last = calls_of(type(self).new_rig)
-        first += zlib.crc32(type(self).__name__.encode()) % self.cuts_step
-        assert violations(type(self).new_rig, range(first, last + 1, self.cuts_step), MANY) == []
+        step = self.cuts_step * rounds(3, 1)
+        first += zlib.crc32(type(self).__name__.encode()) % step
+        assert violations(type(self).new_rig, range(first, last + 1, step), MANY) == []
 
     @pytest.mark.slow
+    @pytest.mark.siege
     @pytest.mark.timeout(1_800)
     def test_a_power_cut_in_the_recovery_from_one(self) -> None:
         first, last = calls_of(type(self).new_rig)
-        for cut in range(first, last + 1, 5 * self.cuts_step):
+        for cut in range(first, last + 1, 5 * self.cuts_step * rounds(2, 1)):
             with cut_world(type(self).new_rig, cut) as dead:
                 for again in range(1 + cut % 5, 30, 7):
                     files = dead.files.crash(cut, crash_at=again)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.rounds import rounds
 from tests.schedule.readback import column
 from tests.schedule.stage import Restart, Rig
 from tests.schedule.world import World
@@ -229,6 +230,7 @@ class Questions:
         walk(type(self).new_rig, seed)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("seed", range(SEEDS, 5 * SEEDS))
+    @pytest.mark.siege
+    @pytest.mark.parametrize("seed", range(SEEDS, rounds(2, 5) * SEEDS))
     def test_whatever_is_asked_for_long(self, seed: int) -> None:
         walk(type(self).new_rig, seed, 4 * STEPS)

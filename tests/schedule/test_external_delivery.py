@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
+from tests.rounds import rounds
 from tests.schedule.contract import FAST, Variant, assert_caught, one_now
 from tests.schedule.machine import Machine
 from tests.schedule.rigs import AHEAD_MS, HourLogRig
@@ -188,11 +189,12 @@ def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("times", [nothing, half, too_late, anyhow])
 def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
-    run(DispatchRig(times), 25, 60)
-    run(DispatchRig(times, gather_bytes=1 << 30), 12, 60)
+    run(DispatchRig(times), rounds(10, 25), 60)
+    run(DispatchRig(times, gather_bytes=1 << 30), rounds(5, 12), 60)
 
 
 # -- negative controls -----------------------------------------------------------------------------------------

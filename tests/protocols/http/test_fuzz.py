@@ -6,7 +6,6 @@ broker takes messages as before.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -16,15 +15,16 @@ from schemathesis.core.failures import FailureGroup, ServerError
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.http.client import Client
 from tests.protocols.http.fuzzing import LABELS, attack, status
+from tests.rounds import rounds
 
 from timeball.broker.service import Broker
 from timeball.protocols.http import connection as bounds
 from timeball.protocols.http import requests as waits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.siege]
 
-# For each operation. 30,000 in all, beside a stream that must not stall: `timeball bench beside`.
-EXAMPLES = int(os.environ.get("TIMEBALL_FUZZ_EXAMPLES", "100"))
+# For each operation. In a siege 30,000 in all, beside a stream that must not stall: `timeball bench beside`.
+EXAMPLES = rounds(40, 750)
 
 
 @pytest.mark.parametrize("label", LABELS)
