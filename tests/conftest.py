@@ -35,7 +35,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One of the processes that share the tests has the Spark session: a second one costs more than it saves."""
+    """Set what tests do not say of themselves. One process has the Spark session: a second one costs too much."""
     for item in items:
         if item.nodeid.partition("[")[0] in CONTROLS:
             item.add_marker("control")
@@ -43,5 +43,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if test is not None and hypothesis.is_hypothesis_test(test):
             item.add_marker("property")
             bound_examples(test, hypothesis.settings.get_current_profile_name())
-        if item.get_closest_marker("spark"):
+        if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))

@@ -7,6 +7,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
+pytest_plugins = ["pytester"]
+
 ROOT = Path(__file__).parent.parent
 MARKERS = ("slow", "spark", "smoke", "interop", "property")  # all that decide where a test is run
 OTHERS = ("control", "siege")
@@ -66,3 +70,24 @@ def test_the_limits_of_ci_add_up_to_less_than_ninety_minutes() -> None:
 def test_ci_runs_the_readmes_test_command() -> None:
     command = re.search(r"^make (\w+) +# the tests$", (ROOT / "README.md").read_text(), re.M)
     assert command is not None and command[1] in {name for _, name in CALLED.findall(CI)}
+
+
+GROUPED = """
+import os, pytest
+
+@pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("number", range(6))
+def test_where(number):
+    with open("where", "a") as file:
+        file.write(os.environ["PYTEST_XDIST_WORKER"] + " ")
+"""
+
+
+def test_a_group_stays_in_one_process(pytester: pytest.Pytester) -> None:
+    """A Spark session, Kafka and etcd are there once; with another pytest xdist may spread them, in silence."""
+    shared = re.search(r"^SHARED += (.+)$", MAKEFILE, re.M)
+    assert shared is not None
+    pytester.makepyfile(GROUPED)
+    outcome = pytester.runpytest_subprocess(*shared[1].split(), "-p", "no:cacheprovider")
+    where = (pytester.path / "where").read_text().split()
+    assert outcome.ret == pytest.ExitCode.OK and len(where) == 6 and len(set(where)) == 1

@@ -134,15 +134,25 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def new_environment(python: str, folder: Path) -> list[str]:
+    """Make an environment of this Python; return the command of the pip that installs into it, which is ours."""
+    run(python, "-m", "venv", "--without-pip", folder)
+    ours = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
+    return [*ours, str(folder / "bin/python")]
+
+
+# Without compiling all that is installed: a fraction of it is imported.
+QUICK = ["--quiet", "--no-compile", "--no-deps"]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
-    run(python, "-m", "venv", tmp_path / "env")
-    install = [tmp_path / "env/bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    run(*install, "--require-hashes", "--no-deps", "-r", ROOT / "requirements/broker.txt")
-    run(*install, "--no-deps", built.wheel)
+    install = [*new_environment(python, tmp_path / "env"), "install", *QUICK]
+    run(*install, "--require-hashes", "-r", ROOT / "requirements/broker.txt")
+    run(*install, built.wheel)
     timeball = tmp_path / "env/bin/timeball"
     with served(timeball, tmp_path / "data") as (endpoint, ended):
         at = ("--endpoint", endpoint, "--json")
@@ -153,7 +163,7 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         assert codec == ("compiled" if compiled_modules(built.wheel) else "python")
     assert ended() == 0
 
-    run(*install, "--no-deps", "--force-reinstall", built.pure)
+    run(*install, "--force-reinstall", built.pure)
     with served(timeball, tmp_path / "data") as (endpoint, ended):
         assert json.loads(run(timeball, "status", "--endpoint", endpoint, "--json"))["codec"] == "python"
     assert ended() == 0
@@ -166,12 +176,10 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
 
 
 def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
-    run(sys.executable, "-m", "venv", tmp_path / "env")
-    python, timeball = tmp_path / "env/bin/python", tmp_path / "env/bin/timeball"
-    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    run(*install, "--require-hashes", "-r", ROOT / "requirements/client.txt")
-    run(*install, built.wheel)
-    run(python, "-m", "pip", "check")
+    pip, timeball = new_environment(sys.executable, tmp_path / "env"), tmp_path / "env/bin/timeball"
+    run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/client.txt")
+    run(*pip, "install", *QUICK, built.wheel)
+    run(*pip, "check")
     with serving(tmp_path / "data") as endpoint:
         sent = run(timeball, "schedule", "light", "first", "--after", "1h", "--json", "--endpoint", endpoint)
         for words in TALK.values():
