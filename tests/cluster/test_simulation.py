@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.cluster.simulated_checks import Fault
 from tests.cluster.simulation import FAULTS, run
-from tests.rounds import rounds
 
 STEPS = 600
 
@@ -33,9 +32,8 @@ def test_a_thousand_seeds_break_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.siege
-@pytest.mark.parametrize("thousand", range(rounds(2, 10)))
-def test_thousands_of_seeds_break_nothing(thousand: int) -> None:
+@pytest.mark.parametrize("thousand", range(10))
+def test_ten_thousand_seeds_break_nothing(thousand: int) -> None:
     for seed in range(1_000 * thousand, 1_000 * (thousand + 1)):
         run(100_000 + seed, 2 * STEPS)
 
