@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import accumulate
 
 import numpy as np
@@ -115,9 +116,12 @@ async def test_pulls_that_wait_for_one_stretch_wait_together(
     seqs = [(await world.broker.send(batch(2))).first_seq for _ in range(4)]
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
     source = StoredFrames(world.broker.parts)
+    gate = threading.Event()
+    world.broker.parts.reader_thread.submit(gate.wait)  # or it is at work before the last of them asks
     waiting = [asyncio.ensure_future(source.get([seqs[0] + n, seqs[3] + n], HERE, ANY)) for n in (0, 1, 0)]
     await asyncio.sleep(0)
     assert len(source._opening) == 1
+    gate.set()
     waiting[0].cancel()  # its client has gone; the others wait on
     found = await asyncio.gather(*waiting[1:])
     for n, (count, body) in zip((1, 0), found, strict=True):
