@@ -14,6 +14,7 @@ import typer.main
 from tests.docs_pages import DOCS, PAGES, ROOT, first_cells, page, section
 from tests.node_fixture import running_node
 
+import timeball.client.calls as client_calls
 import timeball.client.exchange as client_exchange
 from timeball import __version__, config, errors, wire
 from timeball.cli import exit_codes, main
@@ -77,7 +78,7 @@ def test_every_exit_code() -> None:
 
 def error_classes() -> dict[str, str]:
     """Name -> code, those of the client's streams included."""
-    modules = (errors, client_exchange)
+    modules = (errors, client_calls, client_exchange)
     return {
         name: kind.code
         for module in modules

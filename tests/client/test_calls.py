@@ -12,7 +12,7 @@ import pytest
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
 from timeball import Timeball
-from timeball.client.calls import RETRY_PAUSES_S, Calls, translate, translated
+from timeball.client.calls import RETRY_PAUSES_S, Calls, NotSent, translate, translated
 from timeball.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
 
 NOBODY = "grpc://127.0.0.1:1"
@@ -49,22 +49,44 @@ def test_errors_in_the_middle_of_a_stream_are_ours_too(node: RunningNode) -> Non
     there.close()
 
 
+class Counted(Calls):
+    """Calls that count their attempts."""
+
+    made = 0
+
+    def attempts(self) -> Iterator[bool]:
+        for more in super().attempts():
+            self.made += 1
+            yield more
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("verb", ["status", "reserve"])
+def test_nobody_there_is_unavailable_after_some_attempts(verb: str) -> None:
+    """Also for a verb that must not be repeated: without a connection the call has not left."""
+    there = Counted(NOBODY, 30_000)
+    with pytest.raises(NotSent, match=NOBODY):
+        there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
+    assert there.made == 1 + len(RETRY_PAUSES_S)
+    there.close()
+
+
+class Gone(flight.FlightServerBase):
+    """A broker that is gone once it has the call."""
+
+    def do_action(self, context: object, action: flight.Action) -> None:
+        raise flight.FlightUnavailableError("Socket closed")
+
+
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize(("verb", "attempts"), [("status", 1 + len(RETRY_PAUSES_S)), ("reserve", 1)])
-def test_nobody_there_is_unavailable_after_some_attempts(verb: str, attempts: int) -> None:
-    made = []
-
-    class Counted(Calls):
-        def attempts(self) -> Iterator[bool]:
-            for more in super().attempts():
-                made.append(more)
-                yield more
-
-    there = Counted(NOBODY, 30_000)
-    with pytest.raises(Unavailable, match=NOBODY):
-        there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
-    assert max(1, len(made)) == attempts
-    there.close()
+def test_a_call_that_has_left_is_repeated_only_if_that_does_no_harm(verb: str, attempts: int) -> None:
+    with Gone("grpc://127.0.0.1:0") as server:
+        there = Counted(f"grpc://127.0.0.1:{server.port}", 30_000)
+        with pytest.raises(Unavailable) as caught:
+            there.action(verb, {"rows": 1} if verb == "reserve" else {}, dict[str, Any])
+        assert there.made == attempts and type(caught.value) is Unavailable
+        there.close()
 
 
 def test_a_call_that_is_tried_again_does_not_outlive_its_time() -> None:

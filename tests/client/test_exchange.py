@@ -1,9 +1,12 @@
 """A send stream: answers in order, refusals that leave it open, and what its end does to those who wait."""
 
+from __future__ import annotations
+
 import itertools
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +15,8 @@ import pytest
 from tests.client import broken_streams
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
-from timeball.client.exchange import Lost, NotSent, SendExchange
+from timeball.client.calls import NotSent
+from timeball.client.exchange import Lost, SendExchange
 from timeball.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
@@ -127,7 +131,37 @@ def test_a_refusal_that_comes_at_once_is_told_as_it_stands(
     assert type(caught.value) is raised
 
 
-def end_streams_that_break(*words: str) -> "subprocess.CompletedProcess[str]":
+class Broken:
+    """Flight's client, writer and reader, of a stream that ends with this error once a batch is written."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.written = text, threading.Event()
+
+    def do_exchange(self, _: flight.FlightDescriptor) -> tuple[Broken, Broken]:
+        return self, self
+
+    def begin(self, _: pa.Schema) -> None:
+        pass
+
+    def write_batch(self, _: pa.RecordBatch) -> None:
+        self.written.set()
+
+    def read_chunk(self) -> None:
+        assert self.written.wait(BOUND_S)
+        raise flight.FlightUnavailableError(f"Flight returned unavailable error, with message: {self.text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("Socket closed", Lost), ("failed to connect to all addresses; last error: Socket closed", NotSent)],
+)
+def test_a_batch_that_no_connection_has_carried_is_not_lost(text: str, told: type[TimeballError]) -> None:
+    """gRPC moves a stream that a GOAWAY has left out to another connection: no broker has seen its batches."""
+    exchange = SendExchange(Broken(text), SCHEMA, "grpc://here")
+    assert type(exchange.submit(batch()).exception(BOUND_S)) is told
+
+
+def end_streams_that_break(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, broken_streams.__file__, *words],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False,

@@ -2,8 +2,8 @@
 
 A call ends within its time limit, however often it is tried. One that changes nothing, or that the broker recognises
 when it is repeated, is tried again a few times when no broker answers (it may be restarting). Any other is tried again
-only when the broker has said that it does nothing now (it may be handing over): without an answer the client cannot
-tell whether it was done.
+only when it has not left, or when the broker has said that it does nothing now (it may be handing over): without an
+answer the client cannot tell whether it was done.
 
 A program that runs beside the broker, such as the pipeline, has `patience_s` instead: each of its calls may be repeated
 without harm, and is tried again for so long, each time within the time limit.
@@ -79,6 +79,12 @@ class NotNow(Unavailable):
     """The broker has answered that it does nothing now, as it stops or hands over: the call may be repeated."""
 
     code = "not_now"
+
+
+class NotSent(NotNow):
+    """No connection carried the call, or its stream was dead before: no broker has seen it."""
+
+    code = "not_sent"
 
 
 class OpenRead:
@@ -170,8 +176,8 @@ class Calls:
         if self._patience_s is not None:
             yield from self._patient_attempts(self._patience_s)
             return
-        yield True
         pauses_s = RETRY_PAUSES_S if len(self._endpoints) == 1 else CLUSTER_PAUSES_S
+        yield len(pauses_s) > 0
         for number, pause_s in enumerate(pauses_s, 1):
             if self._closed.wait(pause_s):
                 raise Unavailable("the client was closed")
@@ -296,6 +302,8 @@ def _each_endpoint(endpoint: str) -> list[str]:
 
 # gRPC's own words; it says them before the broker sees a request.
 TOO_LONG = "Received message larger than max"
+# And these of a call that has not left: none of its connections was made, or the broker's GOAWAY has left it out.
+NOT_CONNECTED = "failed to connect to all addresses"
 _TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
 
 
@@ -319,7 +327,8 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
         return Unavailable(f"{endpoint} did not answer in time")
     if isinstance(error, (flight.FlightUnavailableError, flight.FlightCancelledError)):
         reason = text.rsplit("with message: ", 1)[-1]
-        return Unavailable(f"no broker answers at {endpoint}; is `timeball serve` running there? ({reason})")
+        kind = NotSent if reason.startswith(NOT_CONNECTED) else Unavailable
+        return kind(f"no broker answers at {endpoint}; is `timeball serve` running there? ({reason})")
     if isinstance(error, flight.FlightError):
         return Unavailable(f"the connection to {endpoint} failed: {text}")
     return TimeballError(f"{endpoint} answered with something else than a broker would: {text}")

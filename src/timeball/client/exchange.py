@@ -24,17 +24,11 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball import limits, rules
-from timeball.client.calls import NotNow, refusal, translate
+from timeball.client.calls import NotSent, refusal, translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0
-
-
-class NotSent(NotNow):
-    """The stream was dead before the batch was written."""
-
-    code = "not_sent"
 
 
 class Lost(Unavailable):
@@ -165,7 +159,8 @@ class SendExchange:
             pass
         except (pa.ArrowException, flight.FlightError) as error:
             end = translate(error, self._endpoint)
-            # A refusal that ends the stream comes behind the answers to all that was taken: the rest was not.
+            # A refusal that ends the stream comes behind the answers to all that was taken: the rest was not. Nor was
+            # any of a stream that no connection has carried.
             if type(end) is Unavailable:
                 end = Lost(f"{end}; a message under way may or may not have been accepted")
         except msgspec.MsgspecError as error:

@@ -15,9 +15,9 @@ from typing import NoReturn
 import msgspec
 import pyarrow as pa
 
-from timeball.client.calls import Calls, NotNow
+from timeball.client.calls import Calls, NotNow, NotSent
 from timeball.client.dialing import is_inherited
-from timeball.client.exchange import Lost, NotSent, SendExchange
+from timeball.client.exchange import Lost, SendExchange
 from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
 from timeball.errors import RequestError, TimeballError, Unavailable
