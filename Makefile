@@ -39,7 +39,7 @@ cluster: $(READY)   ## run three nodes and three etcd members on this machine (D
 up: $(READY)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
 
-test: $(CLASSES)   ## the fast tests
+test: $(READY)   ## the fast tests
 	$(BIN)/python -m pytest -m "not slow and not interop and (not spark or smoke)" --hypothesis-profile quick $(SHARED) $(ARGS)
 
 spark: $(CLASSES)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
