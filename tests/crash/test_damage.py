@@ -94,15 +94,16 @@ def test_a_flipped_bit_in_a_strategys_files_hides_no_promise(variant: str, kind:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
 def test_many_damages_of_a_folder_with_a_strategys_files_are_never_silent(variant: str, kind: str) -> None:
     """Half of them in the files of the strategy, which are made anew."""
     kept, expected = folder(variant)
-    own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, 50)]
+    own = [result(kept, expected, damage) for damage in of_own_files(kept, kind, DAMAGES // 3)]
     assert wrong(own) == []
     assert {one.outcome for one in own} == {"same"}
-    others = [result(kept, expected, damage) for damage in drawn(kept, 50, SEED)]
+    others = [result(kept, expected, damage) for damage in drawn(kept, DAMAGES // 3, SEED)]
     assert wrong(others) == []
     assert "refused" in {one.outcome for one in others}, "damage that nobody meets proves nothing"
 
