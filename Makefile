@@ -55,7 +55,7 @@ interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browse
 	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
 
 wheel-check: $(READY)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
-	$(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
+	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
 
 check: $(READY)   ## lint, format, types, import contracts
 	$(BIN)/ruff check .

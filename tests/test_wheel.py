@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from tests.cli.processes import Running, serving
 from tests.client.test_light import NEED, TALK, arguments
+from tests.rounds import rounds
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
@@ -145,7 +146,8 @@ def new_environment(python: str, folder: Path) -> list[str]:
 QUICK = ["--quiet", "--no-compile", "--no-deps"]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.siege
+@pytest.mark.parametrize("version", VERSIONS[:: rounds(2, 1)])
 def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> None:
     python = interpreter(version)
     if python is None:

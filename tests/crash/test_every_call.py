@@ -82,7 +82,7 @@ def test_some_cuts(name: str) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_cut(name: str) -> None:
     # Of some only every sixth or tenth call: another CUT_SEED takes the others.
-    step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(4, 1)
+    step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(6, 1)
     for call in range(1 + SEED % step, live(name).files.calls + 1, step):
         cut = live(name, call)
         wrong = list(images(cut, [*EXTREMES, *mixtures(call, 2)]))

@@ -16,6 +16,7 @@ from tests.cli.in_process import run_here
 from tests.cli.processes import SRC, running
 from tests.cluster.etcd_cluster import need_etcd
 from tests.node_fixture import eventually
+from tests.rounds import rounds
 
 
 @pytest.fixture
@@ -104,7 +105,8 @@ def test_whoever_interrupts_it_finds_nothing_left_behind(tmp_path: Path, number:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel"])
+@pytest.mark.siege
+@pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel"][: rounds(1, 2)])
 def test_a_small_demo_is_faultless(
     tmp_path: Path, signals: None, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
