@@ -48,7 +48,7 @@ spark: $(CLASSES)   ## the tests that run Spark (Java 17, 21 or 25, or the packa
 slow: $(SITE) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
-siege: $(CLASSES)   ## the sieges among them with all their rounds, before a release (two hours)
+siege: $(CLASSES)   ## the sieges among them with all their rounds, before a release
 	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m "siege" $(SHARED) $(ARGS)
 
 interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, go, cc, chromium)
@@ -105,7 +105,7 @@ $(READY): $(STAMP) setup.py $(COMPILED)
 	@touch $@
 
 # Spark's classes, for the JVMs of the tests: each starts in half the time. Where it fails, tests run without.
-$(CLASSES): $(READY)
+$(CLASSES): $(STAMP) | $(READY)
 	@echo "make: writing down Spark's classes, once, so that it starts sooner in tests"
 	@$(BIN)/python -m tests.class_archive $@ >/dev/null 2>&1 || true
 
