@@ -74,6 +74,26 @@ def test_contains_looks_at_the_instant_and_the_number(
     assert index.contains(*columns(asked)).tolist() == [pair in pairs or pair in again for pair in asked]
 
 
+@given(PAIRS, st.integers(1, 20), PAIRS, st.lists(POSITIONS, max_size=2))
+def test_pairs_asked_one_by_one_are_those_asked_together(
+    pairs: list[Pair], batch: int, asked: list[Pair], highs: list[Pair]
+) -> None:
+    """Before the newest pairs become a run, and after it; also when some have been cut off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(due_index, "NEWEST_MAX", 8)
+        index = index_of(pairs, batch)
+        again = sorted({(due + 1, seq) for due, seq in pairs[::3]} - set(pairs))
+        index.add(*columns(again))
+        held = {*pairs, *again}
+        for high in [(-100, 0), *sorted(highs)]:
+            index.pop_before(*high)
+            asked = [*asked, *held]
+            wanted = [pair in held and pair >= high for pair in asked]
+            assert [index.has(*pair) for pair in asked] == wanted
+            assert [index.contains(*columns([pair])).tolist() for pair in asked] == [[one] for one in wanted]
+            assert index.contains(*columns(asked)).tolist() == wanted
+
+
 @given(PAIRS, st.integers(1, 20), st.lists(POSITIONS, max_size=4))
 def test_what_was_taken_out_is_not_found_any_more(pairs: list[Pair], batch: int, highs: list[Pair]) -> None:
     index = index_of(pairs, batch)

@@ -6,6 +6,9 @@ the smaller half is merged, so that each pair is sorted O(log n) times in its li
 A look-up of pairs goes by number, and then compares the instant: consumers answer a handful at a time, for any
 instant of the minutes ahead, and to go through all that is due in that span would cost each of them a millisecond. The
 pairs in the order of their numbers are 16 bytes a pair more, kept for runs that have been looked into.
+
+Pairs that come one by one, as leases and their ends do, are Python's values first: as a column each of them would cost
+what a thousand do, when it comes and with every look-up. When there are many they become a run.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from timeball.message import Int64Array
 from timeball.table.data_file import search
 
 RUNS_MAX = 24  # each look-up goes through all runs; merging costs a sort
+FEW = 16  # pairs that are added or looked up together: so many cost less one by one
+NEWEST_MAX = 1_024  # pairs held as values, of some 170 bytes each
 PACK_ROWS_MIN = 4_096
 FAR_MS = 1 << 62  # behind every instant; sums of it with a lead still fit in 64 bits
 
@@ -38,6 +43,19 @@ class _Run:
     def __len__(self) -> int:
         return len(self.due)
 
+    def has(self, due_ms: int, seq: int) -> bool:
+        """Return whether it has this pair: `contains`, of one."""
+        if not self.due[0] <= due_ms <= self.due[-1]:
+            return False
+        dues, numbers = self._sorted_by_number()
+        at = int(numbers.searchsorted(seq))
+        while at < len(numbers) and numbers[at] == seq:
+            if dues[at] == due_ms:
+                # One that was cut off stands before the first that is left, and does not count.
+                return bool(due_ms > self.due[0] or seq >= self.seq[0])
+            at += 1
+        return False
+
     def after(self, cut: int) -> _Run:
         """Return the run without its first pairs."""
         # The columns by number still hold the pairs that were cut off. They are kept while at least half of them
@@ -48,10 +66,7 @@ class _Run:
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these pairs are in it."""
-        if not len(self._by_number[1]):
-            order = np.argsort(self.seq, kind="stable")
-            self._by_number = self.due[order], self.seq[order]
-        dues, numbers = self._by_number
+        dues, numbers = self._sorted_by_number()
         at, found = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
         while True:  # once, but for numbers that stand here for several instants
             # Beyond the last number `at` is one too far; the comparison after it leaves those out.
@@ -68,12 +83,19 @@ class _Run:
             found &= (due_ms > first_due) | ((due_ms == first_due) & (seq >= first_seq))
         return found
 
+    def _sorted_by_number(self) -> tuple[Int64Array, Int64Array]:
+        if not len(self._by_number[1]):
+            order = np.argsort(self.seq, kind="stable")
+            self._by_number = self.due[order], self.seq[order]
+        return self._by_number
+
 
 class DueIndex:
     """A set of (due_ms, seq) pairs."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
+        self._newest: set[tuple[int, int]] = set()  # in no run yet
         self._size = 0
         # The earliest instant, FAR_MS without any: kept, since the scheduler reads it at every step.
         self.first_due_ms = FAR_MS
@@ -85,19 +107,39 @@ class DueIndex:
         """Add pairs in any order; they must not be present."""
         if len(due_ms) == 0:
             return
-        run = _Run(*_sorted(due_ms, seq))
-        self._runs.append(run)
         self._size += len(due_ms)
+        if len(due_ms) <= FEW:
+            instants = due_ms.tolist()
+            self._newest.update(zip(instants, seq.tolist(), strict=True))
+            self.first_due_ms = min(self.first_due_ms, *instants)
+            if len(self._newest) >= NEWEST_MAX:
+                self._fold()
+        else:
+            self._add_run(_Run(*_sorted(due_ms, seq)))
+
+    def _add_run(self, run: _Run) -> None:
+        self._runs.append(run)
         self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         if len(self._runs) > RUNS_MAX:
             self._merge()
 
+    def _fold(self) -> None:
+        """Make a run of the newest pairs."""
+        if self._newest:
+            due, seq = np.array(list(self._newest), dtype=np.int64).T
+            self._newest.clear()
+            self._add_run(_Run(*_sorted(due, seq)))
+
     def count_before(self, due_ms: int) -> int:
         """Return how many pairs have an instant before `due_ms`."""
+        self._fold()
         return sum(int(np.searchsorted(run.due, due_ms)) for run in self._runs)
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
         """Take out all pairs < (due_ms, seq), sorted."""
+        if self.first_due_ms > due_ms:  # mostly, and then the newest pairs stay as they are
+            return _EMPTY, _EMPTY
+        self._fold()
         parts = []
         kept = []
         for run in self._runs:
@@ -117,6 +159,7 @@ class DueIndex:
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
         """Return the pairs in [low, high), sorted, and leave them in place."""
+        self._fold()
         parts = []
         for run in self._runs:
             begin, end = search(run.due, run.seq, low), search(run.due, run.seq, high)
@@ -137,22 +180,34 @@ class DueIndex:
         found = np.zeros(len(seq), dtype=np.bool_)
         if self._size == 0 or len(seq) == 0:
             return found
+        if len(seq) <= FEW:
+            for at, pair in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):
+                found[at] = self.has(*pair)
+            return found
+        self._fold()
         low, high = int(due_ms.min()), int(due_ms.max())
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
                 found |= run.contains(due_ms, seq)
         return found
 
+    def has(self, due_ms: int, seq: int) -> bool:
+        """Return whether this pair is present."""
+        return (due_ms, seq) in self._newest or any(run.has(due_ms, seq) for run in self._runs)
+
     def numbers(self) -> Int64Array:
         """Return the numbers of all pairs, in any order."""
+        self._fold()
         return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
     def pairs(self) -> tuple[Int64Array, Int64Array]:
         """Return all pairs, sorted."""
+        self._fold()
         return _concat([(run.due, run.seq) for run in self._runs])
 
     def _filter(self, low: int, high: int, keep: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
         """Keep of the runs that touch the instants [low, high] only what `keep` says of their seqs."""
+        self._fold()
         runs = []
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
