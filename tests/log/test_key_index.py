@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -185,18 +186,23 @@ def test_a_power_cut_while_they_are_made_costs_nothing() -> None:
 
 
 def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RUNS_MAX", 3)
-    files = CrashFiles()
+    monkeypatch.setattr(
+        module, "NEWEST_PAIRS_MAX", 13
+    )  # an id and a key a row, so each third look-up makes a run
+    files, sizes = CrashFiles(), set[int]()
 
     async def work() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=256 * 1024) as log:
             keys = index(files, log)
-            for n in range(12):
+            for n in range(24):
                 await log.append(batch(3 * n))
                 assert keys.find_rows(hashes(*[f"id-{m}" for m in range(3 * n + 3)])).tolist() == list(
                     range(1, 3 * n + 4)
                 )
-                assert len(keys._runs) <= 4
+                runs = [run.pairs for run in keys._runs]
+                assert all(before > 2 * behind for before, behind in itertools.pairwise(runs)), runs
+                sizes.update(runs)
+            assert len(sizes) > 2, "runs were merged"
             assert len(log.segments.all) == 1
 
     asyncio.run(work())

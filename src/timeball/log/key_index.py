@@ -2,23 +2,27 @@
 
 Cancels and queries by key are rare beside sends, so a commit pays nothing for them: the first look-up indexes
 what has been appended since the last one, in the calling (reader) thread. A sealed segment's index becomes a
-key run beside it and is mapped, so memory holds only the active segment's.
+key run beside it and is mapped, so memory holds only the active segment's: a table of the newest rows, and sorted runs
+of those before.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 
 import numpy as np
 
 from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import KeyRun, UInt64Array, hash_keys, joined
+from timeball.key_hash import KeyRun, Pairs, UInt64Array, hash_keys, joined
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.message import Int64Array
 
-RUNS_MAX = 16  # sorted runs of the active segment before they are merged: each look-up bisects every run
+# Pairs of the active segment that are looked up in a table, before they become a sorted run: a look-up that follows a
+# cancel has one row to index, and to make and bisect a run costs ten times as much as to note it.
+NEWEST_PAIRS_MAX = 4_096
 
 
 class KeyIndex:
@@ -28,10 +32,13 @@ class KeyIndex:
         self._files, self._segments, self._reader = files, segments, reader
         self._lock = threading.Lock()
         self._sealed: dict[int, KeyRun] = {}
-        self._runs: list[KeyRun] = []
-        # Of the active segment: its ordinal, the row that the next look-up indexes from, and the runs made so far.
+        # Of the active segment: its ordinal, the row that the next look-up indexes from, the runs made so far, each
+        # more than twice as long as the one behind it, and the rows behind them, by hash.
         self._active = -1
         self._indexed_to = 0
+        self._runs: list[KeyRun] = []
+        self._newest: dict[int, list[int]] = defaultdict(list)
+        self._newest_pairs = 0
         segments.on_drop.append(self._forget)
 
     def find_rows(self, wanted: UInt64Array) -> Int64Array:
@@ -41,7 +48,9 @@ class KeyIndex:
             parts = [self._find_sealed(segment, wanted) for segment in segments[:-1]]
             self._index_active(segments[-1])
             parts += [run.find_numbers(wanted) for run in self._runs]
-        return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+            newest = [seq for key in wanted.tolist() for seq in self._newest.get(key, ())]
+            parts.append(np.array(newest, np.int64))
+        return np.unique(np.concatenate(parts))
 
     def _forget(self, gone: list[Segment]) -> None:
         with self._lock:
@@ -62,7 +71,9 @@ class KeyIndex:
         if known is None:
             name = _name(segment)
             if not self._files.exists(name):
-                self._files.replace(name, bytes(self._index(segment.first_seq, segment.next_seq).data))
+                self._files.replace(
+                    name, bytes(KeyRun.build(*self._pairs(segment.first_seq, segment.next_seq)).data)
+                )
             known = KeyRun(self._files.map_readonly(name))
             self._sealed[segment.ordinal] = known
         return known
@@ -71,20 +82,39 @@ class KeyIndex:
         # The log has rolled: what is indexed of the old segment is thrown away, since its run is made from the file.
         if segment.ordinal != self._active:
             self._active, self._indexed_to, self._runs = segment.ordinal, segment.first_seq, []
+            self._forget_newest()
         to_seq = segment.next_seq
         if to_seq > self._indexed_to:
-            self._runs.append(self._index(self._indexed_to, to_seq))
+            self._note(self._pairs(self._indexed_to, to_seq))
             self._indexed_to = to_seq
-        if len(self._runs) > RUNS_MAX:
-            self._runs = [KeyRun.build(*joined([run.columns() for run in self._runs]))]
 
-    def _index(self, from_seq: int, to_seq: int) -> KeyRun:
+    def _note(self, pairs: Pairs) -> None:
+        hashes, seqs = pairs
+        if self._newest_pairs + len(seqs) <= NEWEST_PAIRS_MAX:
+            for key, seq in zip(hashes.tolist(), seqs.tolist(), strict=True):
+                self._newest[key].append(seq)
+            self._newest_pairs += len(seqs)
+            return
+        newest = [(key, seq) for key, of_key in self._newest.items() for seq in of_key]
+        keys, numbers = zip(*newest, strict=True) if newest else ((), ())
+        run = KeyRun.build(*joined([(np.array(keys, np.uint64), np.array(numbers, np.int64)), pairs]))
+        self._forget_newest()
+        # So each pair is sorted O(log n) times, and a look-up bisects O(log n) runs.
+        while self._runs and self._runs[-1].pairs <= 2 * run.pairs:
+            run = KeyRun.build(*joined([self._runs.pop().columns(), run.columns()]))
+        self._runs.append(run)
+
+    def _forget_newest(self) -> None:
+        self._newest.clear()
+        self._newest_pairs = 0
+
+    def _pairs(self, from_seq: int, to_seq: int) -> Pairs:
         parts = []
-        for rows in self._reader.coalesced(from_seq, to_seq, None, 65_536):
+        for rows in self._reader.coalesced(from_seq, to_seq, None, 65_536, ["seq", "unique_key", "keys"]):
             hashes, positions = hash_keys(rows.column("unique_key"), rows.column("keys"))
             seqs = rows.column("seq").to_numpy()
             parts.append((hashes, seqs[positions]))
-        return KeyRun.build(*joined(parts))
+        return joined(parts)
 
 
 def _name(segment: Segment) -> str:
