@@ -193,3 +193,11 @@ def test_a_file_that_somebody_else_wrote_is_refused() -> None:
 def test_only_a_whole_file_is_sealed() -> None:
     with pytest.raises(AssertionError, match="whole Parquet file"):
         seal(parquet()[:-1])
+
+
+@pytest.mark.parametrize(("rows", "group_rows"), [(5_000, 2_048), (65_536, 2_048), (65_537, 8_192)])
+def test_a_large_file_has_larger_row_groups(rows: int, group_rows: int) -> None:
+    data = layout.encode_file(table_rows([NOW_MS] * rows))
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    groups = [metadata.row_group(at).num_rows for at in range(metadata.num_row_groups)]
+    assert set(groups[:-1]) == {group_rows} and sum(groups) == rows
