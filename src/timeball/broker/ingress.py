@@ -182,18 +182,18 @@ class AsyncBatcher(Generic[T, R]):
     """A batcher over a coroutine: `handle` gives each request its result, or an error that is its alone."""
 
     def __init__(
-        self, handle: Callable[[list[T]], Awaitable[Sequence[R | TimeballError]]], requests_max: int
+        self, handle: Callable[[list[T]], Awaitable[Sequence[R | TimeballError]]], rows_max: int
     ) -> None:
         self._handle = handle
         self._tasks: set[asyncio.Future[Sequence[R | TimeballError]]] = set()
         self._batcher: Batcher[tuple[T, asyncio.Future[R]]] = Batcher(
-            self._begin, _set_results, _set_error, rows_max=requests_max, is_pipelined=False
+            self._begin, _set_results, _set_error, rows_max=rows_max, is_pipelined=False
         )
 
-    def put(self, request: T) -> asyncio.Future[R]:
-        """Return the request's result, when its batch has ended."""
+    def put(self, request: T, rows: int = 1) -> asyncio.Future[R]:
+        """Return the request's result, when its batch has ended. `rows`: how much of a batch it takes up."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._batcher.put((request, future))
+        self._batcher.put((request, future), rows)
         return future
 
     def _begin(self, requests: list[tuple[T, asyncio.Future[R]]]) -> Begun:

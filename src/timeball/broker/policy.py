@@ -69,6 +69,10 @@ class Policy:
             return None
         return lambda topic: caller.may(Verb.CANCEL, topic=topic)
 
+    def visible(self, caller: Caller) -> Callable[[str], bool] | None:
+        """Return which topics' promises the caller may look at; None: those of all."""
+        return None if self.allows(caller, Verb.ADMIN) else lambda topic: caller.may(Verb.LOOK, topic=topic)
+
     # -- sending ---------------------------------------------------------------------------------------------
 
     def destination(self, name: str, caller: Caller) -> Topic | None:

@@ -38,6 +38,7 @@ from timeball.broker.push_changes import PushChanges
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.find_message import find_message
+from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
@@ -76,7 +77,8 @@ class Broker:
         self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
         self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
         self.live_tail = LiveTail(parts, self.policy, self.waiters)
-        self.listing = Listing(parts, self.policy, self.mover.lock)
+        self.look_ups = LookUps(parts)
+        self.listing = Listing(self.look_ups, self.policy, self.mover.lock)
         self.forecast = Forecast(parts, self.policy, self.mover.lock)
         self.campaign_changes = CampaignChanges(parts, self.mover)
         self.appender = Appender(parts, self.policy, self.waiters, self.mover.tail_count)
@@ -146,7 +148,8 @@ class Broker:
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         # The lookup hides promises that the caller may not cancel: the verdict not_found tells nothing.
-        return await settle(self.parts, names, partial(cancel, self.parts, by=caller.name))
+        act = partial(cancel, self.parts, self.appender, by=caller.name)
+        return await settle(self.look_ups, names, act)
 
     async def reschedule(
         self,
@@ -161,27 +164,22 @@ class Broker:
     ) -> list[Verdict]:
         """Move what waits of these to another instant; return one verdict each (revoking/reschedule.py)."""
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
-        return await reschedule(self.parts, self.appender, names, due_ms=due_ms, delay_ms=delay_ms)
+        return await reschedule(self.look_ups, self.appender, names, due_ms=due_ms, delay_ms=delay_ms)
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Take back the message that a recall handle names; return its id (revoking/recall.py says what it raises)."""
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
-        return await recall(self.parts, topic, handle, caller.name)
+        return await recall(self.look_ups, self.appender, topic, handle, caller.name)
 
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
     ) -> list[MessagePlace]:
         """Return where the messages with this id are (revoking/find_message.py)."""
         self.policy.allow(caller, Verb.LOOK)
-        may = (
-            None
-            if self.policy.allows(caller, Verb.ADMIN)
-            else lambda topic: caller.may(Verb.LOOK, topic=topic)
-        )
-        names = Names([message_id], topic=topic, may=may)
+        names = Names([message_id], topic=topic, may=self.policy.visible(caller))
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
         groups = GroupPlaces(self.parts, self.consuming.leases, lambda name: may_receive(group=name))
-        return await find_message(self.parts, names, lambda name: may_receive(topic=name), groups)
+        return await find_message(self.look_ups, names, lambda name: may_receive(topic=name), groups)
 
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS

@@ -29,6 +29,7 @@ from timeball.broker.revoking.cancel import cancel_rows, verdicts
 from timeball.broker.revoking.promise_lookup import Candidate, Found
 from timeball.clock import ManualClock
 from timeball.errors import OutOfRange
+from timeball.log.few_rows import rows_of
 from timeball.message import Int64Array, Kind
 from timeball.schedule.scheduler import Scheduler
 from timeball.wire import Verdict
@@ -454,7 +455,7 @@ def candidate(subject: str, seq: int) -> Candidate:
 
 
 def test_cancel_rows_name_the_promises_they_settle() -> None:
-    rows = cancel_rows([candidate("a", 3), candidate("b", 9)], 50)
+    rows = rows_of(cancel_rows([candidate("a", 3), candidate("b", 9)], 50))
     wanted = {"kind": Kind.CANCEL, "topic": "orders", "keys": "k", "store_ms": 50, "accepted_ms": 5}
     assert [{name: row[name] for name in wanted} for row in rows.to_pylist()] == [wanted, wanted]
     assert rows.column("source_seq").to_pylist() == [3, 9]

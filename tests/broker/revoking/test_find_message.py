@@ -50,7 +50,7 @@ def all_groups(world: World) -> GroupPlaces:
 async def test_its_content_is_shown_to_those_who_may_receive_it(world: World, place: Callable) -> None:
     key = await place(world)
     (waiting,) = await world.broker.find(key)
-    (hidden,) = await find_message(world.broker.parts, Names([key]), _nothing, all_groups(world))
+    (hidden,) = await find_message(world.broker.look_ups, Names([key]), _nothing, all_groups(world))
     assert waiting.content is not None
     assert hidden == msgspec.structs.replace(waiting, content=None)
     await world.advance(FAR_MS + HOUR_MS)
@@ -102,7 +102,7 @@ async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) ->
         assert (
             len(
                 await find_message(
-                    world.broker.parts,
+                    world.broker.look_ups,
                     Names([message_id], may=lambda topic: topic == "a"),
                     _nothing,
                     all_groups(world),
@@ -112,7 +112,7 @@ async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) ->
         )
         assert (
             await find_message(
-                world.broker.parts,
+                world.broker.look_ups,
                 Names([message_id], may=lambda topic: topic == "b"),
                 _nothing,
                 all_groups(world),

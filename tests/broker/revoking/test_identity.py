@@ -221,9 +221,10 @@ async def test_without_an_id_moved_rolled_and_let_go_of(world: World) -> None:
         [verdict] = await world.broker.reschedule(seqs=[first], delay_ms=delay_ms)
         assert (verdict.verdict, verdict.seq) == ("rescheduled", first)
         await let_go_of(parts.reader.next_seq - 1)
-    found = await cancel.look_up(parts, Names(seqs=[first]))
+    look_ups = world.broker.look_ups
+    found = await look_ups.look_up(Names(seqs=[first]))
     await let_go_of(parts.reader.next_seq - 1)
-    left = await cancel.look_again(parts, found.candidates, {})
+    left = await cancel.look_again(look_ups, found.candidates, {})
     assert [c.number for c in left.values()] == [first]
     assert left[first].at_seq >= parts.reader.first_seq > found.candidates[0].at_seq
     [verdict] = await world.broker.cancel(seqs=[first])

@@ -11,7 +11,8 @@ from tests.crash.world import HOUR_MS, World
 
 from timeball import limits
 from timeball.broker.revoking import promise_lookup
-from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search, scan
+from timeball.broker.revoking.look_ups import scan
+from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search
 from timeball.errors import OutOfRange
 from timeball.message import Kind, build_rows
 from timeball.table.file_set import FileSet
@@ -20,15 +21,14 @@ from timeball.table.file_set import FileSet
 def look_up(world: World, thorough: bool = False, live: FileSet | None = None, **names: object) -> Found:
     parts = world.broker.parts
     live = parts.hour_log.pending.live if live is None else live
-    search = Search(
-        parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, Names(**names)
-    )
+    asked = Names(**names)
+    search = Search(parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, [asked])
     for step in (search.search_numbers, search.search_log, search.search_names):
         step()
-    missing = search.missing(thorough=thorough)
+    missing = search.missing(asked, thorough=thorough)
     if missing:
         search.add_rows(scan(parts.reader, missing))
-    return search.result()
+    return search.result(asked)
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:

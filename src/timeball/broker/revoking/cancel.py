@@ -18,35 +18,34 @@ that was true at some instant between call and answer. All verdicts name a promi
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from timeball.broker.components import Components, in_thread
+from timeball.broker.appender import Appender
+from timeball.broker.components import Components
 from timeball.broker.rates import Stat
-from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, Search, pairs, scan
-from timeball.errors import NotFound
-from timeball.message import CANCELLED_BY, Kind, build_rows, encode_properties
+from timeball.broker.revoking.look_ups import LookUps
+from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, pairs
+from timeball.message import CANCELLED_BY, Kind, LogRow, encode_properties
 from timeball.wire import Verdict
 
 # Settles those of these promises that still wait, durably; returns what it did, by number.
 Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]
 
 
-async def settle(parts: Components, names: Names, act: Act) -> list[Verdict]:
+async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
     """Call `act` for what waits; return a definite verdict for each promise, and for each name without one."""
     names.check()
-    async with parts.revoking.passing():
-        return await _settle(parts, names, act)
+    async with look_ups.parts.revoking.passing():
+        return await _settle(look_ups, names, act)
 
 
-async def _settle(parts: Components, names: Names, act: Act) -> list[Verdict]:
-    found = await look_up(parts, names)
+async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
+    found = await look_ups.look_up(names)
     told = {
         number: Verdict("", ended.verdict, number, ended.at_ms) for number, ended in found.settled.items()
     }
@@ -56,11 +55,13 @@ async def _settle(parts: Components, names: Names, act: Act) -> list[Verdict]:
         # Settling is one step on the event loop, so each promise is in `acted` or was settled by another request.
         acted = await act(list(left.values()))
         told |= acted
-        left = await look_again(parts, [c for c in left.values() if c.number not in acted], told)
+        left = await look_again(look_ups, [c for c in left.values() if c.number not in acted], told)
     return verdicts(names.subjects, found, told)
 
 
-async def cancel(parts: Components, candidates: list[Candidate], *, by: str = "") -> dict[int, Verdict]:
+async def cancel(
+    parts: Components, appender: Appender, candidates: list[Candidate], *, by: str = ""
+) -> dict[int, Verdict]:
     """Cancel them, durably (an Act). `by`: the account that asks for it, which the rows name."""
     now_ms = parts.clock.now_ms()
     chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
@@ -68,8 +69,7 @@ async def cancel(parts: Components, candidates: list[Candidate], *, by: str = ""
         # An operator may name the topic that messages are redelivered from.
         parts.lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
         # No pause since the decision: the CANCEL rows stand in the log before any later release.
-        _, durable = parts.writer.append(cancel_rows(chosen, now_ms, by))
-        await durable
+        await appender.append_few(cancel_rows(chosen, now_ms, by))
         parts.rates.add_each(Stat.CANCELLED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
 
@@ -79,22 +79,16 @@ def stop_waiting(parts: Components, candidates: Sequence[Candidate]) -> npt.NDAr
     return parts.scheduler.cancel(*pairs(candidates))
 
 
-def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> pa.RecordBatch:
-    """Return LOG_SCHEMA cancel rows for these promises."""
-    return build_rows(
-        len(chosen),
-        kind=int(Kind.CANCEL),
-        topic=[c.topic for c in chosen],
-        queue_id=-1,
-        unique_key=[c.unique_key for c in chosen],
-        keys=[c.keys for c in chosen],
-        store_ms=now_ms,
-        due_ms=[c.due_ms for c in chosen],
-        accepted_ms=[c.accepted_ms for c in chosen],
-        source_seq=[c.number for c in chosen],
-        properties=encode_properties({CANCELLED_BY: by}) if by else None,
-        version_seq=[None if c.seq == c.number else c.seq for c in chosen],
-    )
+def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[LogRow]:
+    """Return the CANCEL rows of these promises, as values of LOG_SCHEMA."""
+    properties = encode_properties({CANCELLED_BY: by}) if by else None
+    return [
+        (
+            int(Kind.CANCEL), c.topic, -1, None, None, c.keys, c.unique_key, None, properties, None, None, now_ms,
+            None, None, None, None, c.due_ms, c.accepted_ms, c.number, None if c.seq == c.number else c.seq, None,
+        )
+        for c in chosen
+    ]  # fmt: skip
 
 
 def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) -> list[Verdict]:
@@ -140,41 +134,16 @@ def _unknown(subject: str, found: Found) -> Verdict:
     return Verdict(subject, "not_found" if seq is None else "expired", seq)
 
 
-async def look_up(parts: Components, names: Names, *, thorough: bool = False) -> Found:
-    while not (search := await _search(parts, names)):
-        pass
-    missing = search.missing(thorough=thorough)
-    if missing:
-        search.add_rows(await asyncio.to_thread(scan, parts.reader, missing))
-    return search.result()
-
-
-async def _search(parts: Components, names: Names) -> Search | None:
-    """Return what log and files say; None when retention has removed some of either meanwhile: search again."""
-    first_seq, live = parts.reader.first_seq, parts.hour_log.pending.live
-    search = Search(parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, names)
-    try:
-        if names.seqs:
-            await in_thread(parts.lookup_thread, search.search_numbers)
-        await in_thread(parts.reader_thread, search.search_log)
-        if names.ids or names.keys:
-            await in_thread(parts.lookup_thread, search.search_names)
-    except NotFound:
-        if parts.hour_log.pending.live is live:
-            raise  # a file is missing that should be there
-        return None
-    return search if parts.reader.first_seq == first_seq else None
-
-
 async def look_again(
-    parts: Components, lost: Sequence[Candidate], told: dict[int, Verdict]
+    look_ups: LookUps, lost: Sequence[Candidate], told: dict[int, Verdict]
 ) -> dict[int, Candidate]:
     """Add to `told` the verdicts of other requests; return, by number, those to try again elsewhere."""
     if not lost:
         return {}
     # It was settled since the lookup, or is handed out and on its way to the disk: after the flush its row is there.
+    parts = look_ups.parts
     await parts.writer.flushed()
-    found = await look_up(parts, Names(seqs=[c.number for c in lost]), thorough=True)
+    found = await look_ups.look_up(Names(seqs=[c.number for c in lost]), thorough=True)
     become, left = {c.number: c for c in found.candidates}, {}
     for was in lost:
         now, ended = become.get(was.number), found.settled.get(was.number)

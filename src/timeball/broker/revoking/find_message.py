@@ -18,6 +18,7 @@ from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle
+from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import Candidate, Names, is_on_its_way_back
 from timeball.key_hash import hash_text
 from timeball.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
@@ -46,10 +47,10 @@ class _Logged:
 
 
 async def find_message(
-    parts: Components, names: Names, may_read: MayRead, groups: GroupPlaces
+    look_ups: LookUps, names: Names, may_read: MayRead, groups: GroupPlaces
 ) -> list[MessagePlace]:
     """Return the places of messages with the id that `names` has, the newest first; none for one that is not known."""
-    topics: dict[int, str] = {}
+    parts, topics = look_ups.parts, dict[int, str]()
     contents: dict[int, Content] = {}
 
     async def look(named: list[Candidate]) -> dict[int, Verdict]:
@@ -61,7 +62,7 @@ async def find_message(
         contents.update(await in_thread(parts.file_thread, _contents, parts, shown))
         return {c.number: Verdict("", WAITING, c.number, due_ms=c.due_ms) for c in candidates}
 
-    verdicts = await settle(parts, names, look)
+    verdicts = await settle(look_ups, names, look)
     # Behind the verdicts: what was released since then is found here.
     logged = await in_thread(parts.reader_thread, _logged, parts, names, may_read)
     copies = by_message(logged.copies, logged.visible)

@@ -12,13 +12,15 @@ carry their producer's id and keys, but its message has been delivered, and to c
 The log is searched in the reader thread, which alone removes segments; the files in a thread of their own, where
 decoding a row keeps no consumer and no release waiting. Both are searched as the table was at the beginning, so a
 promise that moves meanwhile from the log to a file, or from file to file, is found all the same; a lookup is repeated
-when retention has removed what it was to read (cancel.py).
+when retention has removed what it was to read (look_ups.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,11 +119,17 @@ def is_on_its_way_back(topic: str) -> bool:
     return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
 
 
-class Search:
-    """One lookup; each of its methods runs in one thread, one after the other.
+class Axis(Enum):
+    """By what a caller names a promise."""
 
-    Call `search_numbers`, `search_log` (reader thread) and `search_names`, then scan the log for what is `missing`
-    (`scan`) and `add_rows`, then `result`.
+    ID, KEY, SEQ = range(3)
+
+
+class Search:
+    """One look-up for several callers; each of its methods runs in one thread, one after the other.
+
+    Call `search_numbers`, `search_log` (reader thread) and `search_names`. Then, for each caller, scan the log for what
+    is `missing` (`scan`) and `add_rows`, then `result`.
     """
 
     def __init__(
@@ -131,13 +139,27 @@ class Search:
         file_keys: TableKeys,
         live: FileSet,
         moved: Moved,
-        names: Names,
+        callers: Sequence[Names],
     ) -> None:
-        self._reader, self._key_index, self._moved, self._names = reader, key_index, moved, names
+        self._reader, self._key_index, self._moved = reader, key_index, moved
         self._file_keys, self._live = file_keys, live
-        self._found: dict[tuple[str, int], Candidate] = {}
+        self._ids = {name for names in callers for name in names.ids}
+        self._keys = {name for names in callers for name in names.keys}
+        self._seqs = {seq for names in callers for seq in names.seqs}
+        # By what named it, then by number: an id of one caller may be a key of another.
+        self._found: dict[tuple[Axis, str], dict[int, Candidate]] = defaultdict(dict)
         self._settled: dict[int, Settled] = {}
         self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
+
+    @property
+    def has_numbers(self) -> bool:
+        """Return whether a caller has named a promise by its number."""
+        return bool(self._seqs)
+
+    @property
+    def has_names(self) -> bool:
+        """Return whether a caller has named one by id or key."""
+        return bool(self._ids or self._keys)
 
     def search_numbers(self) -> None:
         """Search the files for the numbers."""
@@ -146,7 +168,7 @@ class Search:
             self._live, np.array(list(number_of), dtype=np.int64)
         ).to_pylist():
             if _number_in_table(row) == number_of[row["seq"]]:
-                self._add_filed(str(number_of[row["seq"]]), row)
+                self._add_filed((Axis.SEQ, str(number_of[row["seq"]])), row)
 
     def search_log(self) -> None:
         """Search the log by number, and its key index for the names and for what ended the promises found so far."""
@@ -154,31 +176,30 @@ class Search:
             if (
                 not self._in_log(version, number)
                 and 0 < number < self._reader.next_seq
-                and (str(number), number) not in self._found
+                and number not in self._found[Axis.SEQ, str(number)]
             ):
                 self._unknown.add(number)
-        by_id, by_key = set(self._names.ids), set(self._names.keys)
         # The rows that end a promise named by its number are found by its id.
-        known = {c.unique_key for c in self._found.values() if c.unique_key is not None}
+        known = {c.unique_key for of_name in self._found.values() for c in of_name.values()} - {None}
         # One look-up for all names: each asks every sealed segment's index.
-        hashes = hash_text(pa.array([*(by_id | known), *by_key], pa.string()))
+        hashes = hash_text(pa.array([*(self._ids | known), *self._keys], pa.string()))
         for row in self._reader.read_rows(self._key_index.find_rows(hashes)).select(COLUMNS).to_pylist():
-            for name in _names(row, by_id, by_key):
+            for name in self._names(row):
                 self._add_logged(name, row)
             self._note_settling(row)
             self._note_move(row)
 
     def search_names(self) -> None:
         """Search the files for the ids and keys."""
-        by_id, by_key = set(self._names.ids), set(self._names.keys)
-        hashes = hash_text(pa.array([*by_id, *by_key], pa.string()))
+        hashes = hash_text(pa.array([*self._ids, *self._keys], pa.string()))
         for row in self._file_keys.find_keys(self._live, hashes).to_pylist():
-            for name in _names(row, by_id, by_key):
+            for name in self._names(row):
                 self._add_filed(name, row)
 
-    def missing(self, *, thorough: bool) -> set[int]:
+    def missing(self, names: Names, *, thorough: bool) -> set[int]:
         """Return the numbers to scan the log for; `thorough`: also those of promises without an id, for their end."""
-        return self._unknown | {c.number for c in self._found.values() if thorough and c.unique_key is None}
+        unknown = self._unknown.intersection(names.seqs)
+        return unknown | {c.number for c in self._of(names) if thorough and c.unique_key is None}
 
     def add_rows(self, rows: list[dict[str, Any]]) -> None:
         """Add the rows that a scan of the log has found."""
@@ -186,14 +207,15 @@ class Search:
             self._note_settling(row)
             self._note_move(row)
             if row["source_seq"] in self._unknown:
-                self._add_logged(str(row["source_seq"]), row)
+                self._add_logged((Axis.SEQ, str(row["source_seq"])), row)
 
-    def result(self) -> Found:
-        """Return all promises with one of the names."""
-        names, candidates = self._names, [self._in_newest(c) for c in self._found.values()]
+    def result(self, names: Names) -> Found:
+        """Return all promises with one of a caller's names."""
+        candidates = [self._in_newest(c) for c in self._of(names)]
         known = {c.number for c in candidates}
         # Given out once, and now in neither log nor table: its end is not known any more ("expired").
-        gone = {str(seq): seq for seq in self._unknown - known if seq < self._reader.first_seq}
+        unknown = self._unknown.intersection(names.seqs) - known
+        gone = {str(seq): seq for seq in unknown if seq < self._reader.first_seq}
         # Without a topic, copies on their way back to a group are hidden: they carry the id of a delivered message.
         if names.topic is not None:
             candidates = [c for c in candidates if c.topic == names.topic]
@@ -203,6 +225,16 @@ class Search:
         if names.may is not None:
             candidates = [c for c in candidates if names.may(c.topic)]
         return Found(candidates, self._settled, gone)
+
+    def _of(self, names: Names) -> list[Candidate]:
+        """Return what was found of a caller's names, each promise once a name."""
+        asked = [
+            *((Axis.ID, name) for name in names.ids),
+            *((Axis.KEY, name) for name in names.keys),
+            *((Axis.SEQ, str(seq)) for seq in names.seqs),
+        ]
+        found = {(c.subject, c.number): c for name in asked for c in self._found.get(name, {}).values()}
+        return list(found.values())
 
     def _in_newest(self, candidate: Candidate) -> Candidate:
         """Return it as the schedule knows it now: what was found may be an old row of it in a file."""
@@ -219,7 +251,7 @@ class Search:
     def _versions(self) -> dict[int, int]:
         """Return the numbers asked for, by the version of each that is the newest."""
         found = {}
-        for number in self._names.seqs:
+        for number in self._seqs:
             moved_to = self._moved.newest(number)
             found[number if moved_to is None else moved_to[1]] = number
         return found
@@ -234,28 +266,28 @@ class Search:
                 # Of a half message the rows behind it say whether it became a promise.
                 there = row["kind"] != Kind.PROMISE or row["due_ms"] is not None
                 if row["kind"] in KINDS and _number_of(row) == number:
-                    self._add_logged(str(number), row)
+                    self._add_logged((Axis.SEQ, str(number)), row)
         return there
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
-    def _add_logged(self, subject: str, row: dict[str, Any]) -> None:
+    def _add_logged(self, name: tuple[Axis, str], row: dict[str, Any]) -> None:
         """Note the promise that a row of the log accepts, moves or ends. A half message waits for no instant."""
         if row["due_ms"] is None:
             return
         if row["kind"] in KINDS:
             accepted_ms = row["store_ms"] if row["kind"] == Kind.PROMISE else row["accepted_ms"]
-            self._add(subject, row, _number_of(row), _version_of(row), accepted_ms, at_seq=row["seq"])
+            self._add(name, row, _number_of(row), _version_of(row), accepted_ms, at_seq=row["seq"])
         elif row["kind"] in SETTLING:
             # The promise itself may have been let go by retention, or never have been in the log (bulk).
-            self._add(subject, row, row["source_seq"], _version_of(row), row["accepted_ms"])
+            self._add(name, row, row["source_seq"], _version_of(row), row["accepted_ms"])
 
-    def _add_filed(self, subject: str, row: dict[str, Any]) -> None:
-        self._add(subject, row, _number_in_table(row), row["seq"], row["accepted_ms"], in_table=True)
+    def _add_filed(self, name: tuple[Axis, str], row: dict[str, Any]) -> None:
+        self._add(name, row, _number_in_table(row), row["seq"], row["accepted_ms"], in_table=True)
 
     def _add(
         self,
-        subject: str,
+        name: tuple[Axis, str],
         row: dict[str, Any],
         number: int,
         version: int,
@@ -265,19 +297,20 @@ class Search:
         at_seq: int | None = None,
     ) -> None:
         """Note where a promise lies: its newest version counts, and of that the last row of the log."""
-        known = self._found.get((subject, number))
+        of_name = self._found[name]
+        known = of_name.get(number)
         if known is not None and known.seq > version:
             return
         if known is not None and known.seq == version:
-            self._found[subject, number] = replace(
+            of_name[number] = replace(
                 known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
             )
             return
         is_level = row.get("kind") in KINDS and row["queue_offset"] is not None
         # The CANCEL row is to name the topic the message was for.
         topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
-        self._found[subject, number] = Candidate(
-            subject, number, version, row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
+        of_name[number] = Candidate(
+            name[1], number, version, row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
             is_level, in_table, at_seq,
         )  # fmt: skip
 
@@ -290,9 +323,16 @@ class Search:
 
     def _note_move(self, row: dict[str, Any]) -> None:
         """Note that a promise found by its number was written again, in this row."""
-        subject = str(row["source_seq"])
-        if row["kind"] == Kind.MOVED and (subject, row["source_seq"]) in self._found:
-            self._add_logged(subject, row)
+        name = Axis.SEQ, str(row["source_seq"])
+        if row["kind"] == Kind.MOVED and row["source_seq"] in self._found.get(name, ()):
+            self._add_logged(name, row)
+
+    def _names(self, row: dict[str, Any]) -> list[tuple[Axis, str]]:
+        """Return which of the ids and keys asked for the row carries."""
+        names = [(Axis.ID, row["unique_key"])] if row["unique_key"] in self._ids else []
+        if row["keys"] is not None and self._keys:
+            names += [(Axis.KEY, key) for key in self._keys.intersection(row["keys"].split(" "))]
+        return names
 
 
 def _number_of(row: dict[str, Any]) -> int:
@@ -308,14 +348,6 @@ def _version_of(row: dict[str, Any]) -> int:
     if row["kind"] == Kind.PROMISE or row["from_due_ms"] is not None:
         return int(row["seq"])
     return int(row["source_seq"] if row["version_seq"] is None else row["version_seq"])
-
-
-def _names(row: dict[str, Any], by_id: set[str], by_key: set[str]) -> list[str]:
-    """Return which of these ids and keys the row carries."""
-    names = {row["unique_key"]} & by_id
-    if row["keys"] is not None:
-        names |= set(row["keys"].split(" ")) & by_key
-    return sorted(names)
 
 
 def read(
@@ -340,36 +372,3 @@ def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
     return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
         [c.seq for c in candidates], dtype=np.int64
     )
-
-
-# ---- what no index knows --------------------------------------------------------------------------------------
-
-# An index by number would cost an entry for each release, and messages of RocketMQ's and our clients have ids. So the
-# log is read, from the first of these numbers to its end. That may take a while, so it runs in a thread of its own:
-# consumers wait for the broker's reader thread. Rows that retention removes meanwhile are missing from the result, as
-# if they had been removed before.
-
-
-_BATCH_ROWS = 65_536
-
-
-def scan(reader: LogReader, wanted: set[int]) -> list[dict[str, Any]]:
-    """Return the rows (`COLUMNS`, in order) that move or end these promises; any thread."""
-    while True:
-        begin = max(reader.first_seq, min(wanted))
-        try:
-            return _scan(reader, sorted(wanted), begin)
-        except OutOfRange:
-            if reader.first_seq <= begin:
-                raise
-            # Retention has removed the segment since `first_seq` was read: begin at the new one.
-
-
-def _scan(reader: LogReader, wanted: list[int], begin: int) -> list[dict[str, Any]]:
-    found = []
-    for rows in reader.coalesced(begin, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
-        # By number, in vectors and without bodies: a scan may go through days of log.
-        mine = np.isin(rows.column("source_seq").fill_null(-1).to_numpy(), wanted)
-        if mine.any():
-            found += rows.filter(pa.array(mine)).to_pylist()
-    return found

@@ -23,8 +23,10 @@ import binascii
 from functools import partial
 from typing import NamedTuple
 
+from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.revoking.cancel import cancel, settle
+from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, Names
 from timeball.errors import InvalidMessage, NotFound
 from timeball.wire import HANDED, Verdict
@@ -81,11 +83,12 @@ class RecallRefused(Exception):
         self.verdict, self.at_ms, self.sentence = verdict, at_ms, sentence
 
 
-async def recall(parts: Components, topic: str, handle_text: str, by: str = "") -> str:
+async def recall(look_ups: LookUps, appender: Appender, topic: str, handle_text: str, by: str = "") -> str:
     """Take back the message that a handle names; returns its id. `by`: the account that asks for it.
 
     Raises NotFound (the topic), InvalidMessage (no handle, or another topic's or broker's) and RecallRefused.
     """
+    parts = look_ups.parts
     if parts.topics.find_topic(topic) is None:
         raise NotFound(f"topic[{topic}] not exist")
     handle = decode_handle(handle_text)
@@ -94,26 +97,27 @@ async def recall(parts: Components, topic: str, handle_text: str, by: str = "") 
     if handle.broker_name != parts.settings.broker_name:
         raise InvalidMessage("recall handle is of another broker")
     if parts.settings.recall_answers == "rocketmq":
-        await _as_rocketmq(parts, handle, by)
+        await _as_rocketmq(look_ups, appender, handle, by)
         return handle.unique_key
     # An id may name several messages, if its producer has used it again: all of them must be settled.
-    for verdict in await _cancel(parts, handle, by):
+    for verdict in await _cancel(look_ups, appender, handle, by):
         # "cancelled" before counts as success: a recall that is repeated after a lost answer must succeed.
         if verdict.verdict not in SETTLED or _is_handed(parts, verdict):
             raise await _refusal(parts, handle, verdict)
     return handle.unique_key
 
 
-async def _cancel(parts: Components, handle: Handle, by: str) -> list[Verdict]:
+async def _cancel(look_ups: LookUps, appender: Appender, handle: Handle, by: str) -> list[Verdict]:
     names = Names(ids=[handle.unique_key], topic=handle.topic)
-    return await settle(parts, names, partial(cancel, parts, by=by))
+    return await settle(look_ups, names, partial(cancel, look_ups.parts, appender, by=by))
 
 
-async def _as_rocketmq(parts: Components, handle: Handle, by: str) -> None:
+async def _as_rocketmq(look_ups: LookUps, appender: Appender, handle: Handle, by: str) -> None:
     """Succeed for each handle whose instant is ahead, as RocketMQ does."""
+    parts = look_ups.parts
     if handle.timestamp_ms <= parts.clock.now_ms():
         raise RecallRefused("released", None, f"too late, the instant {handle.timestamp_ms} has passed")
-    if any(_is_handed(parts, verdict) for verdict in await _cancel(parts, handle, by)):
+    if any(_is_handed(parts, verdict) for verdict in await _cancel(look_ups, appender, handle, by)):
         raise RecallRefused(HANDED, None, HANDED_OVER)
 
 

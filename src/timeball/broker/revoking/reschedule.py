@@ -29,6 +29,7 @@ from timeball.broker.delivery import as_moves, in_frames
 from timeball.broker.rates import Stat
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle, stop_waiting
+from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import Candidate, Names
 from timeball.errors import InvalidDelay, RequestError
 from timeball.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
@@ -40,11 +41,12 @@ ROWS_AT_ONCE = 64  # bodies in memory: 256 MiB of the largest
 
 
 async def reschedule(
-    parts: Components, appender: Appender, names: Names, *, due_ms: int | None, delay_ms: int | None
+    look_ups: LookUps, appender: Appender, names: Names, *, due_ms: int | None, delay_ms: int | None
 ) -> list[Verdict]:
     """Move what waits of these to an instant, or so far from now; raise InvalidDelay, and what a send raises."""
+    parts = look_ups.parts
     instant_ms = _instant_ms(parts, due_ms, delay_ms)
-    return await settle(parts, names, partial(_move, parts, appender, instant_ms))
+    return await settle(look_ups, names, partial(_move, parts, appender, instant_ms))
 
 
 def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> int:

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.access import ANONYMOUS, Caller, Verb
-from timeball.broker.components import Components, in_thread
+from timeball.broker.components import in_thread
 from timeball.broker.policy import Policy
-from timeball.broker.revoking.cancel import look_up
+from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import Candidate, Names, pairs, read
 from timeball.broker.waiting.log_tail import Codes, Logged, LogTail, TopicCodes
 from timeball.broker.waiting.pages import Page, Waiting, Wanted
@@ -43,8 +43,9 @@ Ranges = tuple[Int64Array, Int64Array, list[str]]
 class Listing:
     """Pages of what waits. Belongs to the event loop; what reads log and table, to the background thread."""
 
-    def __init__(self, parts: Components, policy: Policy, attaching: asyncio.Lock) -> None:
-        self._parts, self._policy, self._attaching = parts, policy, attaching
+    def __init__(self, look_ups: LookUps, policy: Policy, attaching: asyncio.Lock) -> None:
+        self._look_ups, self._parts = look_ups, (parts := look_ups.parts)
+        self._policy, self._attaching = policy, attaching
         self._codes = TopicCodes()
         self._tail = LogTail(parts.reader, self._codes)
         self._forgetting: asyncio.TimerHandle | None = None
@@ -138,9 +139,9 @@ class Listing:
     async def _with_key(self, wanted: Wanted, key: str, caller: Caller) -> Page:
         """Return a page of what waits and carries this key: the key index knows where it is."""
         parts = self._parts
-        may = None if self._policy.allows(caller, Verb.ADMIN) else partial(self._may_look, caller)
         # The lookup hides what the caller may not see, and copies on their way back.
-        found = await look_up(parts, Names(keys=[key], topic=wanted.topic, may=may))
+        names = Names(keys=[key], topic=wanted.topic, may=self._policy.visible(caller))
+        found = await self._look_ups.look_up(names)
         low, high = wanted.low, wanted.high
         candidates = sorted(
             (
@@ -157,9 +158,6 @@ class Listing:
         messages = await in_thread(parts.file_thread, self._read_candidates, chosen, self._ranges())
         is_last = len(candidates) == len(chosen)
         return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
-
-    def _may_look(self, caller: Caller, topic: str) -> bool:
-        return caller.may(Verb.LOOK, topic=topic)
 
     def _read_candidates(self, chosen: list[Candidate], ranges: Ranges) -> list[Waiting]:
         parts = self._parts

@@ -1,0 +1,107 @@
+"""Look promises up for requests that name them: those that come while one search is under way share the next.
+
+A search of the log and of the key runs costs nearly the same for one name as for ten, and it takes turns with others in
+the threads that read. What each caller is told depends on its own names only (promise_lookup.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from timeball import limits
+from timeball.broker.components import Components, in_thread
+from timeball.broker.ingress import AsyncBatcher
+from timeball.broker.revoking.promise_lookup import COLUMNS, SETTLING, Found, Names, Search
+from timeball.errors import Corrupt, NotFound, OutOfRange, TimeballError
+from timeball.log.reader import LogReader
+from timeball.message import Kind
+
+
+class LookUps:
+    """The look-ups of one broker. Belongs to the event loop."""
+
+    def __init__(self, parts: Components) -> None:
+        self.parts = parts
+        self._batcher: AsyncBatcher[Names, Search] = AsyncBatcher(
+            self._search_together, limits.CANCELS_PER_REQUEST_MAX
+        )
+
+    async def look_up(self, names: Names, *, thorough: bool = False) -> Found:
+        """Return what log and table say now; `thorough`: also of the end of promises without an id.
+
+        Raises Corrupt when a file that may hold one of them cannot be read.
+        """
+        search = await self._batcher.put(names, rows=len(names.subjects))
+        missing = search.missing(names, thorough=thorough)
+        if missing:
+            search.add_rows(await asyncio.to_thread(scan, self.parts.reader, missing))
+        return search.result(names)
+
+    async def _search_together(self, callers: Sequence[Names]) -> list[Search | TimeballError]:
+        try:
+            search = await self._search(callers)
+        except (Corrupt, NotFound) as error:
+            if len(callers) == 1:
+                return [error]
+            # A file that one of them needs cannot be read: that must not fail the others.
+            return [found for names in callers for found in await self._search_together([names])]
+        return [search] * len(callers)
+
+    async def _search(self, callers: Sequence[Names]) -> Search:
+        """Search log and files; again when retention has removed some of either meanwhile."""
+        parts = self.parts
+        while True:
+            first_seq, live = parts.reader.first_seq, parts.hour_log.pending.live
+            search = Search(
+                parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, callers
+            )
+            try:
+                if search.has_numbers:
+                    await in_thread(parts.lookup_thread, search.search_numbers)
+                await in_thread(parts.reader_thread, search.search_log)
+                if search.has_names:
+                    await in_thread(parts.lookup_thread, search.search_names)
+            except NotFound:
+                if parts.hour_log.pending.live is live:
+                    raise  # a file is missing that should be there
+            else:
+                if parts.reader.first_seq == first_seq:
+                    return search
+
+
+# ---- what no index knows --------------------------------------------------------------------------------------
+
+# An index by number would cost an entry for each release, and messages of RocketMQ's and our clients have ids. So the
+# log is read, from the first of these numbers to its end. That may take a while, so it runs in a thread of its own:
+# consumers wait for the broker's reader thread. Rows that retention removes meanwhile are missing from the result, as
+# if they had been removed before.
+
+
+_BATCH_ROWS = 65_536
+
+
+def scan(reader: LogReader, wanted: set[int]) -> list[dict[str, Any]]:
+    """Return the rows (`COLUMNS`, in order) that move or end these promises; any thread."""
+    while True:
+        begin = max(reader.first_seq, min(wanted))
+        try:
+            return _scan(reader, sorted(wanted), begin)
+        except OutOfRange:
+            if reader.first_seq <= begin:
+                raise
+            # Retention has removed the segment since `first_seq` was read: begin at the new one.
+
+
+def _scan(reader: LogReader, wanted: list[int], begin: int) -> list[dict[str, Any]]:
+    found = []
+    for rows in reader.coalesced(begin, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
+        # By number, in vectors and without bodies: a scan may go through days of log.
+        mine = np.isin(rows.column("source_seq").fill_null(-1).to_numpy(), wanted)
+        if mine.any():
+            found += rows.filter(pa.array(mine)).to_pylist()
+    return found

@@ -1,0 +1,110 @@
+"""Look-ups that come together share a search, and each caller learns of its own names only."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.broker.on_node import on_node
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import World
+
+from timeball.broker.revoking.promise_lookup import Names, Search
+from timeball.errors import Corrupt, TimeballError
+from timeball.table.key_index import TableKeys
+
+
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note of how many callers each search is."""
+    counts, init = list[int](), Search.__init__
+
+    def counted(self: Search, *args: object) -> None:
+        counts.append(len(args[-1]))  # type: ignore[arg-type]
+        init(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Search, "__init__", counted)
+    return counts
+
+
+async def told(world: World, names: list[Names]) -> list[list[tuple[str, int]]]:
+    """Return (subject, number) of what each of these, asked at once, is told of."""
+    found = await asyncio.gather(*(world.broker.look_ups.look_up(each) for each in names))
+    return [sorted((c.subject, c.number) for c in each.candidates) for each in found]
+
+
+def test_what_comes_together_shares_a_search_and_each_is_told_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = searches(monkeypatch)
+
+    @on_node()
+    async def work(world: World) -> None:
+        filed = await world.bulk("a", [FAR_MS, FAR_MS + 1], 1)
+        logged = await world.send("b", [FAR_MS, FAR_MS])
+        names = [
+            *(Names(ids=[one]) for one in (*filed, *logged)),
+            Names(keys=[filed[0]]),  # an id of another caller is no key
+            Names(ids=[logged[1], "unknown", filed[1]]),
+            Names(ids=[filed[0], logged[0]], topic="a"),
+            Names(ids=[filed[0], logged[0]], may=lambda topic: topic == "b"),
+        ]
+        alone = [(await told(world, [each]))[0] for each in names]
+        numbers = [number for [(_, number)] in alone[:4]]
+        assert len(set(numbers)) == 4
+        assert alone[4:] == [
+            [],
+            sorted([(logged[1], numbers[3]), (filed[1], numbers[1])]),
+            [(filed[0], numbers[0])],
+            [(logged[0], numbers[2])],
+        ]
+        by_number = [Names(seqs=[number]) for number in numbers]
+        counts.clear()
+        assert await told(world, names + by_number) == alone + [[(str(n), n)] for n in numbers]
+        assert sum(counts) == 12 and len(counts) <= 2, counts
+
+    work()
+
+
+def test_a_large_request_takes_a_search_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = searches(monkeypatch)
+
+    @on_node()
+    async def work(world: World) -> None:
+        large = Names(ids=[f"none-{n}" for n in range(9_999)])
+        assert await told(world, [large, Names(ids=["x", "y"]), large]) == [[], [], []]
+        assert counts == [1, 1, 1]
+
+    work()
+
+
+def test_a_file_that_cannot_be_read_fails_only_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_node()
+    async def work(world: World) -> None:
+        [filed] = await world.bulk("a", [FAR_MS], 1)
+        [logged] = await world.send("b", [FAR_MS])
+        find_keys = TableKeys.find_keys
+
+        def rotten(self: TableKeys, live: object, hashes: object) -> object:
+            rows = find_keys(self, live, hashes)  # type: ignore[arg-type]
+            if rows.num_rows:
+                raise Corrupt("a page of it does not match its checksum; restore this file from a copy")
+            return rows
+
+        monkeypatch.setattr(TableKeys, "find_keys", rotten)
+        look_up = world.broker.look_ups.look_up
+        answers = await asyncio.gather(
+            *(look_up(Names(ids=[one])) for one in (logged, filed, "none", logged)), return_exceptions=True
+        )
+        assert [isinstance(answer, TimeballError) for answer in answers] == [False, True, False, False]
+        assert isinstance(answers[1], Corrupt)
+        monkeypatch.setattr(TableKeys, "find_keys", find_keys)
+        assert len((await look_up(Names(ids=[filed]))).candidates) == 1
+
+    work()
+
+
+@on_node()
+async def test_cancels_of_one_promise_that_come_together_end_it_once(world: World) -> None:
+    [filed] = await world.bulk("a", [FAR_MS], 1)
+    verdicts = await asyncio.gather(*(world.broker.cancel(ids=[filed]) for _ in range(5)))
+    assert sorted(one.verdict for [one] in verdicts) == [*["already_cancelled"] * 4, "cancelled"]
