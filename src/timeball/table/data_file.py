@@ -113,8 +113,11 @@ class DataFile:
             parts = []
             for group in groups.tolist():
                 start = self._group_starts[group]
-                inside = rows[(rows >= start) & (rows < self._group_starts[group + 1])]
-                parts.append(self._read([group], columns).take(pa.array(inside - start)))
+                inside = rows[(rows >= start) & (rows < self._group_starts[group + 1])] - start
+                found = self._read([group], columns)
+                # The usual look-up is for one row, of which a slice costs a tenth of `take`.
+                is_one = len(inside) == 1
+                parts.append(found.slice(int(inside[0]), 1) if is_one else found.take(pa.array(inside)))
             return pa.concat_tables(parts)
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
