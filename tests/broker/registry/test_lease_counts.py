@@ -84,8 +84,12 @@ def test_ended_leases_take_no_room_for_ever() -> None:
 
 
 def test_neighbours_are_one_span() -> None:
-    assert spans(numbers([3, 4, 5, 9, 11, 12])) == [(3, 3), (9, 1), (11, 2)]
-    assert spans(numbers([])) == []
+    assert spans(numbers([3, 4, 5, 9, 11, 12]), numbers([0] * 6)) == {0: [(3, 3), (9, 1), (11, 2)]}
+    assert spans(numbers([0, 1, 2, 3, 4, 5]), numbers([7, 7, 0, 7, 0, 0])) == {
+        0: [(2, 1), (4, 2)],
+        7: [(0, 2), (3, 1)],
+    }
+    assert spans(numbers([]), numbers([])) == {}
 
 
 def promises(texts: list[str | None], topics: list[str]) -> pa.RecordBatch:
