@@ -153,6 +153,13 @@ class GroupState(msgspec.Struct, frozen=True):
     topics: list[TopicState]
 
 
+class GroupPage(msgspec.Struct, frozen=True):
+    """Some groups, by name, and the name behind which the next ones stand, if there are more."""
+
+    groups: list[GroupState]
+    next_page: str | None = None
+
+
 class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
     """A message that a group has given up. `body` has its first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
 

@@ -44,6 +44,9 @@ from timeball.answers import (
     Drained as Drained,
 )
 from timeball.answers import (
+    GroupPage as GroupPage,
+)
+from timeball.answers import (
     GroupPlace as GroupPlace,
 )
 from timeball.answers import (
@@ -291,9 +294,11 @@ class Drain(Request, frozen=True):
 
 
 class Groups(Request, frozen=True):
-    """groups: lags, leases and dead letters of one group, or of all."""
+    """groups: lags, leases and dead letters of one group; or of all by name, behind the one that `after` names."""
 
     group: Group | None = None
+    rows: Annotated[int, Meta(ge=1, le=limits.LISTED_ROWS_MAX)] = limits.LISTED_ROWS_MAX
+    after: Group | None = None
 
 
 class DeadLetters(Request, frozen=True):

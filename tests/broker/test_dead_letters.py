@@ -63,7 +63,7 @@ async def test_what_was_given_up_is_shown_page_by_page(world: World) -> None:
     assert {one.topic for one in found} == {TOPIC}
     assert {one.id for one in found} == {f"id-{number}" for number in range(7)}
     assert world.broker.dead_letters.count(GROUP) == 7
-    (state,) = await world.broker.groups.all(GROUP, ANONYMOUS)
+    state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert state.dead_letters == 7 and state.attempts_max == 17
     assert await world.broker.dead_letters.page("other", 3, None, ANONYMOUS) == type(page)([])
 

@@ -8,7 +8,7 @@ import pytest
 from tests.node_fixture import RunningNode
 
 import timeball
-from timeball import Timeball, errors
+from timeball import Timeball, errors, limits
 from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, RequestError
 from timeball.message import READ_SCHEMA, Kind
 
@@ -234,3 +234,14 @@ def test_what_a_group_gave_up_is_sent_to_it_again_or_deleted(ball: Timeball) -> 
     (state,) = ball.groups("resends")
     assert (state.dead_letters, state.lag) == (0, 0)
     assert state in ball.groups()
+
+
+def test_groups_come_in_pages_and_are_all_listed(node: RunningNode, ball: Timeball) -> None:
+    names = [f"paged{number:04d}" for number in range(limits.LISTED_ROWS_MAX + 1)]
+
+    async def make() -> None:
+        for name in names:
+            node.broker.parts.groups.ensure(name)
+
+    node.run(make())
+    assert [state.group for state in ball.groups() if state.group.startswith("paged")] == names

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
+import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from timeball import limits
 from timeball.access import Caller, Verb
-from timeball.answers import GroupState, TopicState
+from timeball.answers import GroupPage, GroupState, TopicState
 from timeball.broker.components import Components
-from timeball.broker.consuming.leases import Leases
+from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.policy import Policy
-from timeball.broker.registry.lease_counts import Counts, LeaseCounts, topic_of
-from timeball.errors import GroupNotFound
+from timeball.broker.registry.lease_counts import Counts, topic_of
+from timeball.broker.shares import shares
+from timeball.errors import GroupNotFound, OutOfRange
 
-GROUPS_AT_ONCE = 256  # before the loop gets its turn: thousands of groups take tenths of a second of it
+QUEUES_AT_ONCE = 1_024  # of which one number is asked
 
 
-def lags(parts: Components, groups: Iterable[str] | None = None) -> Counts:
-    """Return how many messages stand behind the offsets that each group has stored, or each of these."""
+def lags(parts: Components, groups: Iterable[str]) -> Counts:
+    """Return how many messages stand behind the offsets that each of these groups has stored."""
     found: Counts = {}
     table, ends_of = parts.offsets.table, dict[str, list[int]]()
-    for group in table if groups is None else groups:
+    for group in groups:
         for name, offsets in table.get(group, {}).items():
             # Asked once a topic: groups by the thousand share a few.
             if (ends := ends_of.get(name)) is None:
@@ -36,56 +38,82 @@ def lags(parts: Components, groups: Iterable[str] | None = None) -> Counts:
     return found
 
 
-def in_flight(leases: Leases, in_log: LeaseCounts) -> Counts:
-    """Return how many messages the members of each group hold: delivered, and neither answered nor given back."""
-    found = in_log.held()
-    for queue in leases.all():
-        if queue.held_rows:
+def add_in_flight(found: Counts, queues: Iterable[QueueLeases]) -> None:
+    """Add how many messages of these queues members hold: delivered, and neither answered nor given back."""
+    for queue in queues:
+        if held := queue.held_rows:
             key = queue.group, topic_of(queue.group, queue.topic)
-            found[key] = found.get(key, 0) + queue.held_rows
-    return found
+            found[key] = found.get(key, 0) + held
 
 
 class GroupStates:
-    """The read-outs of groups. Belongs to the event loop."""
+    """The read-outs of groups. Belongs to the event loop.
+
+    What looks at many does so in shares. So each figure is of one instant, and two of them may be of two.
+    """
 
     def __init__(self, parts: Components, policy: Policy, leases: Leases, dead_letters: DeadLetters) -> None:
         self._parts, self._policy, self._leases, self._dead_letters = parts, policy, leases, dead_letters
 
-    async def all(self, group: str | None, caller: Caller) -> list[GroupState]:
-        """Return the groups that the caller may consume as, by name, or one of them; raise GroupNotFound.
+    async def lags(self) -> Counts:
+        """Return how far all groups are behind, by group and topic."""
+        found: Counts = {}
+        async for groups in shares(self._parts.offsets.table):
+            found |= lags(self._parts, groups)
+        return found
 
-        Each is as it was at one instant; between many of them the loop does other work.
+    async def in_flight(self) -> Counts:
+        """Return how many messages the members of all groups hold, by group and topic."""
+        found = self._parts.lease_counts.held()
+        async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
+            add_in_flight(found, queues)
+        return found
+
+    async def one(self, group: str, caller: Caller) -> GroupState:
+        """Return a group; raise GroupNotFound."""
+        self._policy.allow(caller, Verb.LOOK)
+        if self._policy.allows(caller, Verb.RECEIVE, group=group):
+            for state in await self._states([group], await self.in_flight()):
+                return state
+        # The same for a group that there is not: the answer names no group of others.
+        raise GroupNotFound(f"consumer group {group!r} does not exist, or is not yours to look at")
+
+    async def page(self, rows: int, after: str | None, caller: Caller) -> GroupPage:
+        """Return up to `rows` of the groups that the caller may consume as, by name, behind the one named `after`.
+
+        Raise Forbidden, OutOfRange.
         """
         self._policy.allow(caller, Verb.LOOK)
-        parts = self._parts
-        held = in_flight(self._leases, parts.lease_counts)
-        topics_held = defaultdict[str, set[str]](set)
-        for name, topic in held:
-            topics_held[name].add(topic)
+        if not 1 <= rows <= limits.LISTED_ROWS_MAX:
+            raise OutOfRange(f"{rows} groups in a page: 1 to {limits.LISTED_ROWS_MAX}")
+        parts, held, names = self._parts, await self.in_flight(), list[str]()
         # Groups that were configured, have stored offsets, or hold messages.
-        known = {each.group_name for each in parts.groups.all()} | set(parts.offsets.table) | set(topics_held)
-        wanted = sorted(known) if group is None else [group] if group in known else []
-        names = [name for name in wanted if self._policy.allows(caller, Verb.RECEIVE, group=name)]
+        known = parts.groups.names() | parts.offsets.table.keys() | {name for name, _ in held}
+        async for some in shares(known if after is None else (name for name in known if name > after)):
+            names += [name for name in some if self._policy.allows(caller, Verb.RECEIVE, group=name)]
+        # One more than is shown says whether there is a next page. To sort all would take as long as a share of many.
+        shown = heapq.nsmallest(rows + 1, names)
+        next_page = shown[rows - 1] if len(shown) > rows else None
+        return GroupPage(await self._states(shown[:rows], held), next_page)
+
+    async def _states(self, names: Sequence[str], held: Counts) -> list[GroupState]:
+        """Return these groups, without those of which nothing is left."""
+        wanted, topics_of = set(names), defaultdict[str, set[str]](set)
+        for name, topic in held:
+            if name in wanted:
+                topics_of[name].add(topic)
         found = list[GroupState]()
-        for begin in range(0, len(names), GROUPS_AT_ONCE):
-            if begin:
-                await asyncio.sleep(0)
-            some = names[begin : begin + GROUPS_AT_ONCE]
-            behind = lags(parts, some)
-            topics_of = {name: set(topics_held.get(name, ())) for name in some}
+        async for some in shares(names):
+            behind = lags(self._parts, some)
             for name, topic in behind:
                 topics_of[name].add(topic)
-            for name, topics in topics_of.items():
+            for name in some:
                 states = [
                     TopicState(topic, behind.get((name, topic), 0), held.get((name, topic), 0))
-                    for topic in sorted(topics)
+                    for topic in sorted(topics_of[name])
                 ]
-                if states or parts.groups.find_group(name) is not None:
+                if states or self._parts.groups.find_group(name) is not None:
                     found.append(self._state(name, states))
-        # The same for a group that there is not: the answer names no group of others.
-        if group is not None and not found:
-            raise GroupNotFound(f"consumer group {group!r} does not exist, or is not yours to look at")
         return found
 
     def _state(self, name: str, topics: list[TopicState]) -> GroupState:

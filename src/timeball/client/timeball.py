@@ -37,7 +37,16 @@ from timeball.errors import InvalidDelay, NotFound, RequestError
 from timeball.instants import After, At, when
 from timeball.rules import Keys
 from timeball.trace_context import with_contexts
-from timeball.wire import Attached, DeadLetterPage, GroupState, MessagePlace, QueueRange, Resolved, Verdict
+from timeball.wire import (
+    Attached,
+    DeadLetterPage,
+    GroupPage,
+    GroupState,
+    MessagePlace,
+    QueueRange,
+    Resolved,
+    Verdict,
+)
 
 ENDPOINT = "grpc://127.0.0.1:7400"
 BATCH_ROWS = 8_192
@@ -320,7 +329,12 @@ class Timeball(Reader):
 
     def groups(self, group: str | None = None) -> list[GroupState]:
         """All consumer groups, or one: how far behind, how many dead letters. Raises GroupNotFound."""
-        return self._calls.action("groups", wire.Groups(group=group), dict[str, list[GroupState]])["groups"]
+        page = self._calls.action("groups", wire.Groups(group=group), GroupPage)
+        found = page.groups
+        while page.next_page is not None:
+            page = self._calls.action("groups", wire.Groups(after=page.next_page), GroupPage)
+            found += page.groups
+        return found
 
     def dead_letters(
         self, group: str, *, max_messages: int = 100, after: str | None = None

@@ -57,6 +57,17 @@ export async function ask(method, path, { query = {}, body, signal } = {}) {
 
 export const get = (path, query, signal) => ask('GET', path, { query, signal });
 
+/** Return all rows of a list that comes in pages; `name` is that of the rows in an answer. */
+export async function getAll(path, name, signal) {
+  const rows = [];
+  for (let page = null, isFirst = true; isFirst || page; isFirst = false) {
+    const found = await get(path, { page }, signal);
+    rows.push(...found[name]);
+    page = found.next_page;
+  }
+  return rows;
+}
+
 // ---- the account ------------------------------------------------------------------------------------------------
 // In sessionStorage: it is gone with the tab, and no other site's page can read it.
 

@@ -1,15 +1,16 @@
 """The broker's figures as Prometheus metrics; docs/metrics.md lists them.
 
 Each figure is read where it is kept, when it is asked for: nothing is counted twice, and a message costs nothing more.
-Reading takes place on the event loop and making text of it in another thread. Topics and groups are bounded: of more
-than SERIES_MAX the largest are shown and the others are one series, so a client that makes up topics does not fill the
-memory of what scrapes.
+Reading takes place on the event loop, in shares of topics and of groups (broker/shares.py), and making text of it in
+another thread. Topics and groups are bounded: of more than SERIES_MAX the largest are shown and the others are one
+series, so a client that makes up topics does not fill the memory of what scrapes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -17,10 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from timeball.broker import group_states
 from timeball.broker.delivery import Lateness
 from timeball.broker.rates import Stat
 from timeball.broker.service import Broker
+from timeball.broker.shares import shares
 from timeball.clock import BOUNDS_NS
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.message import DLQ_PREFIX
@@ -33,12 +34,14 @@ from timeball.monitoring.replica_groups import ReplicaReadOuts
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
 OTHERS = "(others)"
+BY_TOPIC = (Stat.TOPIC_PUT_NUMS, Stat.RELEASED_NUMS, Stat.CANCELLED_NUMS, Stat.RESCHEDULED_NUMS)
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+Labels = TypeVar("Labels", bound=tuple[str, ...])
 HORIZONS = (("1m", MINUTE_MS), ("1h", HOUR_MS), ("1d", DAY_MS))
 
 
-class Metrics(Collector):
+class Metrics:
     """Reads a broker. `free_bytes` and `connections` (by edge) are asked for with each reading."""
 
     def __init__(
@@ -59,44 +62,52 @@ class Metrics(Collector):
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         found = list[Metric]()
-        for metric in self.collect():
+        async for metric in self._collect():
             found.append(metric)
-            await asyncio.sleep(0)  # some grow with the topics, or the groups: the loop has other work
+            await asyncio.sleep(0)  # the loop has other work
         found += await pipeline_metrics.read(self._broker)
         return await asyncio.to_thread(as_text, found)
 
-    def collect(self) -> Iterator[Metric]:
+    async def _collect(self) -> AsyncIterator[Metric]:
         """Yield each metric; on the event loop."""
-        yield from self._messages()
-        yield from self._waiting()
-        yield from self._log()
-        yield from self._consumers()
-        yield from self._pushes()
-        yield from self._spans()
-        yield from self._machine()
+        async for metric in self._messages():
+            yield metric
+        for read in (self._waiting, self._log):
+            for metric in read():
+                yield metric
+        async for metric in self._consumers():
+            yield metric
+        for read in (self._pushes, self._spans, self._machine, self._replica):
+            for metric in read():
+                yield metric
+
+    def _replica(self) -> Iterator[Metric]:
         if self.replica is not None:
             yield from replica_figures.collect(self.replica.figures())
 
-    def _messages(self) -> Iterator[Metric]:
+    async def _messages(self) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.parts.rates
-        names = [topic.name for topic in broker.parts.topics.all()]
-        accepted = {name: rates.total(Stat.TOPIC_PUT_NUMS, name) for name in names}
-        for name in names:
-            if name.startswith(DLQ_PREFIX):
-                del accepted[name]  # counted below, by the topics that they were sent to
+        counts: dict[str, dict[tuple[str], int]] = {stat: {} for stat in BY_TOPIC}
+        async for topics in shares(broker.parts.topics.all()):
+            for stat, of in counts.items():
+                of.update(((topic.name,), rates.total(stat, topic.name)) for topic in topics)
+        # Dead letters are counted below, by the topics that they were sent to.
+        accepted = counts[Stat.TOPIC_PUT_NUMS]
+        for labels in [labels for labels in accepted if labels[0].startswith(DLQ_PREFIX)]:
+            del accepted[labels]
         dead = {
             (group, topic): count
             for key, count in rates.totals(Stat.DEAD_NUMS).items()
             for topic, _, group in (key.partition("@"),)
         }
         # Promises are counted by RocketMQ's timer topic until they are released into their own.
-        yield _by_name(
+        yield _largest(
             CounterMetricFamily(
                 "timeball_accepted_messages", "Messages that entered a topic.", labels=["topic"]
             ),
             accepted,
         )
-        yield _by_group(
+        yield _largest(
             CounterMetricFamily(
                 "timeball_dead_letters", "Messages a group gave up.", labels=["group", "topic"]
             ),
@@ -108,7 +119,7 @@ class Metrics(Collector):
             ("rescheduled", "Scheduled messages that were given another instant.", Stat.RESCHEDULED_NUMS),
         ):
             family = CounterMetricFamily(f"timeball_{name}_messages", text, labels=["topic"])
-            yield _by_name(family, {topic: rates.total(stat, topic) for topic in names})
+            yield _largest(family, counts[stat])
         yield CounterMetricFamily(
             "timeball_delivered_messages",
             "Messages that were handed to consumers.",
@@ -214,17 +225,17 @@ class Metrics(Collector):
         )
         yield GaugeMetricFamily("timeball_disk_free_bytes", "Free space of the disk.", self._free_bytes())
 
-    def _consumers(self) -> Iterator[Metric]:
-        parts = self._broker.parts
+    async def _consumers(self) -> AsyncIterator[Metric]:
+        parts, groups = self._broker.parts, self._broker.groups
         yield _of_groups(
             "timeball_group_lag_messages",
             "Messages behind a group's stored offsets.",
-            group_states.lags(parts),
+            await groups.lags(),
         )
         yield _of_groups(
             "timeball_group_in_flight_messages",
             "Messages that members of a group hold.",
-            group_states.in_flight(self._broker.consuming.leases, parts.lease_counts),
+            await groups.in_flight(),
         )
         yield _of_groups(
             "timeball_group_retry_messages",
@@ -317,27 +328,19 @@ def as_text(found: Sequence[Metric]) -> bytes:
     return generate_latest(registry)
 
 
-def _by_name(family: CounterMetricFamily, counts: Mapping[str, int]) -> CounterMetricFamily:
-    """Add a series for each of the largest, and one for the others."""
-    ordered = sorted(counts, key=counts.__getitem__, reverse=True)
-    for name in ordered[:SERIES_MAX]:
-        family.add_metric([name], counts[name])
-    if len(ordered) > SERIES_MAX:
-        family.add_metric([OTHERS], sum(counts[name] for name in ordered[SERIES_MAX:]))
-    return family
-
-
 def _of_groups(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
-    return _by_group(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts)
+    return _largest(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts)
 
 
-def _by_group(family: Family, counts: Mapping[tuple[str, str], int]) -> Family:
-    """Add a series for each of the largest by group and topic, and one for the others."""
-    ordered = sorted(counts, key=counts.__getitem__, reverse=True)
-    for key in ordered[:SERIES_MAX]:
-        family.add_metric(list(key), counts[key])
-    if len(ordered) > SERIES_MAX:
-        family.add_metric([OTHERS, OTHERS], sum(counts[key] for key in ordered[SERIES_MAX:]))
+def _largest(family: Family, counts: Mapping[Labels, int]) -> Family:
+    """Add a series for each of the largest counts, by its labels, and one for the others."""
+    # Not sorted: of a hundred thousand, a few are shown.
+    shown = heapq.nlargest(SERIES_MAX, counts, key=counts.__getitem__)
+    for labels in shown:
+        family.add_metric(list(labels), counts[labels])
+    if len(counts) > len(shown):
+        others = sum(counts.values()) - sum(counts[labels] for labels in shown)
+        family.add_metric([OTHERS] * len(shown[0]), others)
     return family
 
 

@@ -32,7 +32,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.requests import AnyReceipt, Receipt
-from timeball.broker.group_states import in_flight
+from timeball.broker.group_states import add_in_flight
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.clock import ManualClock
 from timeball.config import StrategyName
@@ -121,10 +121,9 @@ class Life:
         held = {False: 0, True: 0}
         for _, one in self.in_flight():
             held[one.is_nacked] += 1
-        for is_nacked, found in (
-            (False, in_flight(broker.consuming.leases, broker.parts.lease_counts)),
-            (True, broker.parts.lease_counts.nacked()),
-        ):
+        in_flight = broker.parts.lease_counts.held()
+        add_in_flight(in_flight, broker.consuming.leases.all())
+        for is_nacked, found in ((False, in_flight), (True, broker.parts.lease_counts.nacked())):
             assert sum(found.values()) == held[is_nacked], f"held {found}, given back: {is_nacked}"
             assert found.keys() <= {(GROUP, TOPIC)}
         assert broker.parts.lease_counts.waiting_rows == sum(held.values())

@@ -9,13 +9,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.loop_turns import LoopTurns
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire, json_body
 
+from timeball.broker.shares import GROUPS_AT_ONCE
 from timeball.errors import InvalidDelay, NotFound, OutOfRange, SetupError, StorageError, Unavailable
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,
+    by_name,
     by_object,
     data_version,
     entries_by_object,
@@ -136,6 +139,21 @@ def test_a_table_stands_inside_json_as_fastjson_has_it() -> None:
         b'{"brokerName":"b0","queueId":0,"topic":"t"}:{"maxOffset":7},'
         b'{"brokerName":"b0","queueId":1,"topic":"t"}:{"maxOffset":8}}}'
     )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3_000])
+def test_a_table_of_all_groups_or_topics_is_encoded_in_shares(count: int) -> None:
+    turns = LoopTurns()
+
+    def entry(number: int) -> tuple[str, object]:
+        turns.count()
+        return f"t{number}", {"queues": number}
+
+    table, most = asyncio.run(turns.most(by_name(range(count), entry)))
+    assert msgspec.json.decode(msgspec.json.encode({"table": table})) == {
+        "table": {f"t{number}": {"queues": number} for number in range(count)}
+    }
+    assert most == min(count, GROUPS_AT_ONCE)
 
 
 def test_an_empty_table_is_an_empty_object() -> None:

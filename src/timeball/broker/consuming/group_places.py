@@ -15,6 +15,7 @@ from timeball.answers import GroupPlace, MessagePlace
 from timeball.broker.components import Components
 from timeball.broker.consuming.leases import Leases
 from timeball.broker.registry.lease_counts import State, topic_of
+from timeball.broker.shares import shares
 from timeball.message import (
     DLQ_PREFIX,
     ORIGIN_GROUP,
@@ -84,19 +85,20 @@ class GroupPlaces:
     def __init__(self, parts: Components, leases: Leases, may: Callable[[str], bool]) -> None:
         self._parts, self._leases, self._may = parts, leases, may
 
-    def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
+    async def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
         """Return how far each group is with a message that stands in a queue."""
         assert place.topic is not None
         last = {copy.group: copy for copy in copies}
         groups = {*last, *self._parts.offsets.groups_of(place.topic)}
-        found = []
-        for group in sorted(filter(self._may, groups)):
-            copy = last.get(group)
-            if copy is None:
-                one = self._at(group, place.topic, place.queue_id, place.queue_offset, 0)
-            else:
-                one = self._of_copy(group, copy)
-            found += [] if one is None else [one]
+        found = list[GroupPlace]()
+        async for some in shares(sorted(groups)):
+            for group in filter(self._may, some):
+                copy = last.get(group)
+                if copy is None:
+                    one = self._at(group, place.topic, place.queue_id, place.queue_offset, 0)
+                else:
+                    one = self._of_copy(group, copy)
+                found += [] if one is None else [one]
         return found
 
     def _of_copy(self, group: str, copy: Copy) -> GroupPlace | None:

@@ -99,6 +99,10 @@ class Groups:
         """Return all groups."""
         return list(self._groups.values())
 
+    def names(self) -> set[str]:
+        """Return the names of all groups."""
+        return set(self._groups)
+
     def ensure(self, name: str) -> SubscriptionGroup:
         """Return the group, made with the defaults when there is none; raises InvalidMessage, OverLimit."""
         return self._groups.get(name) or self.update(SubscriptionGroup(name))

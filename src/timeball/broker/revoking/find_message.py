@@ -67,7 +67,7 @@ async def find_message(
     logged = await in_thread(parts.reader_thread, _logged, parts, names, may_read)
     copies = by_message(logged.copies, logged.visible)
     places = {
-        one.seq: msgspec.structs.replace(one, groups=groups.of(one, copies[one.seq]))
+        one.seq: msgspec.structs.replace(one, groups=await groups.of(one, copies[one.seq]))
         for one in logged.visible.values()
     }
     for told in verdicts:

@@ -1,6 +1,6 @@
 // Messages that a group has given up: to read, to send again, to delete.
 
-import { ask, get } from '../api.js';
+import { ask, get, getAll } from '../api.js';
 import { broker } from '../broker.js';
 import { confirm, facts, field, select, tell } from '../dialogs.js';
 import { button, el, emptiness, show, write } from '../dom.js';
@@ -84,7 +84,7 @@ class DeadLetters {
   }
 
   async read(signal) {
-    const { groups } = await get(['v1', 'groups'], {}, signal);
+    const groups = await getAll(['v1', 'groups'], 'groups', signal);
     // With none named: the one with the most to do.
     const [most] = [...groups].sort((a, b) => b.dead_letters - a.dead_letters);
     const name = this.asked || most?.group;

@@ -1,6 +1,6 @@
 // Consumer groups: how far behind each is, and what it has in hand.
 
-import { get } from '../api.js';
+import { getAll } from '../api.js';
 import { el, emptiness, keyed, set, write } from '../dom.js';
 import { count, printable } from '../format.js';
 import { bdi } from '../messages.js';
@@ -32,10 +32,10 @@ export const groups = {
     root.append(refused.node, el('section', { class: 'card' }, table.node));
     const poll = new Poll({
       everyMs: EVERY_MS,
-      read: signal => get(['v1', 'groups'], {}, signal),
+      read: signal => getAll(['v1', 'groups'], 'groups', signal),
       show: found => {
         refused.show(null);
-        table.show([...found.groups].sort((a, b) => b.lag - a.lag || (a.group < b.group ? -1 : 1)));
+        table.show(found.sort((a, b) => b.lag - a.lag || (a.group < b.group ? -1 : 1)));
       },
       fail: error => refused.show(error),
     }).start();

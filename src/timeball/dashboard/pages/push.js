@@ -1,6 +1,6 @@
 // Push subscriptions: where messages are sent to, and how that goes; to make, change, pause, resume, delete.
 
-import { ask, get } from '../api.js';
+import { ask, get, getAll } from '../api.js';
 import { confirm, field, select } from '../dialogs.js';
 import { button, el, emptiness, set, show, write } from '../dom.js';
 import { count, printable } from '../format.js';
@@ -60,7 +60,7 @@ export const push = {
 
 /** Return the subscriptions, each with the dead letters of its group. */
 async function read(signal) {
-  const [{ subscriptions }, { groups }] = await Promise.all([get(['v1', 'subscriptions'], {}, signal), get(['v1', 'groups'], {}, signal)]);
+  const [{ subscriptions }, groups] = await Promise.all([get(['v1', 'subscriptions'], {}, signal), getAll(['v1', 'groups'], 'groups', signal)]);
   const dead = new Map(groups.map(each => [each.group, each.dead_letters]));
   return subscriptions.map(each => ({ ...each, dead_letters: dead.get(each.group) ?? 0 }));
 }

@@ -114,7 +114,9 @@ async def _of_groups(
     caller: Caller,
 ) -> Any:
     if isinstance(request, wire.Groups):
-        return {"groups": await broker.groups.all(request.group, caller)}
+        if request.group is None:
+            return await broker.groups.page(request.rows, request.after, caller)
+        return wire.GroupPage([await broker.groups.one(request.group, caller)])
     dead_letters = broker.dead_letters
     if isinstance(request, wire.DeadLetters):
         return await dead_letters.page(request.group, request.rows, request.after, caller)

@@ -76,10 +76,11 @@ class Granted(msgspec.Struct, omit_defaults=True):
     due_ms: int | None = None
 
 
-class Groups(msgspec.Struct):
-    """Consumer groups, by name."""
+class Groups(msgspec.Struct, omit_defaults=True):
+    """Consumer groups, by name. `next_page`, as ?page=, leads to those that follow; without it these are the last."""
 
     groups: list[GroupState]
+    next_page: str | None = None
 
 
 class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):

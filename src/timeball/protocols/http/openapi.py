@@ -203,7 +203,8 @@ OPERATIONS = (
         answer=(answers_codec.Granted,),
     ),
     Operation(
-        "get", "/v1/groups", "groups", "The consumer groups: lags, messages in hand, dead letters.",
+        "get", "/v1/groups", "groups", "The consumer groups, by name: lags, messages in hand, dead letters.",
+        (("max", "At most so many; 1000 otherwise.", False), ("page", "The next_page of an answer.", False)),
         answer=(answers_codec.Groups,),
     ),
     Operation("get", "/v1/groups/{group}", "group", "One consumer group.", answer=(GroupState,)),

@@ -28,6 +28,7 @@ from timeball.access import Caller
 from timeball.broker.filters import Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Topic
+from timeball.broker.shares import shares
 from timeball.errors import InvalidFilter, SetupError
 from timeball.protocols.error_codes import Refused, codes_of
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
@@ -184,6 +185,12 @@ def by_object(entries: Iterable[tuple[Any, Any]]) -> msgspec.Raw:
     """The entries as one value, to stand inside a structure that is encoded as JSON."""
     encode = msgspec.json.encode
     return msgspec.Raw(b"{" + b",".join(encode(key) + b":" + encode(value) for key, value in entries) + b"}")
+
+
+async def by_name(items: Iterable[T], entry: Callable[[T], tuple[str, object]]) -> msgspec.Raw:
+    """The entries of all topics or groups as one value; encoded in shares, since there may be many (shares.py)."""
+    parts = [msgspec.json.encode(dict(map(entry, some)))[1:-1] async for some in shares(items)]
+    return msgspec.Raw(b"{" + b",".join(parts) + b"}")
 
 
 def entries_by_object(body: bytes, name: str) -> Iterator[tuple[Any, int]]:

@@ -41,6 +41,18 @@ def test_groups_say_how_far_they_are(client: Client, node: RunningNode) -> None:
     assert client.ask("GET", "/v1/groups/unknown").value["code"] == "group_not_found"
 
 
+def test_groups_come_in_pages(client: Client) -> None:
+    client.send("counted", {"body": "x"})
+    for group in ("paged-a", "paged-b", "paged-c"):
+        assert client.receive("counted", group=group, wait="0s").status == 200
+    first = client.ask("GET", "/v1/groups", query={"max": 2, "page": "paged"}).value
+    assert [group["group"] for group in first["groups"]] == ["paged-a", "paged-b"]
+    rest = client.ask("GET", "/v1/groups", query={"max": 1, "page": first["next_page"]}).value
+    assert [group["group"] for group in rest["groups"]] == ["paged-c"]
+    for rows in ("0", "1001", "x"):
+        assert client.ask("GET", "/v1/groups", query={"max": rows}).value["code"] == "out_of_range"
+
+
 def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: RunningNode) -> None:
     binary = base64.b64encode(bytes([0, 255])).decode()
     long = "é" * (1 << 20)

@@ -26,19 +26,17 @@ class Groups:
         }
 
     async def _list(self, call: Call) -> Answer:
-        return Answer(200, answers_codec.Groups(await self._broker.groups.all(None, call.caller)))
+        rows = _rows(call, limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
+        found = await self._broker.groups.page(rows, call.query.get("page"), call.caller)
+        return Answer(200, answers_codec.Groups(found.groups, found.next_page))
 
     async def _look(self, call: Call) -> Answer:
-        (found,) = await self._broker.groups.all(call.path["group"], call.caller)
-        return Answer(200, found)
+        return Answer(200, await self._broker.groups.one(call.path["group"], call.caller))
 
     async def _browse(self, call: Call) -> Answer:
-        rows = call.query.get("max", str(PAGE_ROWS))
-        most = limits.DEAD_LETTERS_PER_REQUEST_MAX
-        if not (rows.isascii() and rows.isdecimal() and len(rows) < 9 and 1 <= int(rows) <= most):
-            raise OutOfRange(f"max={rows[:20]}: 1 to {most}")
+        rows = _rows(call, PAGE_ROWS, limits.DEAD_LETTERS_PER_REQUEST_MAX)
         page = await self._broker.dead_letters.page(
-            call.path["group"], int(rows), call.query.get("page"), call.caller
+            call.path["group"], rows, call.query.get("page"), call.caller
         )
         size_bytes = sum(len(letter.body) for letter in page.dead_letters)
         return Answer(200, answers_codec.dead_letters(page), size_bytes=size_bytes)
@@ -52,6 +50,14 @@ class Groups:
         named = _named(await read(call, codec.Resolving))
         found = await self._broker.dead_letters.delete(call.path["group"], named, call.caller)
         return Answer(200, answers_codec.dealt(named or [], found.found, found.rows, "deleted"))
+
+
+def _rows(call: Call, otherwise: int, most: int) -> int:
+    """Return how many rows a page is to have, as `max` says; raise OutOfRange."""
+    rows = call.query.get("max", str(otherwise))
+    if not (rows.isascii() and rows.isdecimal() and len(rows) < 9 and 1 <= int(rows) <= most):
+        raise OutOfRange(f"max={rows[:20]}: 1 to {most}")
+    return int(rows)
 
 
 def _named(request: codec.Resolving) -> list[str] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from timeball.access import Caller, Verb
 from timeball.broker.service import Broker
+from timeball.broker.shares import shares
 from timeball.errors import NotFound, Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
@@ -47,9 +48,13 @@ class Operators:
 
     async def _topics(self, call: Call) -> Answer:
         found = []
-        for name, facts in sorted(self._broker.topics(call.caller).items()):
-            ranges = self._broker.queues(name, call.caller).values()
-            found.append(codec.Topic(name, facts["queues"], sum(end - begin for begin, end in ranges)))
+        async for names in shares(sorted(self._broker.topics(call.caller))):
+            for topic in filter(
+                None, map(self._broker.parts.topics.find_topic, names)
+            ):  # not deleted meanwhile
+                ranges = self._broker.queues(topic.name, call.caller).values()
+                rows = sum(end - begin for begin, end in ranges)
+                found.append(codec.Topic(topic.name, len(ranges), rows))
         return Answer(200, codec.Topics(found))
 
     async def _create_topic(self, call: Call) -> Answer:

@@ -13,7 +13,7 @@ import msgspec
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.errors import InvalidMessage
 from timeball.protocols.error_codes import Refused
-from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, data_version
+from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, by_name, data_version
 from timeball.protocols.remoting.codec.codes import Language, RequestCode, ResponseCode
 from timeball.protocols.remoting.connection import Member
 from timeball.protocols.sessions import Subscription
@@ -95,13 +95,12 @@ class GroupAdmin:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
         return call.answer()
 
-    def _all(self, call: Call) -> Reply:
+    async def _all(self, call: Call) -> Reply:
+        # The version first: a change meanwhile makes the tool ask again.
+        version = data_version(self._groups.version, 0)
+        table = await by_name(self._groups.all(), lambda group: (group.group_name, group))
         return call.answer_json(
-            {
-                "dataVersion": data_version(self._groups.version, 0),
-                "forbiddenTable": {},
-                "subscriptionGroupTable": {group.group_name: group for group in self._groups.all()},
-            }
+            {"dataVersion": version, "forbiddenTable": {}, "subscriptionGroupTable": table}
         )
 
     def _one(self, call: Call) -> Reply:

@@ -16,9 +16,18 @@ from timeball.broker.administration import TopicChange
 from timeball.broker.registry import reserved_topics as reserved
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
+from timeball.broker.shares import shares
 from timeball.errors import RequestError
 from timeball.protocols.error_codes import Refused
-from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, address, data_version
+from timeball.protocols.remoting.calls import (
+    Call,
+    Handlers,
+    RemotingContext,
+    Reply,
+    address,
+    by_name,
+    data_version,
+)
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
@@ -119,13 +128,11 @@ class TopicAdmin:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         return call.answer()
 
-    def _all(self, call: Call) -> Reply:
-        return call.answer_json(
-            {
-                "dataVersion": data_version(self._topics.version, 0),
-                "topicConfigTable": {topic.name: _words(topic) for topic in self._topics.all()},
-            }
-        )
+    async def _all(self, call: Call) -> Reply:
+        # The version first: a change meanwhile makes the tool ask again.
+        version = data_version(self._topics.version, 0)
+        table = await by_name(self._topics.all(), lambda topic: (topic.name, _words(topic)))
+        return call.answer_json({"dataVersion": version, "topicConfigTable": table})
 
     def _one(self, call: Call) -> Reply:
         return call.answer_json(_words(self._known(call.fields(_Topic).topic)))
@@ -159,12 +166,13 @@ class TopicAdmin:
             )
         return call.answer(ext={"value": value})
 
-    def _list_values(self, call: Call) -> Reply:
+    async def _list_values(self, call: Call) -> Reply:
         namespace = call.fields(_Namespace).namespace
-        table = {}
+        table = dict[str, str]()
         if namespace == ORDER_NAMESPACE:
-            found = {topic.name: order_conf(topic, self._context.broker_name) for topic in self._topics.all()}
-            table = {name: value for name, value in found.items() if value}
+            async for topics in shares(self._topics.all()):
+                found = {topic.name: order_conf(topic, self._context.broker_name) for topic in topics}
+                table |= {name: value for name, value in found.items() if value}
         if not table:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {namespace}")
         return call.answer_json({"table": table})
