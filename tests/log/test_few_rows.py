@@ -66,3 +66,25 @@ def test_rows_that_are_no_rows_are_left_to_pyarrow() -> None:
 def test_the_setting_chooses() -> None:
     assert builder_of("python") is build_by_pyarrow
     assert builder_of("auto") is (build_by_pyarrow if few_rows.MessageEncoder is None else build_compiled)
+
+
+@given(st.lists(ROWS, min_size=2, max_size=5), st.lists(st.booleans(), min_size=5, max_size=5))
+def test_parts_joined_as_values_are_those_joined_as_columns(
+    parts: list[list[LogRow]], are_columns: list[bool]
+) -> None:
+    build = builder_of("auto")
+    made = [
+        rows_of(part) if as_rows else build(part) for part, as_rows in zip(parts, are_columns, strict=False)
+    ]
+    reference = rows_of([row for part in parts for row in part])
+    joined = few_rows.joined(made)
+    assert few_rows.as_batch(joined).equals(reference)
+    assert few_rows.message_bytes(joined) == pa.ipc.get_record_batch_size(reference)
+
+
+@compiled
+def test_few_are_encoded_once_more_and_many_are_not() -> None:
+    row: LogRow = (None,) * len(LOG_SCHEMA)
+    few, many = build_compiled([row]), build_compiled([row] * (4 * few_rows.JOINED_ROWS))
+    assert isinstance(few_rows.joined([few, few]), few_rows.EncodedRows)
+    assert isinstance(few_rows.joined([few, many]), pa.RecordBatch)

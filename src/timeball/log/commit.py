@@ -13,8 +13,9 @@ import pyarrow as pa
 from timeball.clock import Durations
 from timeball.errors import StorageError, TimeballError, Unavailable
 from timeball.log import format as fmt
-from timeball.log.few_rows import Rows
+from timeball.log.few_rows import EncodedRows, Rows, joined, message_bytes
 from timeball.log.segment import Segment
+from timeball.message import SMALL_ROWS
 
 DurableCallback = Callable[[], None]
 
@@ -43,6 +44,36 @@ class Group(NamedTuple):
     size_bytes: int  # as an Arrow message
     flags: int = 0
     payload: Future[bytes | pa.Buffer] | None = None
+
+
+def frames_of(entries: list[Entry]) -> list[Group]:
+    """Return the frames of entries. Neighbours share one unless one sets numbers aside, has flags or is encoded.
+
+    Of few rows it is encoded once more with its neighbours: a frame costs a reader the same for one row as for many.
+    """
+    groups: list[Group] = []
+    run: list[Entry] = []
+
+    def flush() -> None:
+        if run:
+            rows, size_bytes = run[0].rows, run[0].size_bytes
+            if len(run) > 1:
+                rows = joined([entry.rows for entry in run])
+                size_bytes = message_bytes(rows)
+            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
+            run.clear()
+
+    for entry in entries:
+        is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
+        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_encoded:
+            flush()
+            groups.append(
+                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
+            )
+        else:
+            run.append(entry)
+    flush()
+    return groups
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ _ROOT_AT = _PREFIX.size
 _HEADER, _BODY_BYTES = 2, 3  # fields of the table Message
 _ROWS, _NODES, _BUFFERS = 0, 1, 2  # fields of the table RecordBatch
 _TEXT, _BINARY = -1, -2
+JOINED_ROWS = 64  # of a part on the average: beyond it columns cost less
 _ROW = pa.struct(list(LOG_SCHEMA))
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 
@@ -70,6 +71,11 @@ def as_batch(rows: Rows) -> pa.RecordBatch:
     return rows.batch if isinstance(rows, EncodedRows) else rows
 
 
+def message_bytes(rows: Rows) -> int:
+    """Return how long the message of these rows is."""
+    return len(rows.message) if isinstance(rows, EncodedRows) else int(pa.ipc.get_record_batch_size(rows))
+
+
 def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
     """Return rows of LOG_SCHEMA from tuples with a value for each column; raises what Arrow raises of a value.
 
@@ -88,6 +94,22 @@ def build_compiled(values: list[LogRow]) -> EncodedRows:
     """Build rows, by pyarrow where a value is not of its column's very type."""
     message = LOG_ENCODER.encode(values)
     return build_by_pyarrow(values) if message is None else _encoded(message, values)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return rows side by side (disk thread).
+
+    A few that were encoded from values are encoded once more: to open a message costs as much as some fifty rows.
+    """
+    values: list[LogRow] = []
+    for part in parts:
+        if not isinstance(part, EncodedRows) or part.values is None or not isinstance(part.message, bytes):
+            break
+        values += part.values
+    else:
+        if len(values) <= JOINED_ROWS * len(parts):
+            return build_compiled(values)
+    return pa.concat_batches([as_batch(part) for part in parts])
 
 
 def _encoded(

@@ -25,13 +25,12 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import Files
 from timeball.log import format as fmt
-from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics, refusal
+from timeball.log.commit import Commit, DurableCallback, Entry, WriterStatistics, frames_of, refusal
 from timeball.log.disk_thread import Disk
-from timeball.log.few_rows import EncodedRows, Rows, as_batch
+from timeball.log.few_rows import EncodedRows, Rows, message_bytes
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
-from timeball.message import SMALL_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +117,7 @@ class LogWriter:
             raise Unavailable("the broker is stopping")
         # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
         assert rows.num_rows > 0 and (span is None or span >= rows.num_rows)
-        is_encoded = isinstance(rows, EncodedRows)
-        size_bytes = len(rows.message) if is_encoded else pa.ipc.get_record_batch_size(rows)
+        size_bytes = message_bytes(rows)
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
@@ -367,33 +365,3 @@ class LogWriter:
             self._file.file.sync()
         self._file.file.close()
         self.next_segment.close_file()
-
-
-def frames_of(entries: list[Entry]) -> list[Group]:
-    """Return the frames of entries. Neighbours share one unless one sets numbers aside, has flags or is encoded.
-
-    Of few rows it is encoded once more with its neighbours: a frame costs a reader the same for one row as for many.
-    """
-    groups: list[Group] = []
-    run: list[Entry] = []
-
-    def flush() -> None:
-        if run:
-            rows, size_bytes = run[0].rows, run[0].size_bytes
-            if len(run) > 1:
-                rows = pa.concat_batches([as_batch(entry.rows) for entry in run])
-                size_bytes = pa.ipc.get_record_batch_size(rows)
-            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
-            run.clear()
-
-    for entry in entries:
-        is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
-        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_encoded:
-            flush()
-            groups.append(
-                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
-            )
-        else:
-            run.append(entry)
-    flush()
-    return groups
