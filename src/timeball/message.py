@@ -109,6 +109,7 @@ SEND_NAMES = [name for name in SEND_COLUMNS if name != "delay_ms"]
 SendRow = tuple[Any, ...]
 SendBatch = pa.RecordBatch | list[SendRow]  # columns of SEND_COLUMNS, or a row for each message
 LogRow = tuple[Any, ...]  # the same as a row of the log: a value for each column of LOG_SCHEMA
+ReadRow = tuple[Any, ...]  # and with its number before them: a value for each column of READ_SCHEMA
 
 # A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md. `seq` is the row that
 # gave it its instant; `number` is the promise, null when that is the same row.

@@ -16,6 +16,7 @@ from timeball import limits
 from timeball.broker import delivery
 from timeball.broker.registry.topic import TopicConfig
 from timeball.clock import ManualClock
+from timeball.log.few_rows import NumberedRows
 from timeball.message import READ_SCHEMA, Kind, encode_properties, int64
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 
@@ -58,7 +59,7 @@ def promises_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, READ_SCHEMA)
 
 
-async def released(promises: pa.RecordBatch, *, by_rows: bool) -> tuple[Any, ...]:
+async def released(promises: pa.RecordBatch, *, by_rows: bool, as_values: bool = False) -> tuple[Any, ...]:
     """What a broker has after this hand-out: the rows of its log, its queues, its counts."""
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +74,8 @@ async def released(promises: pa.RecordBatch, *, by_rows: bool) -> tuple[Any, ...
             due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
             for _ in range(2):
                 parts.outcomes.hand_out(due_ms, seq, due_ms)
-                await broker.delivery.release(promises, NOW_MS)
+                few = NumberedRows(delivery.values_of(promises)) if as_values else promises
+                await broker.delivery.release(few, NOW_MS)
             frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
             queues = [
                 (topic.name, at, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
@@ -92,6 +94,14 @@ def test_both_ways_write_the_same(values: list[dict[str, Any]]) -> None:
     promises = promises_of(values)
     by_rows, by_columns = (run(released(promises, by_rows=way)) for way in (True, False))
     assert by_rows == by_columns
+
+
+@settings(max_examples=30)
+@given(PROMISES)
+def test_promises_that_come_as_values_are_released_as_columns_are(values: list[dict[str, Any]]) -> None:
+    promises = promises_of([row | {"kind": int(Kind.PROMISE)} for row in values])
+    few, whole = (run(released(promises, by_rows=True, as_values=way)) for way in (True, False))
+    assert few == whole
 
 
 PLAIN = dict.fromkeys(VALUES) | {
@@ -116,6 +126,10 @@ def test_many_large_and_listed_ones_go_the_way_of_columns() -> None:
     assert not delivery.are_few(promises_of([dict(PLAIN) for _ in range(most + 1)]))
     assert not delivery.are_few(promises_of([PLAIN | large]))
     assert not delivery.are_few(promises_of([PLAIN | listed]))
+    for some in ([dict(PLAIN)] * most, [dict(PLAIN)] * (most + 1), [PLAIN | large], [PLAIN | listed]):
+        promises = promises_of(some)
+        as_values = NumberedRows(delivery.values_of(promises))
+        assert delivery.are_few(as_values) == delivery.are_few(promises)
 
 
 def test_an_early_one_is_refused_by_both() -> None:

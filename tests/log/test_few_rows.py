@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from timeball.log import few_rows
 from timeball.log.few_rows import build_by_pyarrow, build_compiled, builder_of, rows_of
-from timeball.message import LOG_SCHEMA, LogRow
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
 compiled = pytest.mark.skipif(few_rows.MessageEncoder is None, reason="built without a compiler")
 
@@ -88,3 +89,21 @@ def test_few_are_encoded_once_more_and_many_are_not() -> None:
     few, many = build_compiled([row]), build_compiled([row] * (4 * few_rows.JOINED_ROWS))
     assert isinstance(few_rows.joined([few, few]), few_rows.EncodedRows)
     assert isinstance(few_rows.joined([few, many]), pa.RecordBatch)
+
+
+@given(ROWS, st.lists(st.integers(1, 2**40), min_size=20, max_size=20), st.data())
+def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
+    values: list[LogRow], seqs: list[int], data: st.DataObject
+) -> None:
+    which = data.draw(st.lists(st.integers(0, len(values) - 1), unique=True, min_size=1).map(sorted))
+    seqs = seqs[: len(which)]
+    ways = [few_rows.numbered(build(values), seqs, which) for build in (builder_of("auto"), build_by_pyarrow)]
+    expected = [
+        dict(zip(READ_SCHEMA.names, (seq, *values[at]), strict=True))
+        for seq, at in zip(seqs, which, strict=True)
+    ]
+    keep = np.array([seq % 2 == 0 for seq in seqs], dtype=np.bool_)
+    for rows in ways:
+        assert few_rows.read_batch(rows).to_pylist() == expected
+        kept = few_rows.read_batch(few_rows.filtered(rows, keep)).to_pylist()
+        assert kept == [row for row, is_kept in zip(expected, keep, strict=True) if is_kept]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from timeball.log.few_rows import NumberedRows, read_batch
 from timeball.message import Kind, build_rows, with_seq
 from timeball.schedule import due_wheel as wheel_module
 from timeball.schedule.due_index import FAR_MS
@@ -28,6 +29,10 @@ def rows(dues: list[int], first_seq: int) -> pa.RecordBatch:
     )
 
 
+def as_values(batch: pa.RecordBatch) -> NumberedRows:
+    return NumberedRows(list(zip(*(column.to_pylist() for column in batch.columns), strict=True)))
+
+
 @given(SLOT_DUES)
 def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
     slots, cuts = slot_cuts(np.array(dues, np.int64))
@@ -41,10 +46,11 @@ def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
 class WheelMachine(RuleBasedStateMachine):
     """Adds, takes and asks in any order."""
 
-    @initialize(arrivals_max=st.sampled_from([1, 8, 4_096]))
-    def open(self, arrivals_max: int) -> None:
+    @initialize(arrivals_max=st.sampled_from([1, 8, 4_096]), few_max=st.sampled_from([1, 8, 4_096]))
+    def open(self, arrivals_max: int, few_max: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(wheel_module, "ARRIVALS_MAX", arrivals_max)
+        self.patch.setattr(wheel_module, "FEW_MAX", few_max)
         self.wheel = DueWheel()
         self.waiting: list[Pair] = []
         self.gone: list[Pair] = []
@@ -63,6 +69,10 @@ class WheelMachine(RuleBasedStateMachine):
     def add(self, dues: list[int]) -> None:
         self.wheel.add(self._new(dues))
 
+    @rule(dues=DUES)
+    def add_as_values(self, dues: list[int]) -> None:
+        self.wheel.add(as_values(self._new(dues)))
+
     @rule(first=DUES, second=DUES)
     def add_run(self, first: list[int], second: list[int]) -> None:
         self.wheel.add_run(Run.of([self._new(first), self._new(second)]))
@@ -75,8 +85,10 @@ class WheelMachine(RuleBasedStateMachine):
             assert wanted == []
             return
         assert list(zip(run.due.tolist(), run.seq.tolist(), strict=True)) == wanted
-        assert run.rows["due_ms"].to_pylist() == [due for due, _ in wanted]
-        assert run.rows["body"].to_pylist() == [f"{due} {seq}".encode() for due, seq in wanted]
+        assert run.promised_ms.tolist() == [due for due, _ in wanted]
+        batch = read_batch(run.rows)
+        assert batch["due_ms"].to_pylist() == [due for due, _ in wanted]
+        assert batch["body"].to_pylist() == [f"{due} {seq}".encode() for due, seq in wanted]
         self.waiting = self.waiting[len(wanted) :]
         self.gone += wanted
 
@@ -85,6 +97,9 @@ class WheelMachine(RuleBasedStateMachine):
         if hasattr(self, "wheel"):
             assert len(self.wheel) == len(self.waiting)
             assert self.wheel.first_due_ms == (self.waiting[0][0] if self.waiting else FAR_MS)
+            assert self.wheel.size_bytes == sum(
+                wheel_module.ROW_BYTES + len(f"{due} {seq}") for due, seq in self.waiting
+            )
 
 
 WheelMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -116,7 +116,7 @@ class World(Attaching):
             self.model.at.update(zip(seqs, seqs, strict=True))
             self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
             self.rig.keep(rows, first_seq)
-            self.strategy.add(self.backlog, with_seq(rows, first_seq))
+            self.strategy.add(self.backlog, with_seq(rows, first_seq), now_ms)
 
         await self.writer.append(rows, on_durable=on_durable)[1]
         return seqs

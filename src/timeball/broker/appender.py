@@ -31,7 +31,7 @@ from timeball.broker.registry.meta import Change
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
-from timeball.log.few_rows import EncodedRows, Rows, as_batch, builder_of, numbered
+from timeball.log.few_rows import EncodedRows, ReadRows, Rows, as_batch, builder_of, numbered
 from timeball.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
@@ -48,8 +48,8 @@ from timeball.message import (
 
 # Looked up once: every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
-_KIND, _TOPIC, _BODY, _PROPERTIES = (
-    LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties")
+_KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
+    LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties", "store_ms")
 )
 BoolArray = npt.NDArray[np.bool_]
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
@@ -189,7 +189,7 @@ class Appender:
                 self._visible(places)
             if promised:
                 seqs = [first_seq + at for at in promised]
-                self._wait(numbered(rows, seqs, promised), promised_bytes, first_seq + rows.num_rows)
+                self._wait(numbered(rows, seqs, promised), now_ms, promised_bytes, first_seq + rows.num_rows)
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         # Behind the append, which may refuse, and without a pause, so that no other row gets these places.
@@ -302,7 +302,8 @@ class Appender:
         def on_durable() -> None:
             if promised:
                 seqs = [first_seq + at for at in promised]
-                self._wait(numbered(rows, seqs, promised), stored_bytes, first_seq + len(values))
+                now_ms = values[-1][_STORE_MS]
+                self._wait(numbered(rows, seqs, promised), now_ms, stored_bytes, first_seq + len(values))
             if then is not None:
                 then()
 
@@ -348,20 +349,22 @@ class Appender:
     def _promised(self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray) -> None:
         """Hand the promises of a durable batch to the schedule."""
         parts, promises = self._parts, with_seq(rows, first_seq)
+        now_ms = rows.column("store_ms")[-1].as_py()
         # A promise with a place in a queue waits for a delay level, and nowhere else.
         in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
-            parts.scheduler.add(parts.levels, promises.filter(pa.array(in_level)))
+            parts.scheduler.add(parts.levels, promises.filter(pa.array(in_level)), now_ms)
             promised = promised & ~in_level
         if promised.any():
             of_instant = promises if promised.all() else promises.filter(pa.array(promised))
-            self._wait(of_instant, int(stored_sizes(of_instant).sum()), first_seq + rows.num_rows)
+            stored_bytes = int(stored_sizes(of_instant).sum())
+            self._wait(of_instant, now_ms, stored_bytes, first_seq + rows.num_rows)
 
-    def _wait(self, promises: pa.RecordBatch, stored_bytes: int, next_seq: int) -> None:
-        """Hand durable promises for an instant to the schedule; READ_SCHEMA, the last one before `next_seq`."""
+    def _wait(self, promises: ReadRows, now_ms: int, stored_bytes: int, next_seq: int) -> None:
+        """Hand durable promises for an instant, stored at `now_ms`, to the schedule; the last one before `next_seq`."""
         # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
         self._parts.rates.put(TIMER_TOPIC, promises.num_rows, stored_bytes)
-        self._parts.scheduler.add(self._parts.backlog, promises)
+        self._parts.scheduler.add(self._parts.backlog, promises, now_ms)
         if self._compacts:
             self._tail_count.add(next_seq, promises.num_rows)
 

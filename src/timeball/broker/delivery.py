@@ -8,7 +8,7 @@ once more, independently of the schedule (G2).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +20,17 @@ from timeball.broker.components import Components
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
-from timeball.log.few_rows import Build, EncodedRows, builder_of
-from timeball.message import LOG_SCHEMA, Int64Array, Kind, LogRow, int64, stored_size
+from timeball.log.few_rows import Build, EncodedRows, NumberedRows, ReadRows, builder_of, read_batch
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64, stored_size
 from timeball.schedule.columns import with_column
+from timeball.schedule.due_wheel import pairs_of
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 from timeball.schedule.level_cascade.timing_list import without_list
 
 FEW_ROWS = 64  # from there on columns cost less
 _RELEASE = int(Kind.RELEASE)
+_BODY, _PROPERTIES = READ_SCHEMA.get_field_index("body"), READ_SCHEMA.get_field_index("properties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,18 @@ class Delivery:
         self._on_visible, self._lateness, self._traces = on_visible, lateness, parts.traces
         self._build = builder_of(parts.settings.codec)
 
-    def release(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+    def release(self, promises: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for handed-out promises (called by the ticker); the future is done with the last."""
-        for part in in_frames(promises):
+        if isinstance(promises, NumberedRows) and are_few(promises):
+            return self._release_frame(promises, now_ms)
+        for part in in_frames(read_batch(promises)):
             durable = self._release_frame(part, now_ms)
         return durable
 
-    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+    def _release_frame(self, promises: ReadRows, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
-        if are_few(promises):
-            few, places = few_release_rows(promises, parts.topics, now_ms, self._build)
+        if isinstance(promises, NumberedRows) or are_few(promises):
+            few, places = few_release_rows(values_of(promises), parts.topics, now_ms, self._build)
             first_seq = parts.writer.next_seq
             durable = parts.writer.append(
                 few, on_durable=lambda: self._released(promises, first_seq, places)
@@ -96,8 +100,8 @@ class Delivery:
 
         self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
 
-    def _released(self, promises: pa.RecordBatch, first_seq: int, placement: Placement | FewPlaces) -> None:
-        due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+    def _released(self, promises: ReadRows, first_seq: int, placement: Placement | FewPlaces) -> None:
+        due_ms, seq = pairs_of(promises)
         placement.index(first_seq)
         placement.count(self._parts.rates, released=True)
         now_ms = self._parts.clock.now_ms()
@@ -108,7 +112,7 @@ class Delivery:
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - due_ms))
         if self._traces is not None:
-            self._traces.released(promises, now_ms)
+            self._traces.released(read_batch(promises), now_ms)
 
     # -- releases by a dispatcher outside: it reads due promises in the table's files and hands them in ----------
 
@@ -167,8 +171,10 @@ def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
     )
 
 
-def numbers(promises: pa.RecordBatch) -> Int64Array:
+def numbers(promises: ReadRows) -> Int64Array:
     """Return the numbers of READ_SCHEMA promises."""
+    if isinstance(promises, NumberedRows):  # as they were accepted: none was moved
+        return pairs_of(promises)[1]
     return int64(names(promises)[0])
 
 
@@ -205,17 +211,29 @@ def release_rows(
     )
 
 
-def are_few(promises: pa.RecordBatch) -> bool:
+def are_few(promises: ReadRows) -> bool:
     """Return whether these READ_SCHEMA promises go row by row: few, of usual sizes, without a cascade's list."""
-    return (
-        promises.num_rows <= FEW_ROWS
-        and pa.ipc.get_record_batch_size(promises) <= limits.REQUEST_BYTES_MAX // 64
-        and not any(text and TIMING_LIST in text for text in promises.column("properties").to_pylist())
-    )
+    if promises.num_rows > FEW_ROWS:
+        return False
+    if isinstance(promises, NumberedRows):
+        bodies, texts = ([row[at] for row in promises.values] for at in (_BODY, _PROPERTIES))
+        size_bytes = sum(map(len, filter(None, bodies))) + sum(map(len, filter(None, texts)))
+    else:
+        size_bytes = pa.ipc.get_record_batch_size(promises)
+        texts = promises.column("properties").to_pylist()
+    is_large = size_bytes >= limits.REQUEST_BYTES_MAX // 64
+    return not (is_large or any(text and TIMING_LIST in text for text in texts))
+
+
+def values_of(promises: ReadRows) -> list[ReadRow]:
+    """Return READ_SCHEMA rows as values."""
+    if isinstance(promises, NumberedRows):
+        return promises.values
+    return list(zip(*(column.to_pylist() for column in promises.columns), strict=True))
 
 
 def few_release_rows(
-    promises: pa.RecordBatch, topics: Topics, now_ms: int, build: Build
+    promises: Sequence[ReadRow], topics: Topics, now_ms: int, build: Build
 ) -> tuple[EncodedRows, FewPlaces]:
     """Return what `Topics.place` and `release_rows` give for a few promises; the places are still to be given out.
 
@@ -224,7 +242,7 @@ def few_release_rows(
     """
     places = FewPlaces()
     built: list[LogRow] = []
-    for at, row in enumerate(zip(*(column.to_pylist() for column in promises.columns), strict=True)):
+    for at, row in enumerate(promises):
         (
             seq, kind, topic, queue_id, _, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
             store_host, flag, sys_flag, reconsume_times, due_ms, _, source_seq, version_seq, from_due_ms,

@@ -14,10 +14,12 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.config import CodecChoice
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow, ReadRow
 
 try:
     from timeball.log.arrow_message import MessageEncoder  # type: ignore[import-not-found]
@@ -30,8 +32,11 @@ _HEADER, _BODY_BYTES = 2, 3  # fields of the table Message
 _ROWS, _NODES, _BUFFERS = 0, 1, 2  # fields of the table RecordBatch
 _TEXT, _BINARY = -1, -2
 JOINED_ROWS = 64  # of a part on the average: beyond it columns cost less
-_ROW = pa.struct(list(LOG_SCHEMA))
+_ROW, _READ_ROW = pa.struct(list(LOG_SCHEMA)), pa.struct(list(READ_SCHEMA))
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
+
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 class EncodedRows:
@@ -119,12 +124,55 @@ def _encoded(
     return EncodedRows(message, queue_ids, offsets, values, batch)
 
 
-def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> pa.RecordBatch:
+class NumberedRows:
+    """A few rows of READ_SCHEMA as Python's values, each of its column's type; a batch only when one is asked for."""
+
+    __slots__ = ("_batch", "values")
+
+    def __init__(self, values: list[ReadRow]) -> None:
+        self.values = values
+        self._batch: pa.RecordBatch | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows these are."""
+        return len(self.values)
+
+    @property
+    def batch(self) -> pa.RecordBatch:
+        """Return them as a batch."""
+        if self._batch is None:
+            message = None if _read_encoder is None else _read_encoder.encode(self.values)
+            self._batch = (
+                pa.RecordBatch.from_struct_array(pa.array(self.values, _READ_ROW))
+                if message is None
+                else pa.ipc.read_record_batch(message, READ_SCHEMA)
+            )
+        return self._batch
+
+    def filter(self, keep: BoolArray) -> NumberedRows:
+        """Return some of the rows."""
+        return NumberedRows([row for row, is_kept in zip(self.values, keep.tolist(), strict=True) if is_kept])
+
+
+ReadRows: TypeAlias = "pa.RecordBatch | NumberedRows"
+
+
+def read_batch(rows: ReadRows) -> pa.RecordBatch:
+    """Return rows of READ_SCHEMA as a batch."""
+    return rows.batch if isinstance(rows, NumberedRows) else rows
+
+
+def filtered(rows: ReadRows, keep: BoolArray) -> ReadRows:
+    """Return some of these rows."""
+    return rows.filter(keep if isinstance(rows, NumberedRows) else pa.array(keep))
+
+
+def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> ReadRows:
     """Return some of these rows, by position, as READ_SCHEMA rows with these numbers."""
     # Compiled: each value is of its column's type.
     if rows.values is not None and isinstance(rows.message, bytes):
-        message = _read_encoder.encode([(seq, *rows.values[at]) for seq, at in zip(seqs, which, strict=True)])
-        return pa.ipc.read_record_batch(message, READ_SCHEMA)
+        return NumberedRows([(seq, *rows.values[at]) for seq, at in zip(seqs, which, strict=True)])
     batch = rows.batch if len(which) == rows.num_rows else rows.batch.take(pa.array(which))
     return pa.RecordBatch.from_arrays([pa.array(seqs, pa.int64()), *batch.columns], schema=READ_SCHEMA)
 

@@ -5,6 +5,9 @@ next instant is the head's. Rows come in by the batch and stay sorted runs; arri
 until there are many or one of them is due, because splitting ten rows over ten slots costs as much as a
 thousand. Runs of a slot are merged when the slot is opened.
 
+Promises that come as Python's values, a few at a time, stay such in a heap: of one promise by columns each step costs
+what it costs for a thousand. They become columns when there are many, or when they are due together with columns.
+
 A slot never rounds a due time: rows keep their millisecond and the slot only says which pile to look through,
 so that precision does not depend on the slot's width.
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +26,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball import limits
-from timeball.message import READ_SCHEMA, Int64Array, int64
+from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.message import READ_SCHEMA, Int64Array, ReadRow, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search
@@ -32,12 +37,22 @@ SLOT_MS = limits.SECOND_MS
 ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
 # Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
 ARRIVAL_BATCHES_MAX = 256
+FEW_MAX = 4_096  # rows held as values: some megabytes besides their bodies
 RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
 ROW_BYTES = 256  # of a row without its large texts
 OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
 
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
+_DUE_MS = READ_SCHEMA.get_field_index("due_ms")
 _END = struct.Struct("<i")
+
+
+def pairs_of(rows: ReadRows) -> tuple[Int64Array, Int64Array]:
+    """Return instant and number of each row."""
+    if isinstance(rows, NumberedRows):
+        due, seq = (np.array([row[at] for row in rows.values], dtype=np.int64) for at in (_DUE_MS, 0))
+        return due, seq
+    return int64(rows.column("due_ms")), int64(rows.column("seq"))
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
@@ -91,10 +106,43 @@ class Run:
         """Return some of the rows, none of which has been handed out."""
         return Run(self.due[keep], self.seq[keep], self.rows.filter(pa.array(keep)))
 
+    @property
+    def promised_ms(self) -> Int64Array:
+        """Return the instants that the rows were promised for: a level's row may count as due earlier."""
+        return int64(self.rows.column("due_ms"))
+
     def rows_as_due(self) -> pa.RecordBatch:
         """Return the rows, those promised for later than now as due when they count as due."""
         due_ms = np.minimum(int64(self.rows.column("due_ms")), self.due)
         return with_column(self.rows, "due_ms", pa.array(due_ms))
+
+
+@dataclass(slots=True)
+class FewRun:
+    """Rows as values, sorted by (due_ms, seq), each due at the instant it was promised for."""
+
+    due: Int64Array
+    seq: Int64Array
+    rows: NumberedRows
+
+    @classmethod
+    def of(cls, values: list[ReadRow]) -> FewRun:
+        """Return these rows, in this order."""
+        rows = NumberedRows(values)
+        return cls(*pairs_of(rows), rows)
+
+    @property
+    def promised_ms(self) -> Int64Array:
+        """See Run."""
+        return self.due
+
+    def filtered(self, keep: npt.NDArray[np.bool_]) -> FewRun:
+        """See Run."""
+        return FewRun.of(self.rows.filter(keep).values)
+
+    def rows_as_due(self) -> NumberedRows:
+        """See Run."""
+        return self.rows
 
 
 class DueWheel:
@@ -107,6 +155,8 @@ class DueWheel:
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = 0
         self._arrivals_first_ms = FAR_MS
+        self._few: list[tuple[int, int, ReadRow]] = []  # a heap by (due_ms, seq)
+        self._columns_first_ms = FAR_MS  # the earliest instant of the others
         self._size = 0
         self.size_bytes = 0  # about how much memory the rows take that are not handed out
         # The earliest instant that waits here, FAR_MS without any: kept, as the scheduler reads it at every step.
@@ -115,8 +165,11 @@ class DueWheel:
     def __len__(self) -> int:
         return self._size
 
-    def add(self, rows: pa.RecordBatch) -> None:
+    def add(self, rows: ReadRows) -> None:
         """Add READ_SCHEMA rows in any order."""
+        if isinstance(rows, NumberedRows):
+            self._add_few(rows.values)
+            return
         if rows.num_rows == 0:
             return
         self._size += rows.num_rows
@@ -125,21 +178,28 @@ class DueWheel:
         self._arrivals.append(rows)
         self._arrival_rows += rows.num_rows
         self._arrivals_first_ms = min(self._arrivals_first_ms, int(int64(rows.column("due_ms")).min()))
-        self.first_due_ms = min(self.first_due_ms, self._arrivals_first_ms)
+        self._expect_columns(self._arrivals_first_ms)
         if self._arrival_rows >= ARRIVALS_MAX or len(self._arrivals) >= ARRIVAL_BATCHES_MAX:
             self._place_arrivals()
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: Run | FewRun) -> None:
         """Add rows that are sorted already, as a gather's are."""
+        if isinstance(run, FewRun):
+            self._add_few(run.rows.values)
+            return
         if len(run.due) == 0:
             return
         self._size += len(run.due)
         self.size_bytes += _bytes_of(run.rows)
-        self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
+        self._expect_columns(int(run.due[0]))
         self._place(run)
 
-    def take_due(self, before_ms: int, limit: int) -> Run | None:
+    def take_due(self, before_ms: int, limit: int) -> Run | FewRun | None:
         """Return up to `limit` rows due before `before_ms`, in order, no longer here; None when there are none."""
+        if self._few and self._few[0][0] < before_ms:
+            if self._columns_first_ms >= before_ms:
+                return self._take_few(before_ms, limit)
+            self._place_few()
         # One of the arrivals may be due: only now must they stand in their slots.
         if self._arrivals_first_ms < before_ms:
             self._place_arrivals()
@@ -156,7 +216,7 @@ class DueWheel:
             return None
         self._size -= count
         self.size_bytes -= sum(_bytes_of(run.rows) for run in taken)
-        self._keep_first()
+        self._keep_columns_first()
         if len(taken) == 1:
             return taken[0]
         rows = pa.concat_batches([run.rows for run in taken])  # slots follow each other: still sorted
@@ -184,13 +244,49 @@ class DueWheel:
         # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
         return parts[0] if len(parts) == 1 else Run.of([part.rows for part in parts])
 
+    def _add_few(self, rows: Sequence[ReadRow]) -> None:
+        for row in rows:
+            heapq.heappush(self._few, (row[_DUE_MS], row[0], row))
+        self._size += len(rows)
+        self.size_bytes += _bytes_of_few(rows)
+        if len(self._few) > FEW_MAX:
+            self._place_few()
+        self._keep_first()
+
+    def _take_few(self, before_ms: int, limit: int) -> FewRun:
+        few = self._few
+        values: list[ReadRow] = []
+        while few and few[0][0] < before_ms and len(values) < limit:
+            values.append(heapq.heappop(few)[2])
+        self._size -= len(values)
+        self.size_bytes -= _bytes_of_few(values)
+        self._keep_first()
+        return FewRun.of(values)
+
+    def _place_few(self) -> None:
+        """Make columns of the rows that are values."""
+        values = [row for _, _, row in self._few]
+        self._few = []
+        run = Run.of([NumberedRows(values).batch])
+        self.size_bytes += _bytes_of(run.rows) - _bytes_of_few(values)
+        self._expect_columns(int(run.due[0]))
+        self._place(run)
+
     def _keep_first(self) -> None:
+        self.first_due_ms = min(self._columns_first_ms, self._few[0][0] if self._few else FAR_MS)
+
+    def _expect_columns(self, ms: int) -> None:
+        self._columns_first_ms = min(self._columns_first_ms, ms)
+        self._keep_first()
+
+    def _keep_columns_first(self) -> None:
         first_ms = self._arrivals_first_ms
         if self._used:
             # Slots are disjoint stretches of time, so the first slot in use holds the first instant.
             heads = (int(run.due[run.cursor]) for run in self._slots[self._used[0]])
             first_ms = min(first_ms, *heads)
-        self.first_due_ms = first_ms
+        self._columns_first_ms = first_ms
+        self._keep_first()
 
     def _place_arrivals(self) -> None:
         if self._arrivals:
@@ -253,6 +349,11 @@ def _bytes_of(rows: pa.RecordBatch) -> int:
     for at in _TEXTS:
         size_bytes += _text_bytes(rows.column(at))
     return size_bytes
+
+
+def _bytes_of_few(rows: Iterable[ReadRow]) -> int:
+    """Return the same of rows as values, but for letters that take several bytes."""
+    return sum(ROW_BYTES + sum(len(row[at]) for at in _TEXTS if row[at] is not None) for row in rows)
 
 
 def _text_bytes(column: pa.Array) -> int:

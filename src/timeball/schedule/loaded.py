@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from timeball.message import Int64Array, int64
+from timeball.log.few_rows import NumberedRows, ReadRows, filtered
+from timeball.message import Int64Array
 from timeball.schedule.backlog import Bools
 from timeball.schedule.due_index import FAR_MS, DueIndex
-from timeball.schedule.due_wheel import DueWheel, Run
+from timeball.schedule.due_wheel import DueWheel, Run, pairs_of
 from timeball.schedule.external_delivery import OPENED_ROWS_MAX, ExternalDelivery
-from timeball.schedule.locations import Locations
+from timeball.schedule.locations import Locations, as_promises
 from timeball.schedule.outcomes import Outcomes
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,16 @@ class Source:
     """Promises whose bodies are read in one way and are not in memory yet."""
 
     read_bodies: ReadBodies
+    decode: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda promises: promises
     external: ExternalDelivery | None = None  # of promises that a dispatcher may bring
     has_own_instants: bool = False  # as of its backlog
     index: DueIndex = field(default_factory=DueIndex)
     locations: Locations = field(default_factory=Locations)
     opened: int = 0  # how often all of it has been opened anew
+
+    def decoded(self, promises: ReadRows) -> ReadRows:
+        """Return promises as they were accepted, of the rows that hold them; those that come as values are that."""
+        return promises if isinstance(promises, NumberedRows) else self.decode(as_promises(promises))
 
     def is_left_outside(self, now_ms: int) -> bool:
         """Return whether a dispatcher is at work, so that these hold up nothing."""
@@ -144,9 +150,10 @@ class Loaded:
 
     # -- coming --------------------------------------------------------------------------------------------
 
-    def add(self, source: Source, promises: pa.RecordBatch, now_ms: int) -> int:
-        """Keep these, decoded, which lie in their first rows; READ_SCHEMA. Return when to look at them."""
-        due, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+    def add(self, source: Source, promises: ReadRows, now_ms: int) -> int:
+        """Keep these, which lie in their first rows. Return when to look at them."""
+        promises = source.decoded(promises)
+        due, seq = pairs_of(promises)
         first_ms = int(due.min())
         # Their bodies are given up again, and read from the log when they are due: memory has a bound, the log has
         # them.
@@ -159,7 +166,7 @@ class Loaded:
             self._wheel.add(promises)
             return first_ms
         if soon.any():
-            self._wheel.add(promises.filter(pa.array(soon)))
+            self._wheel.add(filtered(promises, soon))
         source.index.add(due[~soon], seq[~soon])
         return min(first_ms, int(due[~soon].min()) - self._ahead_ms // 2)
 
@@ -193,7 +200,7 @@ class Loaded:
 
     # -- going ---------------------------------------------------------------------------------------------
 
-    def take_due(self, now_ms: int, limit: int, below_ms: int) -> pa.RecordBatch | None:
+    def take_due(self, now_ms: int, limit: int, below_ms: int) -> ReadRows | None:
         """Return up to `limit` promises due by now and before `below_ms`, sorted, now in flight; None when none are.
 
         `below_ms`: a backlog may hold what comes before it.
@@ -205,7 +212,7 @@ class Loaded:
             self._wheel.first_due_ms < high_ms and (run := self._wheel.take_due(high_ms, limit)) is not None
         ):
             # By the instants they were promised for: a level's row may count as due earlier (delay_levels).
-            promised_ms = int64(run.rows.column("due_ms"))
+            promised_ms = run.promised_ms
             keep = ~self._outcomes.was_cancelled(promised_ms, run.seq)
             if not keep.all():
                 # Cancelled promises are dropped here, the last moment: a cancel then costs no search in memory.
@@ -215,7 +222,7 @@ class Loaded:
             # Promised for later, and due all the same: a clock was set back (delay_levels).
             rows = run.rows if int(promised_ms.max()) <= now_ms else run.rows_as_due()
             # In flight from here on: a cancel that comes now is too late, and recovery looks for the release record.
-            self._outcomes.hand_out(promised_ms, run.seq, int64(rows.column("due_ms")))
+            self._outcomes.hand_out(promised_ms, run.seq, pairs_of(rows)[0])
             return rows
         return None
 

@@ -23,18 +23,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from timeball import limits
+from timeball.log.few_rows import ReadRows, filtered
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.due_wheel import Run
+from timeball.schedule.due_wheel import Run, pairs_of
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.loaded import Loaded, Source
-from timeball.schedule.locations import Waiting, as_promises
+from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 from timeball.schedule.rewrites import Rewrites
 from timeball.table.attachment import Attachment, within
@@ -65,10 +67,12 @@ class Scheduler:
         self.outcomes, self.external, self.backlogs, self._table = outcomes, external, list(backlogs), table
         self._reader, self._ahead_ms, self._on_failure = reader, ahead_ms, on_failure
         self._sources = {
-            id(backlog): Source(backlog.read_bodies, has_own_instants=backlog.has_own_instants)
+            id(backlog): Source(
+                backlog.read_bodies, backlog.decode_waiting, has_own_instants=backlog.has_own_instants
+            )
             for backlog in backlogs
         }
-        self._files = None if table is None else Source(table.read_files, external)
+        self._files = None if table is None else Source(table.read_files, external=external)
         files = [] if self._files is None else [self._files]
         self.loaded = Loaded(
             reader_thread, outcomes, [*self._sources.values(), *files], ahead_ms=ahead_ms,
@@ -87,19 +91,16 @@ class Scheduler:
 
     # -- promises come ---------------------------------------------------------------------------------------
 
-    def add(self, backlog: Backlog, promises: pa.RecordBatch) -> None:
-        """Keep these durable promises, rows of the log that gave them their instants."""
-        due, seq = (promises.column(name).to_numpy() for name in ("due_ms", "seq"))
+    def add(self, backlog: Backlog, promises: ReadRows, now_ms: int) -> None:
+        """Keep these durable promises, rows of the log that gave them their instants at `now_ms`."""
+        due, seq = pairs_of(promises)
         self.outcomes.waiting_rows += len(seq)
-        now_ms = int(promises.column("store_ms")[-1].as_py())
         near = backlog.add(Waiting(due, seq, seq), now_ms)
         self._bound_opening(backlog, due, near)
-        if near.any():
-            if not near.all():
-                promises = promises.filter(pa.array(near))
-            source = self._sources[id(backlog)]
-            self._expect(self.loaded.add(source, backlog.decode_waiting(as_promises(promises)), now_ms))
-        if len(near) > promises.num_rows or not near.any():
+        if near_rows := int(np.count_nonzero(near)):
+            found = promises if near_rows == len(near) else filtered(promises, near)
+            self._expect(self.loaded.add(self._sources[id(backlog)], found, now_ms))
+        if near_rows < len(near):
             self._expect_opening(backlog)
 
     async def attach(self, attachment: Attachment, resumes: str = "") -> None:
@@ -133,7 +134,7 @@ class Scheduler:
 
     # -- promises are due ------------------------------------------------------------------------------------
 
-    def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
+    def take_due(self, now_ms: int, limit: int) -> ReadRows | None:
         """Return up to `limit` promises due by now, sorted by (due_ms, seq) and in flight; None when there are none."""
         self._follow_clock(now_ms)
         self._open_if_needed(now_ms)

@@ -11,28 +11,29 @@ hears of it when its instant has come, or when time has gone back.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
 
 import pyarrow as pa
 
 from timeball import limits
 from timeball.clock import SchedulerClock
+from timeball.log.few_rows import ReadRows
 from timeball.schedule.scheduler import Scheduler
 
 CLOCK_LOOK_MS = 1_000
 
 
-class Append(Protocol):
-    """Append promises that are due, or must be written again, to the log; see broker/delivery.py."""
-
-    def __call__(self, promises: pa.RecordBatch, now_ms: int) -> object:
-        """Append records for these promises."""
+# Append promises that are due, or must be written again, to the log; see broker/delivery.py.
+Release = Callable[[ReadRows, int], object]
+Rewrite = Callable[[pa.RecordBatch, int], object]
 
 
 class Ticker:
     """Drives the scheduler. `wake` when something earlier has arrived, or when releases have become durable."""
 
-    def __init__(self, scheduler: Scheduler, clock: SchedulerClock, release: Append, rewrite: Append) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: SchedulerClock, release: Release, rewrite: Rewrite
+    ) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._release, self._rewrite = release, rewrite
         self._wake = asyncio.Event()
