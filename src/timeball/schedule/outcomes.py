@@ -175,6 +175,8 @@ class Outcomes:
 
     def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these are cancelled, or released durably."""
+        if len(seq) == 1 and not len(self.holds):  # as most answers of consumers: a look into two sets
+            return np.array([self._is_one_settled(int(due_ms[0]), int(seq[0]))])
         # The mark first, as it covers most; the pairs are only the exceptions to it.
         settled = (due_ms < self._mark.before_ms) & ~self._mark.may_wait(seq)
         if len(self.holds):
@@ -182,6 +184,11 @@ class Outcomes:
         settled |= self._cancelled.contains(due_ms, seq)
         settled |= self._released.contains(due_ms, seq)
         return np.asarray(settled)
+
+    def _is_one_settled(self, due_ms: int, seq: int) -> bool:
+        if due_ms < self._mark.before_ms and not self._mark.may_touch(seq, seq):
+            return True
+        return self._cancelled.has(due_ms, seq) or self._released.has(due_ms, seq)
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these were cancelled, or moved, and are not covered by the mark."""

@@ -10,11 +10,8 @@
 What is not acknowledged is released by the schedule that releases every promise, exactly once, also after a crash.
 None of what a group has received and not acknowledged is kept in memory here.
 
-A CANCEL and what takes its place are one append: both are in the log or none is. Each is decided on the event loop as
-every cancel is, by the promise's newest version: a receipt whose promise is being released is not valid any more, and a
-promise that was cancelled is never released. If another request moved the promise first, its newest version is looked
-up once that request's row is durable, and decided on again. After the decision the append must not fail, so all that
-may refuse runs before it.
+A CANCEL and what takes its place are one append: both are in the log or none is. How an answer is decided says
+lease_promises.py. After the decision the append must not fail, so all that may refuse runs before it.
 
 An append costs nearly the same for one row as for a hundred, so requests that come together share one (AsyncBatcher).
 """
@@ -22,7 +19,7 @@ An append costs nearly the same for one row as for a hundred, so requests that c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +29,9 @@ from timeball import limits
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import lookup, redelivery_rows, retry
-from timeball.broker.consuming.lease_ends import cancel_rows, few_cancel_rows
+from timeball.broker.consuming.acknowledgements import Acknowledgements
+from timeball.broker.consuming.lease_ends import cancel_rows
+from timeball.broker.consuming.lease_promises import count_ended, decide, newest_versions, settle_leases
 from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS, retry_topic
 from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest, Subscription
@@ -43,7 +42,7 @@ from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
-from timeball.errors import OutOfRange, OverLimit, RequestError
+from timeball.errors import OutOfRange
 from timeball.message import (
     CANCEL_REASON,
     LOG_SCHEMA,
@@ -55,17 +54,10 @@ from timeball.message import (
 
 _TOPIC = LOG_SCHEMA.get_field_index("topic")
 
-ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
 DEAD = encode_properties({CANCEL_REASON: "dead letter"})
 
-# Bounds one turn's rows; requests beyond it share the next one.
-CALLS_PER_TURN = 4_096
-ROWS_PER_APPEND = 65_536  # far below what a frame may hold; the next ones wait no longer than for a commit
 # As many bodies as one request may have, were they all of the largest: each is written once more.
 MOVES_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
-
-# Settles or moves the promises of these receipts that wait, durably; is told their indexes too; returns which waited.
-Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 
 class Change(NamedTuple):
@@ -94,9 +86,7 @@ class LogLeases:
         self._parts, self._appender, self._leases = parts, appender, leases
         # First row of promises not durable yet -> their queues.
         self._under_way: dict[int, list[QueueLeases]] = {}
-        self._acks: AsyncBatcher[Sequence[Receipt], list[bool]] = AsyncBatcher(
-            self._acknowledge, CALLS_PER_TURN
-        )
+        self._acks = Acknowledgements(parts, appender)
         self._changes: AsyncBatcher[Change, Receipt | None] = AsyncBatcher(self._change, MOVES_PER_TURN)
         self._dead: AsyncBatcher[GivenUp, bool] = AsyncBatcher(self._dead_letter, MOVES_PER_TURN)
 
@@ -117,8 +107,8 @@ class LogLeases:
         is_few = rows.num_rows <= FEW_ROWS and parts.compacts
         make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
         promises = make(
-            rows, group=request.group, topic=request.topic, main=main, now_ms=now_ms, due_ms=due_ms,
-            host=parts.settings.host,
+            rows, group=request.group, topic=request.topic, main=main,
+            now_ms=now_ms, due_ms=due_ms, host=parts.settings.host,
         )  # fmt: skip
         topics = [row[_TOPIC] for row in promises] if is_few else promises.column("topic").to_pylist()
         for topic in set(topics):
@@ -169,69 +159,15 @@ class LogLeases:
 
     # -- one turn of each ----------------------------------------------------------------------------------------
 
-    async def _acknowledge(self, asked: list[Sequence[Receipt]]) -> list[list[bool]]:
-        receipts = [receipt for some in asked for receipt in some]
-        verdicts = iter((await self._decide(receipts, self._end)).tolist())
-        return [[next(verdicts) for _ in some] for some in asked]
-
     async def _change(self, changes: list[Change]) -> list[Receipt | None]:
         receipts = [change.receipt for change in changes]
-        valid = await self._decide(receipts, lambda _, at: self._renew([changes[i] for i in at]))
+        valid = await decide(self._parts, receipts, lambda _, at: self._renew([changes[i] for i in at]))
         return [receipt if won else None for receipt, won in zip(receipts, valid.tolist(), strict=True)]
 
     async def _dead_letter(self, asked: list[GivenUp]) -> list[bool]:
         receipts = [one.receipt for one in asked]
-        valid = await self._decide(receipts, lambda _, at: self._give_up([asked[i] for i in at]))
+        valid = await decide(self._parts, receipts, lambda _, at: self._give_up([asked[i] for i in at]))
         return [bool(one) for one in valid]
-
-    async def _decide(self, receipts: list[Receipt], attempt: Attempt) -> BoolArray:
-        """Call `attempt` for these, again for those that another request moved meanwhile; return which it settled."""
-        valid = np.zeros(len(receipts), dtype=np.bool_)
-        left = np.arange(len(receipts))
-        while len(left):
-            some = [receipts[i] for i in left.tolist()]
-            version = self._newest(some)[1]
-            try:
-                valid[left] = await attempt(some, left.tolist())
-            except (RequestError, OverLimit):
-                if not valid.any():
-                    raise
-                # Some were settled in a round before, and the batcher must not begin those again: the rest is answered
-                # as not valid, and comes again when its lease ends.
-                break
-            lost = ~valid[left]
-            if not lost.any():
-                break
-            # The newest version is not known before the row that moved the promise is durable.
-            await self._parts.writer.flushed()
-            left = left[lost & (self._newest(some)[1] != version)]
-        return valid
-
-    async def _end(self, receipts: Sequence[Receipt], _at: Sequence[int]) -> BoolArray:
-        """Cancel the promises of these, durably; return which still waited."""
-        valid = np.zeros(len(receipts), dtype=np.bool_)
-        durable = None
-        for begin in range(0, len(receipts), ROWS_PER_APPEND):
-            part = receipts[begin : begin + ROWS_PER_APPEND]
-            now_ms = self._parts.clock.now_ms()
-            newest = self._newest(part)
-            won = valid[begin : begin + len(part)] = self._settle(*newest)
-            self._count_ended(part, won)
-            if won.any():
-                # No pause since the decision: the CANCEL rows stand in the log before any later release.
-                durable = self._append_ends(part, newest, won, now_ms)
-        if durable is not None:
-            await durable
-        return valid
-
-    def _append_ends(
-        self, receipts: Sequence[Receipt], newest: tuple[Int64Array, Int64Array], won: BoolArray, now_ms: int
-    ) -> asyncio.Future[int]:
-        if len(receipts) <= FEW_ROWS:
-            values = few_cancel_rows(receipts, *newest, ACKNOWLEDGED, now_ms)
-            return self._appender.append_few([values[at] for at in np.flatnonzero(won).tolist()])
-        rows = cancel_rows(receipts, *newest, ACKNOWLEDGED, now_ms)
-        return self._appender.append(rows if won.all() else rows.filter(pa.array(won))).durable
 
     async def _renew(self, changes: Sequence[Change]) -> BoolArray:
         """Move the promises of these to their other instants, durably; return which still waited."""
@@ -276,7 +212,7 @@ class LogLeases:
         """Write these promises again, for the instants in `fresh`, durably; return which still waited."""
         prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
         from_ms = int64(before.column("due_ms"))
-        won = self._settle(from_ms, int64(before.column("seq")))
+        won = settle_leases(self._parts, from_ms, int64(before.column("seq")))
         if not won.any():
             return won
         chosen = pa.array(won)
@@ -299,25 +235,6 @@ class LogLeases:
 
     # -- what they have in common ----------------------------------------------------------------------------------
 
-    def _newest(self, receipts: Sequence[Receipt]) -> tuple[Int64Array, Int64Array]:
-        """Return (due_ms, version) by which the schedule knows the promises of these now."""
-        due_ms, number = (
-            np.array([getattr(receipt, name) for receipt in receipts], dtype=np.int64)
-            for name in ("due_ms", "seq")
-        )
-        return self._parts.outcomes.moved.newest_of(due_ms, number)
-
-    def _count_ended(self, receipts: Sequence[Receipt], won: BoolArray) -> None:
-        self._parts.lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[won])
-
-    def _settle(self, due_ms: Int64Array, version: Int64Array) -> BoolArray:
-        """Cancel the promises of these that still wait; return which did."""
-        won = np.zeros(len(version), dtype=np.bool_)
-        # A receipt that is there twice settles once; most answers name one.
-        first = np.unique(version, return_index=True)[1] if len(version) > 1 else slice(None)
-        won[first] = self._parts.scheduler.cancel(due_ms[first], version[first])
-        return won
-
     async def _bury(
         self, receipts: Sequence[Receipt], before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int
     ) -> BoolArray:
@@ -325,8 +242,8 @@ class LogLeases:
         prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
         versions = int64(before.column("due_ms")), int64(before.column("seq"))
         cancels = cancel_rows(receipts, *versions, DEAD, now_ms)
-        won = self._settle(*versions)
-        self._count_ended(receipts, won)
+        won = settle_leases(self._parts, *versions)
+        count_ended(self._parts, receipts, won)
         if won.any():
             # No pause since the decision, and one append: a promise is never gone without what takes its place.
             chosen = pa.array(won)
@@ -338,7 +255,7 @@ class LogLeases:
         """Return the promises that are found, how often each was tried before it was handed out, and which they are."""
         parts = self._parts
         parts.writer.check_room()
-        files = await lookup.local_files(parts, *(newest := self._newest(receipts)))
+        files = await lookup.local_files(parts, *(newest := newest_versions(parts, receipts)))
 
         def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
             rows, at = lookup.promises(parts.reader, files, *newest)

@@ -1,0 +1,131 @@
+"""Acknowledgements of leases kept in the log: their promises are cancelled, and a turn's rows are one append.
+
+Nearly all end within the turn that begins them: they are decided on, their rows are appended, and the commit answers. A
+receipt that finds its promise settled or moved needs a second look, once the row that did it is durable: a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.appender import Appender
+from timeball.broker.components import Components
+from timeball.broker.consuming.lease_ends import cancel_rows, few_cancel_rows
+from timeball.broker.consuming.lease_promises import (
+    Versions,
+    count_ended,
+    decide,
+    newest_versions,
+    settle_leases,
+)
+from timeball.broker.consuming.redelivery_rows import FEW_ROWS
+from timeball.broker.consuming.requests import Receipt
+from timeball.broker.filters.tags import BoolArray
+from timeball.broker.ingress import Batcher, Begun, settle
+from timeball.errors import OverLimit, RequestError
+from timeball.message import CANCEL_REASON, encode_properties
+
+ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
+CALLS_PER_TURN = 4_096  # bounds one turn's rows; requests beyond it share the next one
+ROWS_PER_APPEND = 65_536  # far below what a frame may hold; the next ones wait no longer than for a commit
+
+_Asked = tuple[Sequence[Receipt], "asyncio.Future[list[bool]]"]
+
+
+class Acknowledgements:
+    """Ends leases. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, appender: Appender) -> None:
+        self._parts, self._appender = parts, appender
+        self._batcher: Batcher[_Asked] = Batcher(
+            self._begin, _answer, _refuse, rows_max=CALLS_PER_TURN, is_pipelined=False
+        )
+        self._tasks: set[asyncio.Future[BoolArray]] = set()
+
+    def put(self, receipts: Sequence[Receipt]) -> asyncio.Future[list[bool]]:
+        """Return, when it is durable, which of these were valid."""
+        future: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
+        self._batcher.put((receipts, future))
+        return future
+
+    def _begin(self, asked: list[_Asked]) -> Begun:
+        receipts = asked[0][0] if len(asked) == 1 else [receipt for some, _ in asked for receipt in some]
+        versions = newest_versions(self._parts, receipts)
+        valid, durable = self._end(receipts, versions)
+        if durable is not None and valid.all():
+            return valid, durable
+        task = asyncio.ensure_future(self._look_again(receipts, versions, valid, durable))
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
+        return task, task
+
+    def _end(
+        self, receipts: Sequence[Receipt], versions: Versions
+    ) -> tuple[BoolArray, asyncio.Future[int] | None]:
+        """Cancel the promises of these; return which still waited, and when their ends are durable."""
+        valid, durable = np.zeros(len(receipts), dtype=np.bool_), None
+        for begin in range(0, len(receipts), ROWS_PER_APPEND):
+            part = receipts[begin : begin + ROWS_PER_APPEND]
+            due_ms, version = (column[begin : begin + len(part)] for column in versions)
+            now_ms = self._parts.clock.now_ms()
+            won = valid[begin : begin + len(part)] = settle_leases(self._parts, due_ms, version)
+            count_ended(self._parts, part, won)
+            if won.any():
+                # No pause since the decision: the CANCEL rows stand in the log before any later release.
+                durable = self._append(part, (due_ms, version), won, now_ms)
+        return valid, durable
+
+    def _append(
+        self, receipts: Sequence[Receipt], versions: Versions, won: BoolArray, now_ms: int
+    ) -> asyncio.Future[int]:
+        if len(receipts) <= FEW_ROWS:
+            values = few_cancel_rows(receipts, *versions, ACKNOWLEDGED, now_ms)
+            return self._appender.append_few([values[at] for at in np.flatnonzero(won).tolist()])
+        rows = cancel_rows(receipts, *versions, ACKNOWLEDGED, now_ms)
+        return self._appender.append(rows if won.all() else rows.filter(pa.array(won))).durable
+
+    async def _look_again(
+        self,
+        receipts: Sequence[Receipt],
+        versions: Versions,
+        valid: BoolArray,
+        durable: asyncio.Future[int] | None,
+    ) -> BoolArray:
+        """End those that another request moved meanwhile; return all that were valid."""
+        if durable is not None:
+            await durable
+        # The newest version is not known before the row that moved the promise is durable.
+        await self._parts.writer.flushed()
+        left = np.flatnonzero(~valid & (newest_versions(self._parts, receipts)[1] != versions[1]))
+        if len(left):
+            try:
+                valid[left] = await decide(self._parts, [receipts[at] for at in left.tolist()], self._attempt)
+            except (RequestError, OverLimit):
+                if not valid.any():
+                    raise
+                # Others of these have ended: the rest is answered as not valid, and comes again in time.
+        return valid
+
+    async def _attempt(self, receipts: Sequence[Receipt], _at: Sequence[int]) -> BoolArray:
+        valid, durable = self._end(receipts, newest_versions(self._parts, receipts))
+        if durable is not None:
+            await durable
+        return valid
+
+
+def _answer(asked: list[_Asked], begun: Any) -> None:
+    verdicts = (begun.result() if isinstance(begun, asyncio.Future) else begun).tolist()
+    begin = 0
+    for receipts, future in asked:
+        settle(future, verdicts[begin : begin + len(receipts)])
+        begin += len(receipts)
+
+
+def _refuse(asked: list[_Asked], error: BaseException) -> None:
+    for _, future in asked:
+        settle(future, error)

@@ -1,0 +1,51 @@
+"""The promise of a receipt is known by its newest version, and is settled once."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.broker.consuming.subscriber import MINUTE_MS, engine, receive, send
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball.broker.consuming.lease_promises import count_ended, decide, newest_versions, settle_leases
+from timeball.broker.consuming.requests import Receipt
+from timeball.broker.filters.tags import BoolArray
+
+
+@on_node()
+async def test_a_promise_is_known_by_its_newest_version_and_settled_once(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    parts = world.broker.parts
+    receipts = [one for one in (await receive(world)).receipts if isinstance(one, Receipt)]
+    due_ms, version = newest_versions(parts, receipts)
+    assert version.tolist() == [one.seq for one in receipts]
+    assert due_ms.tolist() == [one.due_ms for one in receipts]
+    await engine(world).change_invisible_time(receipts[0], 5 * MINUTE_MS)
+    moved_ms, moved = newest_versions(parts, receipts)
+    assert moved[0] > version[1] and moved[1] == version[1]
+    assert moved_ms[0] == due_ms[0] + 4 * MINUTE_MS
+    assert settle_leases(parts, due_ms[:1], version[:1]).tolist() == [False], "by its old instant"
+    twice = np.array([0, 1, 0])
+    assert settle_leases(parts, moved_ms[twice], moved[twice]).tolist() == [True, True, False]
+    assert settle_leases(parts, moved_ms[:1], moved[:1]).tolist() == [False]
+    assert sum(parts.lease_counts.held().values()) == 2
+    count_ended(parts, receipts, np.array([True, False]))
+    assert sum(parts.lease_counts.held().values()) == 1
+
+
+@on_node()
+async def test_it_is_decided_again_for_as_long_as_others_move_it(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    receipts = [one for one in (await receive(world)).receipts if isinstance(one, Receipt)]
+    rounds: list[list[int]] = []
+
+    async def attempt(some: object, at: object) -> BoolArray:
+        assert isinstance(at, list)
+        rounds.append(at)
+        if len(rounds) < 3:  # another request moves the first of them, and wins
+            await engine(world).change_invisible_time(receipts[0], len(rounds) * MINUTE_MS)
+            return np.array([number == 1 for number in at])
+        return np.zeros(len(at), np.bool_)
+
+    assert (await decide(world.broker.parts, receipts, attempt)).tolist() == [False, True]
+    assert rounds == [[0, 1], [0], [0]], "the last one is lost, and no move was the reason"
