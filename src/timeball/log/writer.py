@@ -28,6 +28,7 @@ from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, WriterStatistics, frames_of, refusal
 from timeball.log.disk_thread import Disk
 from timeball.log.few_rows import EncodedRows, Rows, message_bytes
+from timeball.log.newest_rows import NewestRows
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
@@ -73,6 +74,7 @@ class LogWriter:
         self._idle = asyncio.Event()
         self._idle.set()
         self.next_segment = NextSegment(files, segments, file, disk, segment_bytes, partial(self._stop, []))
+        self.newest = NewestRows()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._broken = False  # disk thread only: set by the first failed write or sync, for good
         self.failed: BaseException | None = None
@@ -286,6 +288,7 @@ class LogWriter:
             self._pending_bytes -= entry.size_bytes
             self.statistics.rows += entry.rows.num_rows
             self.statistics.bytes += entry.size_bytes
+            self.newest.add(entry.first_seq, entry.rows)
             if entry.on_durable is not None:
                 try:
                     entry.on_durable()

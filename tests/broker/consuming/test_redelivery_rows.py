@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from timeball import limits
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, POP_CK
-from timeball.log.few_rows import rows_of
+from timeball.log.few_rows import NumberedRows, rows_of
 from timeball.message import (
     LOG_SCHEMA,
     ORIGIN_GROUP,
@@ -132,6 +132,8 @@ def test_a_few_promises_as_values_are_those_made_by_columns(
     how: Any = {"group": GROUP, "topic": TOPIC, "main": main, "now_ms": NOW_MS, "due_ms": 99, "host": "here"}
     few, many = redelivery_rows.few_handed_out(source, **how), redelivery_rows.handed_out(source, **how)
     assert rows_of(few).to_pylist() == many.to_pylist()
+    as_values = NumberedRows(list(zip(*(column.to_pylist() for column in source.columns), strict=True)))
+    assert redelivery_rows.few_handed_out(as_values, **how) == few
 
 
 def test_a_few_promises_stay_within_what_a_wire_can_carry_too() -> None:

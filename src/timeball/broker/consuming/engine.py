@@ -27,7 +27,7 @@ from timeball.broker.consuming import restart, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
 from timeball.broker.consuming.log_leases import Change, LogLeases
 from timeball.broker.consuming.memory_leases import MemoryLeases
-from timeball.broker.consuming.redelivery_rows import is_of, retry_topic, times_of, with_reasons
+from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, with_reasons
 from timeball.broker.consuming.requests import (
     NO_ROWS,
     AnyReceipt,
@@ -37,15 +37,16 @@ from timeball.broker.consuming.requests import (
     ReceiveRequest,
     Subscription,
 )
+from timeball.broker.consuming.selected_rows import selected_rows
 from timeball.broker.consuming.selection import Selection, check, check_invisible
-from timeball.broker.filters.tags import BoolArray
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.topics import check_topic
 from timeball.broker.waiters import Waiters, WaitQueue
 from timeball.errors import OutOfRange, TimeballError
-from timeball.message import READ_SCHEMA, Int64Array
+from timeball.log.few_rows import ReadRows
+from timeball.message import READ_SCHEMA
 
 logger = logging.getLogger(__name__)
 
@@ -234,30 +235,13 @@ class Consuming:
             found += queues[first:] + queues[:first]
         return found
 
-    async def _read(self, request: ReceiveRequest, selection: Selection) -> tuple[pa.RecordBatch, BoolArray]:
-        """Return the wanted rows of a selection, which gives up the others, and which were wanted."""
-        seqs = np.array([lease.seq for _, _, lease in selection.found], dtype=np.int64)
-        rows, keep = await self._loop.run_in_executor(
-            self._parts.reader_thread, self._read_rows, request, seqs
-        )
-        if not keep.all():
-            rows = rows.filter(pa.array(keep))
+    async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
+        """Return the wanted rows of a selection, which gives up the others."""
+        seqs = [lease.seq for _, _, lease in selection.found]
+        rows, keep = await selected_rows(self._parts, request, seqs)
+        if keep is not None:
             self.leases.finish(selection.split_unwanted(keep))
-        return rows, keep
-
-    def _read_rows(self, request: ReceiveRequest, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
-        """Return the rows, and which of them the consumer is to have (reader thread)."""
-        rows = self._parts.reader.read_rows(seqs)
-        keep = np.ones(len(seqs), dtype=np.bool_)
-        main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
-        if request.wanted is not None and not request.wanted.matches_all:
-            # Rows of the retry topic passed the filter when they were handed out first.
-            keep &= ~main | request.wanted.exact(rows)
-        texts = rows.column("properties")
-        for at in np.flatnonzero(~main).tolist():
-            # `%RETRY%a_b_c` is the retry topic of group a for topic b_c, and also of group a_b for topic c.
-            keep[at] = is_of(request.group, texts[at].as_py())
-        return rows, keep
+        return rows
 
     # -- where the leases are kept -------------------------------------------------------------------------------
 
@@ -265,7 +249,7 @@ class Consuming:
         # Before the read: a consumer that goes away during it must not leave positions leased for ever.
         self._memory.hold(selection)
         try:
-            rows, _ = await self._read(request, selection)
+            rows = await self._read(request, selection)
         except BaseException:  # also a consumer that has gone away: it has not seen these rows
             self.leases.give_up(selection.found, selection.pop_ms)
             raise
@@ -306,7 +290,7 @@ class Consuming:
                 # Where a group begins, ahead of what it is handed: after a crash it must not begin elsewhere.
                 self.leases.has_new_groups = False
                 self._save_offsets()
-            rows, _ = await self._read(request, selection)
+            rows = await self._read(request, selection)
             if not selection.found:
                 return Received(rows, [])
             main = self._subscription(request.group, request.topic)

@@ -43,6 +43,7 @@ from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
 from timeball.errors import OutOfRange
+from timeball.log.few_rows import ReadRows, read_batch
 from timeball.message import (
     CANCEL_REASON,
     LOG_SCHEMA,
@@ -93,7 +94,7 @@ class LogLeases:
     # -- handing out ---------------------------------------------------------------------------------------------
 
     def write(
-        self, request: ReceiveRequest, main: Subscription, rows: pa.RecordBatch, selection: Selection
+        self, request: ReceiveRequest, main: Subscription, rows: ReadRows, selection: Selection
     ) -> tuple[asyncio.Future[int], Received]:
         """Append the rows handed out as promises; return when that is durable, and what was handed out.
 
@@ -107,7 +108,7 @@ class LogLeases:
         is_few = rows.num_rows <= FEW_ROWS and parts.compacts
         make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
         promises = make(
-            rows, group=request.group, topic=request.topic, main=main,
+            rows if is_few else read_batch(rows), group=request.group, topic=request.topic, main=main,
             now_ms=now_ms, due_ms=due_ms, host=parts.settings.host,
         )  # fmt: skip
         topics = [row[_TOPIC] for row in promises] if is_few else promises.column("topic").to_pylist()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import pyarrow as pa
@@ -31,12 +32,14 @@ import pyarrow.compute as pc
 from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.requests import Subscription
+from timeball.log.few_rows import NumberedRows, ReadRows
 from timeball.message import (
     NACK_REASON,
     NACK_TIME,
     ORIGIN_GROUP,
     PROPERTY_END,
     PROPERTY_NAME_END,
+    READ_SCHEMA,
     RETRY_PREFIX,
     RETRY_TOPIC,
     Int64Array,
@@ -59,6 +62,8 @@ _TO_TAKE_APART = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
 _TAKEN_APART = re.compile(_TO_TAKE_APART)
 FEW_ROWS = 32  # so many cost less one by one than by columns
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
+_READ = ("seq", "reconsume_times", "properties", *_KEPT)
+_READ_VALUES = itemgetter(*(READ_SCHEMA.get_field_index(name) for name in _READ))
 
 
 def retry_topic(group: str, topic: str) -> str:
@@ -107,16 +112,18 @@ def handed_out(
 
 
 def few_handed_out(
-    rows: pa.RecordBatch, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
+    rows: ReadRows, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
 ) -> list[LogRow]:
     """Return the same rows as `handed_out`, as values."""
     adding = added(group, topic, now_ms)
     behind = encode_properties(adding)
-    names = ("seq", "reconsume_times", "properties", *_KEPT)
+    few = (
+        map(_READ_VALUES, rows.values)
+        if isinstance(rows, NumberedRows)
+        else zip(*(rows.column(name).to_pylist() for name in _READ), strict=True)
+    )
     built: list[LogRow] = []
-    for seq, before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in zip(
-        *(rows.column(name).to_pylist() for name in names), strict=True
-    ):
+    for seq, before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in few:
         times = min((before or 0) + 1, retry.INT_MAX)
         name = main.dead_name if times > main.times_max else main.again_name
         properties = _properties_with(text or "", adding, behind)

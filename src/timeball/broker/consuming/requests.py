@@ -14,6 +14,7 @@ import pyarrow as pa
 from timeball.broker.filters import Filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import Topic
+from timeball.log.few_rows import ReadRows, read_batch
 from timeball.message import READ_SCHEMA
 
 
@@ -74,6 +75,11 @@ class ReceiveRequest:
     attempt_id: str = ""
     in_log: bool = False
 
+    @property
+    def has_no_filter(self) -> bool:
+        """Return whether all messages are wanted."""
+        return self.wanted is None or self.wanted.matches_all
+
 
 NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a third of a millisecond
 
@@ -82,11 +88,17 @@ NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a t
 class Received:
     """Rows handed out at `pop_ms` (READ_SCHEMA), one receipt for each; the attempt is a row's reconsume_times + 1.
 
+    `handed_out`: the rows as they were read, a few as values.
     `times`: how many leases of each position ended before, in order. `rest`: about how many rows the queues still hold.
     """
 
-    rows: pa.RecordBatch
+    handed_out: ReadRows
     receipts: list[AnyReceipt]
     pop_ms: int = 0
     times: list[int] = field(default_factory=list)
     rest: int = 0
+
+    @property
+    def rows(self) -> pa.RecordBatch:
+        """Return the rows as a batch."""
+        return read_batch(self.handed_out)

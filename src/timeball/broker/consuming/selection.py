@@ -14,7 +14,6 @@ from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
 from timeball.errors import OutOfRange
-from timeball.message import Int64Array
 
 SCAN_ENTRIES = 4_096  # index entries looked at in one go when a filter passes few
 
@@ -80,8 +79,7 @@ class Selection:
         if not queue.returned:
             return []
         room = self._room_in(len(queue.in_flight))
-        sizes = [queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:room]]
-        fit = self._fit(np.array(sizes, dtype=np.int64))
+        fit = self._fit([queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:room]])
         return queue.lease_returned(fit, self.pop_ms, self.deadline_ms, in_order=self._in_order)
 
     def _lease_next(self, queue: QueueLeases, wanted: Filter | None) -> list[int]:
@@ -91,31 +89,34 @@ class Selection:
             return []
         if wanted is None or wanted.matches_all:
             # More than there is room for, since those that were acknowledged before a restart are passed over.
-            entries = index.read(start, room + len(queue.acked_ahead))
-            at = np.arange(len(entries))
+            entries = index.read(start, room + len(queue.acked_ahead), is_kept=False)
+            at = list(range(len(entries)))
         else:
-            entries = index.read(start, SCAN_ENTRIES)
-            at = np.flatnonzero(wanted.candidates(entries))
+            entries = index.read(start, SCAN_ENTRIES, is_kept=False)
+            at = np.flatnonzero(wanted.candidates(entries)).tolist()
         if queue.acked_ahead:
             # Acknowledged before a restart: done, though this life has not handed them out.
-            at = at[[start + i not in queue.acked_ahead for i in at.tolist()]]
-        fit = self._fit(entries["size"][at[:room]].astype(np.int64))
-        offsets: list[int] = (start + at[:fit]).tolist()
-        queue.lease_next(offsets, entries[at[:fit]], self.pop_ms, self.deadline_ms, in_order=self._in_order)
+            at = [i for i in at if start + i not in queue.acked_ahead]
+        is_all = len(at) == len(entries) <= room
+        chosen = entries if is_all else entries[np.array(at[:room], dtype=np.int64)]
+        fit = self._fit(chosen["size"].tolist())
+        offsets = [start + i for i in at[:fit]]
+        queue.lease_next(offsets, chosen[:fit], self.pop_ms, self.deadline_ms, in_order=self._in_order)
         # All before the first candidate that was left has been looked at.
-        queue.advance(start + (int(at[fit]) if fit < len(at) else len(entries)))
+        queue.advance(start + (at[fit] if fit < len(at) else len(entries)))
         self.unseen |= not offsets and queue.next_offset < index.max_offset and self._room > 0
         return offsets
 
     def _room_in(self, open_rows: int) -> int:
         return max(0, min(self._room, limits.POP_HELD_PER_QUEUE_MAX - open_rows))
 
-    def _fit(self, sizes_bytes: Int64Array) -> int:
+    def _fit(self, sizes_bytes: list[int]) -> int:
         """Return how many of these, in their order, fit into the answer."""
-        fit = int(np.searchsorted(np.cumsum(sizes_bytes), self._bytes, side="right"))
-        if not fit and not self.found and len(sizes_bytes):
-            fit = 1
-        self._bytes -= int(sizes_bytes[:fit].sum())
+        fit, total_bytes = len(sizes_bytes), sum(sizes_bytes)
+        while fit and total_bytes > self._bytes and (fit > 1 or self.found):
+            fit -= 1
+            total_bytes -= sizes_bytes[fit]
+        self._bytes -= total_bytes
         self._room -= fit
         return fit
 

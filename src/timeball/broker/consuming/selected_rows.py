@@ -1,0 +1,47 @@
+"""The rows of the positions that a request has leased: from memory while they are new, and else from the log."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.components import Components
+from timeball.broker.consuming.redelivery_rows import FEW_ROWS, is_of
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.filters.tags import BoolArray
+from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.log.reader import LogReader
+from timeball.message import READ_SCHEMA, Int64Array
+
+_TOPIC = READ_SCHEMA.get_field_index("topic")
+
+
+async def selected_rows(
+    parts: Components, request: ReceiveRequest, seqs: list[int]
+) -> tuple[ReadRows, BoolArray | None]:
+    """Return those of these rows that the consumer is to have, and which these are; None: all."""
+    # A few that have just become visible: to fetch them from the log would cost more than all the rest.
+    values = parts.writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
+    if values is not None and request.has_no_filter and all(row[_TOPIC] == request.topic for row in values):
+        return NumberedRows(values), None
+    rows, keep = await asyncio.get_running_loop().run_in_executor(
+        parts.reader_thread, _read, parts.reader, request, np.array(seqs, dtype=np.int64)
+    )
+    return (rows, None) if keep.all() else (rows.filter(pa.array(keep)), keep)
+
+
+def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
+    """Return the rows, and which of them the consumer is to have (reader thread)."""
+    rows = reader.read_rows(seqs)
+    keep = np.ones(len(seqs), dtype=np.bool_)
+    main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
+    if request.wanted is not None and not request.has_no_filter:
+        # Rows of the retry topic passed the filter when they were handed out first.
+        keep &= ~main | request.wanted.exact(rows)
+    texts = rows.column("properties")
+    for at in np.flatnonzero(~main).tolist():
+        # `%RETRY%a_b_c` is the retry topic of group a for topic b_c, and also of group a_b for topic c.
+        keep[at] = is_of(request.group, texts[at].as_py())
+    return rows, keep

@@ -1,0 +1,80 @@
+"""The newest visible rows of the log, as they were written: read on the event loop, without a thread or a frame.
+
+Most messages are read right after they became visible. From the log such a read costs a hand-over to the reader thread
+and back, a frame that is mapped, checked and opened, and a value from each of its columns; the rows themselves are
+still in memory, from their commit.
+
+A cache with a bound in bytes: what it does not hold the log says. It holds durable rows alone, so that no reader sees
+one that a power cut could take back. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from timeball.log.few_rows import EncodedRows, Rows
+from timeball.message import ReadRow
+
+BYTES_MAX = 8 * 1024 * 1024  # of all rows, with what their batches keep in memory besides
+COMMITTED_MAX = 4_096  # appends whose rows are held: of one row each takes some kilobytes
+
+
+class NewestRows:
+    """Rows by number. Appends come in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._first_seqs: list[int] = []
+        self._committed: deque[tuple[Rows, int]] = deque()  # with their bytes
+        self._dropped = 0  # of the first numbers, those whose rows are gone
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        """Return how many appends are held."""
+        return len(self._committed)
+
+    def add(self, first_seq: int, rows: Rows) -> None:
+        """Hold the rows of an append that is durable, if consumers can ask for any of them."""
+        if isinstance(rows, EncodedRows):
+            size_bytes = len(rows.message) * (2 if rows.values else 1)
+            is_visible = any(offset is not None for offset in rows.queue_offsets)
+        else:
+            size_bytes = rows.get_total_buffer_size()
+            is_visible = rows.column("queue_offset").null_count < rows.num_rows
+        if not is_visible or size_bytes > BYTES_MAX // 2:
+            return
+        self._first_seqs.append(first_seq)
+        self._committed.append((rows, size_bytes))
+        self._size_bytes += size_bytes
+        while self._size_bytes > BYTES_MAX or len(self._committed) > COMMITTED_MAX:
+            self._size_bytes -= self._committed.popleft()[1]
+            self._dropped += 1
+        # Cut when half of the list is of no use, or each row would move all of them.
+        if self._dropped > len(self._committed) + 16:
+            del self._first_seqs[: self._dropped]
+            self._dropped = 0
+
+    def values_of(self, seqs: Sequence[int]) -> list[ReadRow] | None:
+        """Return the rows with these numbers, each a value for each column; None when one of them is not held."""
+        found: list[ReadRow] = []
+        for seq in seqs:
+            at = bisect_right(self._first_seqs, seq, lo=self._dropped) - 1
+            if at < self._dropped:
+                return None
+            rows, row = self._committed[at - self._dropped][0], seq - self._first_seqs[at]
+            if row >= rows.num_rows:
+                return None
+            found.append((seq, *_values(rows, row)))
+        return found
+
+
+def _values(rows: Rows, row: int) -> tuple[object, ...]:
+    if isinstance(rows, EncodedRows):
+        if rows.values is not None:
+            return rows.values[row]
+        rows = rows.batch
+    batch: pa.RecordBatch = rows
+    return tuple([column[row].as_py() for column in batch.columns])

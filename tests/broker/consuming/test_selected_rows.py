@@ -1,0 +1,66 @@
+"""The rows of a selection: those from memory are those of the log, and what memory cannot decide the log does."""
+
+from __future__ import annotations
+
+import pytest
+from tests.broker.consuming.subscriber import GROUP, TOPIC, bodies, receive, send
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball.broker.consuming.redelivery_rows import FEW_ROWS
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.consuming.selected_rows import selected_rows
+from timeball.broker.filters import compile_filter
+from timeball.log.few_rows import NumberedRows, read_batch
+from timeball.log.newest_rows import NewestRows
+
+ASK = ReceiveRequest(GROUP, TOPIC)
+
+
+async def sent(world: World, count: int) -> list[int]:
+    first_seq = world.broker.parts.writer.next_seq
+    await send(
+        world, [b"%d" % i for i in range(count)], tag=["odd" if i % 2 else "even" for i in range(count)]
+    )
+    rows = [row for part in world.broker.read_log(first_seq, 1 << 60) for row in part.to_pylist()]
+    return [row["seq"] for row in rows if row["topic"] == TOPIC and row["queue_offset"] is not None]
+
+
+@on_node()
+async def test_a_few_new_rows_are_the_rows_of_the_log(world: World) -> None:
+    seqs = await sent(world, 5)
+    few, kept = await selected_rows(world.broker.parts, ASK, seqs)
+    assert isinstance(few, NumberedRows) and kept is None
+    world.broker.parts.writer.newest = NewestRows()
+    read, kept = await selected_rows(world.broker.parts, ASK, seqs)
+    assert not isinstance(read, NumberedRows) and kept is None
+    assert read_batch(few).equals(read)
+
+
+@on_node()
+async def test_many_filtered_and_returned_ones_are_read_from_the_log(world: World) -> None:
+    seqs = await sent(world, FEW_ROWS + 1)
+    many, _ = await selected_rows(world.broker.parts, ASK, seqs)
+    assert not isinstance(many, NumberedRows) and many.num_rows == FEW_ROWS + 1
+    wanted = ReceiveRequest(GROUP, TOPIC, wanted=compile_filter("odd"))
+    odd, kept = await selected_rows(world.broker.parts, wanted, seqs[:4])
+    assert kept is not None and kept.tolist() == [False, True, False, True]
+    assert not isinstance(odd, NumberedRows) and odd.column("seq").to_pylist() == [seqs[1], seqs[3]]
+    # As from a retry topic: whether it is for this group its properties say.
+    other = ReceiveRequest(GROUP, "another")
+    rows, _ = await selected_rows(world.broker.parts, other, seqs[:1])
+    assert not isinstance(rows, NumberedRows)
+
+
+@pytest.mark.parametrize("in_log", [True, False])
+@on_node()
+async def test_a_consumer_gets_the_same_either_way(world: World, in_log: bool) -> None:
+    got: list[list[bytes]] = []
+    for is_held in (True, False):
+        await sent(world, 3)
+        if not is_held:
+            world.broker.parts.writer.newest = NewestRows()
+        received = await receive(world, in_log=in_log)
+        assert isinstance(received.handed_out, NumberedRows) == is_held
+        got.append(sorted(bodies(received)))
+    assert got[0] == got[1] == [b"0", b"1", b"2"]

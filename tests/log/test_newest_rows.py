@@ -1,0 +1,76 @@
+"""The newest rows: those that are found are those of the log, and what is not held is said to be missing."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.log import newest_rows
+from timeball.log.few_rows import EncodedRows, Rows, build_by_pyarrow, builder_of, rows_of
+from timeball.log.newest_rows import NewestRows
+from timeball.message import LOG_SCHEMA, Kind, LogRow
+
+Append = tuple[int, int, str, bool]  # rows, numbers set aside behind them, in which form, visible
+
+APPENDS = st.lists(
+    st.tuples(
+        st.integers(1, 3), st.integers(0, 2), st.sampled_from(["values", "pyarrow", "message", "batch"]),
+        st.booleans(),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+def values(first_seq: int, count: int, is_visible: bool) -> list[LogRow]:
+    rows = []
+    for at in range(count):
+        row = dict.fromkeys(LOG_SCHEMA.names) | {"kind": int(Kind.MESSAGE), "body": b"%d" % (first_seq + at)}
+        rows.append(tuple((row | {"queue_id": 0, "queue_offset": at if is_visible else None}).values()))
+    return rows
+
+
+def in_form(form: str, rows: list[LogRow]) -> Rows:
+    if form == "batch":
+        return rows_of(rows)
+    if form == "message":  # as an edge that writes it itself
+        made = build_by_pyarrow(rows)
+        return EncodedRows(made.message, made.queue_ids, made.queue_offsets)
+    return build_by_pyarrow(rows) if form == "pyarrow" else builder_of("auto")(rows)
+
+
+@given(APPENDS, st.integers(1, 10), st.data())
+def test_rows_that_are_held_are_those_of_the_log(
+    appends: list[Append], committed_max: int, data: st.DataObject
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newest_rows, "COMMITTED_MAX", committed_max)
+        newest, log, held, seq = NewestRows(), {}, [], 1
+        for count, span, form, is_visible in appends:
+            rows = values(seq, count, is_visible)
+            newest.add(seq, in_form(form, rows))
+            log.update({seq + at: (seq + at, *row) for at, row in enumerate(rows)})
+            if is_visible:
+                held = [*held, range(seq, seq + count)][-committed_max:]
+            seq += count + span
+        assert len(newest) == len(held)
+        known = {each for some in held for each in some}
+        for each in range(seq + 2):
+            assert newest.values_of([each]) == ([log[each]] if each in known else None)
+        some = data.draw(st.lists(st.integers(0, seq), max_size=4))
+        expected = [log[each] for each in some] if known.issuperset(some) else None
+        assert newest.values_of(some) == expected
+
+
+def test_their_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(values(1, 1, True))
+    size_bytes = rows.get_total_buffer_size()
+    monkeypatch.setattr(newest_rows, "BYTES_MAX", 3 * size_bytes)
+    newest = NewestRows()
+    for seq in range(1, 9):
+        newest.add(seq, rows)
+    assert len(newest) == 3
+    assert [newest.values_of([seq]) is None for seq in range(1, 9)] == [True] * 5 + [False] * 3
+    newest.add(9, pa.concat_batches([rows] * 20))
+    assert newest.values_of([8]) is not None and newest.values_of([9]) is None, "one append takes all of it"
