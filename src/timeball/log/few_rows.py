@@ -201,7 +201,10 @@ def _width(kind: pa.DataType) -> int:
     return int(kind.bit_width // 8)
 
 
-def _encoder_of(schema: pa.Schema) -> Any:
+def encoder_of(schema: pa.Schema) -> Any:
+    """Return a MessageEncoder for rows of this schema; None where there was no compiler."""
+    if MessageEncoder is None:
+        return None
     no_value = {pa.string(): "", pa.binary(): b""}
     row = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]
     form = pa.RecordBatch.from_arrays(row, schema=schema).serialize().to_pybytes()
@@ -221,7 +224,4 @@ def _encoder_of(schema: pa.Schema) -> Any:
 
 
 LOG_ENCODER: Any
-_read_encoder: Any
-LOG_ENCODER, _read_encoder = (
-    (None, None) if MessageEncoder is None else (_encoder_of(LOG_SCHEMA), _encoder_of(READ_SCHEMA))
-)
+LOG_ENCODER, _read_encoder = encoder_of(LOG_SCHEMA), encoder_of(READ_SCHEMA)

@@ -90,18 +90,18 @@ def messages(stream: bytes) -> Iterator[tuple[memoryview, memoryview]]:
 
 def schema_header(of: pa.Schema) -> memoryview:
     """Return the header that begins a stream of this schema."""
-    return _parts(of.serialize())[0]
+    return parts_of(of.serialize())[0]
 
 
 def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryview, memoryview]]:
     """Yield header and body of each part of a batch, so that a part has at most about so many bytes, or one row."""
     # A bound that costs a hundredth of `nbytes`, which looks into each column.
     if batch.get_total_buffer_size() <= size_bytes_max:
-        yield _parts(batch.serialize())
+        yield parts_of(batch.serialize())
         return
     rows = max(1, batch.num_rows * size_bytes_max // max(batch.nbytes, 1))
     for start in range(0, max(batch.num_rows, 1), rows):
-        yield _parts(batch.slice(start, rows).serialize())
+        yield parts_of(batch.slice(start, rows).serialize())
 
 
 def _encapsulated(header: memoryview, body: memoryview | Sequence[bytes | memoryview]) -> bytes:
@@ -111,7 +111,8 @@ def _encapsulated(header: memoryview, body: memoryview | Sequence[bytes | memory
     return b"".join((_CONTINUATION, length, header, bytes(padding), *parts))
 
 
-def _parts(message: pa.Buffer) -> tuple[memoryview, memoryview]:
+def parts_of(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
+    """Return header and body of a whole message."""
     view = memoryview(message).cast("B")
     begin = 2 * len(_CONTINUATION)
     end = begin + struct.unpack_from("<i", view, len(_CONTINUATION))[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode
@@ -14,12 +15,17 @@ from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.errors import Forbidden, InvalidReceipt, NotFound
+from timeball.log.few_rows import encoder_of
 from timeball.message import READ_SCHEMA
 from timeball.protocols.flight import codec, verbs
 
 
+def served(node: RunningNode) -> verbs.Served:
+    return verbs.Served.by(node.broker, node.node.status)
+
+
 def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
-    return node.run(verbs.perform(node.broker, verb, request, node.node.status, ANONYMOUS))
+    return node.run(verbs.perform(served(node), verb, request, ANONYMOUS))
 
 
 def test_every_action_has_a_verb(node: RunningNode) -> None:
@@ -85,9 +91,7 @@ def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: Runn
         wire.Reschedule(ids=["a", "b"], delay_ms=90_000), wire.Reschedule(seqs=[first_seq + 1], delay_ms=5),
         wire.Cancel(ids=["b"]), wire.Cancel(keys=["k"]),
     ]  # fmt: skip
-    told = [
-        node.run(verbs.perform(node.broker, "", request, node.node.status, Mine())) for request in requests
-    ]
+    told = [node.run(verbs.perform(served(node), "", request, Mine())) for request in requests]
     assert [[v.verdict for v in answer["verdicts"]] for answer in told] == [
         ["rescheduled", "not_found"], ["not_found"], ["not_found"], ["cancelled"],
     ]  # fmt: skip
@@ -120,7 +124,14 @@ TOPIC = "grouped"
 
 def receive(node: RunningNode, group: str = "g", **fields: object) -> verbs.HandedOut:
     request = wire.Receive(topic=TOPIC, group=group, rows=10, **fields)  # type: ignore[arg-type]
-    return node.run(verbs.receive(node.broker, FiltersKept(), request, ANONYMOUS))
+    return node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+
+
+def batch_of(handed_out: verbs.HandedOut) -> pa.RecordBatch:
+    rows = handed_out.rows
+    batch = pa.ipc.read_record_batch(rows, wire.RECEIVED_SCHEMA) if isinstance(rows, bytes) else rows
+    assert batch.schema == wire.RECEIVED_SCHEMA
+    return batch
 
 
 def send(node: RunningNode, count: int) -> None:
@@ -131,30 +142,45 @@ def test_rows_have_a_receipt_each_and_what_comes_again_the_topic_that_was_asked_
     node: RunningNode,
 ) -> None:
     send(node, 3)
-    first = receive(node)
-    assert first.rows.schema == wire.RECEIVED_SCHEMA
-    texts = first.rows.column("receipt").to_pylist()
-    assert len(set(texts)) == 3 and all(isinstance(one, Receipt) for one in first.receipts)
+    handed_out = receive(node)
+    first = batch_of(handed_out)
+    texts = first.column("receipt").to_pylist()
+    assert len(set(texts)) == 3 and all(isinstance(one, Receipt) for one in handed_out.receipts)
     change = wire.ChangeInvisibleTime(topic=TOPIC, group="g", receipts=texts, invisible_ms=0)
-    changed = node.run(verbs.change_invisible_time(node.broker, change, ANONYMOUS))
+    changed = node.run(verbs.change_invisible_time(served(node), change, ANONYMOUS))
     assert changed == texts
-    again = receive(node, wait_ms=30_000)
-    assert set(again.rows.column("topic").to_pylist()) == {TOPIC}
-    assert set(again.rows.column("reconsume_times").to_pylist()) == {1}
-    ack = wire.Acknowledge(
-        topic=TOPIC, group="g", receipts=[*texts, *again.rows.column("receipt").to_pylist()]
-    )
-    verdicts = node.run(verbs.acknowledge(node.broker, ack, ANONYMOUS))
-    assert verdicts == [False] * 3 + [True] * again.rows.num_rows
+    again = batch_of(receive(node, wait_ms=30_000))
+    assert set(again.column("topic").to_pylist()) == {TOPIC}
+    assert set(again.column("reconsume_times").to_pylist()) == {1}
+    ack = wire.Acknowledge(topic=TOPIC, group="g", receipts=[*texts, *again.column("receipt").to_pylist()])
+    verdicts = node.run(verbs.acknowledge(served(node), ack, ANONYMOUS))
+    assert verdicts == [False] * 3 + [True] * again.num_rows
+
+
+def test_a_few_new_rows_are_answered_as_those_read_from_the_log_are(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = batch(3, topic=["twice"] * 3, tag=["a", None, "b"], keys=[None, "k l", ""])
+    node.run(node.broker.send(sent))
+    request = wire.Receive(topic="twice", group="memory", rows=10)
+    few = node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+    monkeypatch.setattr(node.broker.parts.writer.newest, "values_of", lambda seqs: None)
+    request = wire.Receive(topic="twice", group="log", rows=10)
+    read = node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+    assert isinstance(few.rows, bytes) == (encoder_of(wire.RECEIVED_SCHEMA) is not None)
+    assert not isinstance(read.rows, bytes) and read.rows.num_rows == 3
+    columns = [name for name in wire.RECEIVED_SCHEMA.names if name != "receipt"]
+    found, expected = (batch.select(columns).sort_by("seq") for batch in (batch_of(few), read.rows))
+    assert found.equals(expected)
 
 
 def test_a_message_that_is_given_up_is_a_dead_letter(node: RunningNode) -> None:
     send(node, 1)
     handed_out = receive(node, "quitters")
-    texts = handed_out.rows.column("receipt").to_pylist()
+    texts = batch_of(handed_out).column("receipt").to_pylist()
     give_up = wire.DeadLetter(topic=TOPIC, group="quitters", receipts=texts)
-    assert all(node.run(verbs.dead_letter(node.broker, give_up, ANONYMOUS)))
-    assert not any(node.run(verbs.dead_letter(node.broker, give_up, ANONYMOUS)))
+    assert all(node.run(verbs.dead_letter(served(node), give_up, ANONYMOUS)))
+    assert not any(node.run(verbs.dead_letter(served(node), give_up, ANONYMOUS)))
     assert node.broker.queues("%DLQ%quitters")[0][1] == len(texts)
 
 
@@ -164,14 +190,14 @@ def test_a_client_that_goes_while_it_waits_leaves_no_lease(node: RunningNode) ->
 
     async def leave() -> None:
         request = wire.Receive(topic=TOPIC, group="gone", rows=10, wait_ms=30_000)
-        asking = asyncio.create_task(verbs.receive(node.broker, FiltersKept(), request, ANONYMOUS))
+        asking = asyncio.create_task(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
     node.run(leave())
     send(node, 1)
-    assert receive(node, "gone", wait_ms=30_000).rows.num_rows == 1
+    assert batch_of(receive(node, "gone", wait_ms=30_000)).num_rows == 1
 
 
 class Reader(Caller):
@@ -187,20 +213,20 @@ def test_an_account_needs_the_topic_and_the_group(node: RunningNode) -> None:
 
     def ask(topic: str, group: str) -> list[verbs.HandedOut]:
         request = wire.Receive(topic=topic, group=group, rows=1)
-        return [node.run(verbs.receive(node.broker, FiltersKept(), request, Reader()))]
+        return [node.run(verbs.receive(served(node), FiltersKept(), request, Reader()))]
 
-    ((rows, _),) = ask(TOPIC, "mine")
+    (handed_out,) = ask(TOPIC, "mine")
     for topic, group in ((TOPIC, "theirs"), ("other", "mine")):
         with pytest.raises(Forbidden):
             ask(topic, group)
-    receipts = rows.column("receipt").to_pylist()
+    receipts = batch_of(handed_out).column("receipt").to_pylist()
     for group, error in (("theirs", Forbidden), ("mine", None)):
         ack = wire.Acknowledge(topic=TOPIC, group=group, receipts=receipts)
         if error is None:
-            assert node.run(verbs.acknowledge(node.broker, ack, Reader())) == [True]
+            assert node.run(verbs.acknowledge(served(node), ack, Reader())) == [True]
         else:
             with pytest.raises(error):
-                node.run(verbs.acknowledge(node.broker, ack, Reader()))
+                node.run(verbs.acknowledge(served(node), ack, Reader()))
     assert "theirs" not in [group.group_name for group in node.broker.parts.groups.all()]
 
 
@@ -208,9 +234,9 @@ def test_what_is_not_there_or_not_ours_is_said(node: RunningNode) -> None:
     with pytest.raises(NotFound):
         node.run(
             verbs.receive(
-                node.broker, FiltersKept(), wire.Receive(topic="none", group="g", rows=1), ANONYMOUS
+                served(node), FiltersKept(), wire.Receive(topic="none", group="g", rows=1), ANONYMOUS
             )
         )
     with pytest.raises(InvalidReceipt, match="none of ours"):
         ack = wire.Acknowledge(topic=TOPIC, group="g", receipts=["made-up"])
-        node.run(verbs.acknowledge(node.broker, ack, ANONYMOUS))
+        node.run(verbs.acknowledge(served(node), ack, ANONYMOUS))

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from timeball import wire
 from timeball.broker.filters.compiler import FiltersKept
-from timeball.broker.service import Broker
 from timeball.errors import OverLimit
 from timeball.message import READ_SCHEMA
 from timeball.protocols import arrow_ipc as ipc
@@ -30,13 +29,14 @@ ANSWERS_BYTES_MAX = (
 ANSWER_WAIT_S = 1.0
 LOG_THREADS = 16
 SMALL_BYTES = 16 * 1024  # that leave in one frame
+HEAD_S = 0.02  # how long the schema of a read that waits is held back
 
 
 class Reads:
     """Answers tickets. `check_open` raises Unavailable once the edge closes."""
 
-    def __init__(self, broker: Broker, check_open: Callable[[], None]) -> None:
-        self._broker, self._check_open = broker, check_open
+    def __init__(self, served: verbs.Served, check_open: Callable[[], None]) -> None:
+        self._served, self._broker, self._check_open = served, served.broker, check_open
         self._filters = FiltersKept()
         self.answers = ByteShares(ANSWERS_BYTES_MAX, ANSWER_PART_BYTES)
         self._threads = ThreadPoolExecutor(LOG_THREADS, "flight-log")
@@ -52,27 +52,33 @@ class Reads:
         if isinstance(request, wire.ReadLog):
             await self._send_log(call, request)
         elif isinstance(request, wire.Receive):
-            head = _head_of(call, _RECEIVED, request.wait_ms)
-            handed_out = await verbs.receive(self._broker, self._filters, request, caller)
+            head = _Head(call, _RECEIVED, request.wait_ms)
             is_sent = False
             try:
-                await self._send(call, head, handed_out.rows)
+                handed_out = await verbs.receive(self._served, self._filters, request, caller)
+            finally:
+                head.stop()
+            try:
+                await self._send(call, head.left, handed_out.rows)
                 is_sent = not call.is_over
             finally:
                 if not is_sent:  # its client went: others may have them at once
                     self._broker.consuming.not_seen(handed_out.receipts)
         else:
-            head = _head_of(call, _READ, request.wait_ms if isinstance(request, wire.Pull) else 0)
-            await self._send(call, head, await verbs.rows(self._broker, request, caller))
+            head = _Head(call, _READ, request.wait_ms if isinstance(request, wire.Pull) else 0)
+            try:
+                batch = await verbs.rows(self._broker, request, caller)
+            finally:
+                head.stop()
+            await self._send(call, head.left, batch)
 
-    async def _send(self, call: FlightCall, head: bytes, batch: pa.RecordBatch) -> None:
-        """Send a batch behind `head`; a small one leaves with it in one piece."""
-        address, size_bytes = call.call.peer, batch.get_total_buffer_size()
-        if size_bytes > ANSWER_PART_BYTES:
-            size_bytes = batch.nbytes  # of what a slice leaves out nothing is sent
+    async def _send(self, call: FlightCall, head: bytes, rows: pa.RecordBatch | bytes) -> None:
+        """Send a batch, or its message, behind `head`; a small one leaves with it in one piece."""
+        address, size_bytes = call.call.peer, _size_bytes(rows)
         await self._count(address, size_bytes)
         try:
-            for part in ipc.parts(batch, ANSWER_PART_BYTES):
+            is_message = isinstance(rows, bytes)
+            for part in [ipc.parts_of(rows)] if is_message else ipc.parts(rows, ANSWER_PART_BYTES):
                 before, last = framed_apart(*protobuf.data_parts(*part))
                 await _send_part(call, head + before, last)
                 head = b""
@@ -115,15 +121,33 @@ class Reads:
             ) from None
 
 
-def _head_of(call: FlightCall, schema: bytes, wait_ms: int) -> bytes:
-    """Return the schema's message, to be sent with the rows; or send it now, where they may have to be waited for.
+class _Head:
+    """The schema's message: it leaves with the rows, or before them when these are waited for.
 
     A client of pyarrow can cancel a read only once it has the schema.
     """
-    if not wait_ms:
-        return schema
-    call.send_messages(schema)
-    return b""
+
+    def __init__(self, call: FlightCall, schema: bytes, wait_ms: int) -> None:
+        self.left = schema  # to be sent
+        self._call = call
+        self._later = asyncio.get_running_loop().call_later(HEAD_S, self._send) if wait_ms else None
+
+    def _send(self) -> None:
+        self._call.send_messages(self.left)
+        self.left = b""
+
+    def stop(self) -> None:
+        """Send it no more by itself."""
+        if self._later is not None:
+            self._later.cancel()
+
+
+def _size_bytes(rows: pa.RecordBatch | bytes) -> int:
+    if isinstance(rows, bytes):
+        return len(rows)
+    size_bytes = int(rows.get_total_buffer_size())
+    # Of what a slice leaves out nothing is sent.
+    return int(rows.nbytes) if size_bytes > ANSWER_PART_BYTES else size_bytes
 
 
 async def _send_part(call: FlightCall, before: bytes, last: Payload) -> None:

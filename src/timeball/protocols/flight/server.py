@@ -60,11 +60,11 @@ class FlightEdge:
 
         `security`: who may come in, and by which certificate.
         """
-        self._broker, self._status = broker, status or broker.status
+        self._broker, self._served = broker, verbs.Served.by(broker, status or broker.status)
         self._security, self._clock = security, broker.parts.clock.clock
         self._sends, self._sourced, self._releases = Sends(broker), SourcedSends(broker), Releases(broker)
         self._budget = ByteShares(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
-        self._reads = Reads(broker, self._check_open)
+        self._reads = Reads(self._served, self._check_open)
         self._calls, self._streams_gate = Gate("calls", CALLS_MAX), Gate("send streams", STREAMS_MAX)
         self._decoding = ThreadPoolExecutor(1, "flight-decodes")
         self._uploads: set[Upload] = set()
@@ -153,8 +153,8 @@ class FlightEdge:
         verb, body = protobuf.action(message)
         codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
         request = codec.decode_action(verb, bytes(body))
-        answer = await verbs.perform(self._broker, verb, request, self._status, call.call.caller)
-        call.send_messages(framed(protobuf.result(codec.encode(answer))))
+        answer = await verbs.perform(self._served, verb, request, call.call.caller)
+        call.answer(protobuf.result(codec.encode(answer)))
 
     async def _list_actions(self, call: FlightCall, message: bytes) -> None:
         """The verbs of DoAction."""

@@ -23,6 +23,7 @@ from timeball.broker.filters import SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
+from timeball.log.few_rows import NumberedRows, encoder_of
 from timeball.message import READ_SCHEMA, RETRY_PREFIX
 from timeball.protocols.flight import codec
 from timeball.protocols.receipt_handles import ReceiptHandles
@@ -31,22 +32,37 @@ from timeball.table.attachment import Attachment
 Status = Callable[[Caller], dict[str, object]]
 
 _TOPIC = READ_SCHEMA.get_field_index("topic")
+_ENCODER = encoder_of(wire.RECEIVED_SCHEMA)
 
 
 class HandedOut(NamedTuple):
-    """Rows in wire.RECEIVED_SCHEMA, and the receipts whose texts they bear."""
+    """Rows in wire.RECEIVED_SCHEMA, or their Arrow message, and the receipts whose texts they bear."""
 
-    rows: pa.RecordBatch
+    rows: pa.RecordBatch | bytes
     receipts: list[AnyReceipt]
 
 
-async def perform(
-    broker: Broker, verb: str, request: codec.ActionRequest, status: Status, caller: Caller
-) -> Any:
+class Served(NamedTuple):
+    """The broker that requests are for, its status, and the texts of its receipts."""
+
+    broker: Broker
+    status: Status
+    handles: ReceiptHandles
+
+    @classmethod
+    def by(cls, broker: Broker, status: Status) -> Served:
+        """Return a broker that is served here, with this status."""
+        return cls(broker, status, ReceiptHandles(broker.parts.receipt_secret.get))
+
+
+async def perform(served: Served, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
     """Do an action for a caller; returns what becomes the JSON of its answer."""
+    broker = served.broker
     match request:
+        case wire.Acknowledge():  # first of all, since nearly all are
+            return {"valid": await acknowledge(served, request, caller)}
         case wire.Nothing():
-            return await _plain(broker, verb, status, caller)
+            return await _plain(served, verb, caller)
         case wire.CreateTopic():
             await broker.create_topic(request.topic, request.queues, caller)
             return {}
@@ -60,12 +76,10 @@ async def perform(
         case wire.Commit():
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
-        case wire.Acknowledge():
-            return {"valid": await acknowledge(broker, request, caller)}
         case wire.ChangeInvisibleTime():
-            return {"receipts": await change_invisible_time(broker, request, caller)}
+            return {"receipts": await change_invisible_time(served, request, caller)}
         case wire.DeadLetter():
-            return {"valid": await dead_letter(broker, request, caller)}
+            return {"valid": await dead_letter(served, request, caller)}
         case wire.Get():
             return {"messages": await broker.find(request.id, request.topic, caller)}
         case wire.Cancel():
@@ -141,13 +155,13 @@ async def _bulk(
     )  # fmt: skip
 
 
-async def _plain(broker: Broker, verb: str, status: Status, caller: Caller) -> Any:
+async def _plain(served: Served, verb: str, caller: Caller) -> Any:
     if verb == "status":
-        return status(caller)
+        return served.status(caller)
     if verb == "topics":
-        return {"topics": broker.topics(caller)}
+        return {"topics": served.broker.topics(caller)}
     assert verb == "compact", verb
-    return await broker.compact(caller) or {}
+    return await served.broker.compact(caller) or {}
 
 
 async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:
@@ -157,19 +171,19 @@ async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Call
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
 
 
-async def receive(broker: Broker, filters: FiltersKept, request: wire.Receive, caller: Caller) -> HandedOut:
+async def receive(served: Served, filters: FiltersKept, request: wire.Receive, caller: Caller) -> HandedOut:
     """Lease messages to a member; a topic that is missing is waited for where its first message may make it."""
+    broker = served.broker
     policy, parts = broker.policy, broker.parts
-    _wanted(
-        filters, request, None
-    )  # before the wait for a topic: a filter that cannot be read is refused at once
+    # Before the wait for a topic: a filter that cannot be read is refused at once.
+    _wanted(filters, request, None)
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
     group = policy.joined(request.group, caller)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + request.wait_ms / 1000
     if request.wait_ms and policy.is_awaited(request.topic):
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
-            return _handed_out(broker, request, Received(NO_ROWS, []))
+            return _handed_out(served, request, Received(NO_ROWS, []))
     elif request.latest and not parts.offsets.get(request.group, request.topic):
         ends = {queue: end for queue, (_, end) in broker.queues(request.topic, caller).items()}
         await broker.commit_offsets(request.group, request.topic, ends, caller)
@@ -185,7 +199,7 @@ async def receive(broker: Broker, filters: FiltersKept, request: wire.Receive, c
         ),
         max(0, round(1000 * (deadline_s - loop.time()))),
     )
-    return _handed_out(broker, request, received)
+    return _handed_out(served, request, received)
 
 
 def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter | None:
@@ -198,17 +212,17 @@ def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) ->
     return filters.get(text, kind, bit_mask=topic is not None and topic.filter_type == "MULTI_TAG")
 
 
-async def acknowledge(broker: Broker, request: wire.Acknowledge, caller: Caller) -> list[bool]:
+async def acknowledge(served: Served, request: wire.Acknowledge, caller: Caller) -> list[bool]:
     """End leases for good; false for one that has ended before."""
-    return await broker.consuming.acknowledge(_receipts(broker, request, caller))
+    return await served.broker.consuming.acknowledge(_receipts(served, request, caller))
 
 
 async def change_invisible_time(
-    broker: Broker, request: wire.ChangeInvisibleTime, caller: Caller
+    served: Served, request: wire.ChangeInvisibleTime, caller: Caller
 ) -> list[str | None]:
     """Change the times of leases; return their receipts, None for a lease that has ended before."""
-    receipts, handles = _receipts(broker, request, caller), _handles(broker)
-    consuming, delay_ms, counts = broker.consuming, request.invisible_ms, request.counts
+    receipts, handles = _receipts(served, request, caller), served.handles
+    consuming, delay_ms, counts = served.broker.consuming, request.invisible_ms, request.counts
     changed = await asyncio.gather(
         *(
             consuming.nack(receipt, delay_ms, request.reason, counts=counts)
@@ -220,31 +234,36 @@ async def change_invisible_time(
     return [None if receipt is None else handles.encode(receipt) for receipt in changed]
 
 
-async def dead_letter(broker: Broker, request: wire.DeadLetter, caller: Caller) -> list[bool]:
+async def dead_letter(served: Served, request: wire.DeadLetter, caller: Caller) -> list[bool]:
     """Put messages into the group's dead letters; false for a lease that has ended before."""
-    receipts = _receipts(broker, request, caller)
-    return list(
-        await asyncio.gather(*(broker.consuming.dead_letter(one, request.reason) for one in receipts))
-    )
+    receipts, consuming = _receipts(served, request, caller), served.broker.consuming
+    return list(await asyncio.gather(*(consuming.dead_letter(one, request.reason) for one in receipts)))
 
 
 def _receipts(
-    broker: Broker, request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter, caller: Caller
+    served: Served, request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter, caller: Caller
 ) -> list[AnyReceipt]:
     """Return the receipts of a request; raise Forbidden, InvalidReceipt."""
-    broker.policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
-    broker.policy.check_group(request.group)
-    handles = _handles(broker)
-    return [handles.decode(text, request.group, request.topic) for text in request.receipts]
+    policy = served.broker.policy
+    policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
+    policy.check_group(request.group)
+    decode = served.handles.decode
+    return [decode(text, request.group, request.topic) for text in request.receipts]
 
 
-def _handles(broker: Broker) -> ReceiptHandles:
-    return ReceiptHandles(broker.parts.receipt_secret.get)
-
-
-def _handed_out(broker: Broker, request: wire.Receive, received: Received) -> HandedOut:
-    columns, handles = received.rows.columns, _handles(broker)
-    columns[_TOPIC] = pa.array([request.topic] * received.rows.num_rows, READ_SCHEMA.field(_TOPIC).type)
-    texts = pa.array([handles.encode(receipt) for receipt in received.receipts], pa.string())
-    batch = pa.RecordBatch.from_arrays([*columns, texts], schema=wire.RECEIVED_SCHEMA)
+def _handed_out(served: Served, request: wire.Receive, received: Received) -> HandedOut:
+    rows, texts = received.handed_out, [served.handles.encode(receipt) for receipt in received.receipts]
+    if isinstance(rows, NumberedRows) and _ENCODER is not None:
+        topic = request.topic
+        message = _ENCODER.encode(
+            [
+                (*row[:_TOPIC], topic, *row[_TOPIC + 1 :], text)
+                for row, text in zip(rows.values, texts, strict=True)
+            ]
+        )
+        if message is not None:
+            return HandedOut(message, received.receipts)
+    columns = received.rows.columns
+    columns[_TOPIC] = pa.array([request.topic] * len(texts), READ_SCHEMA.field(_TOPIC).type)
+    batch = pa.RecordBatch.from_arrays([*columns, pa.array(texts, pa.string())], schema=wire.RECEIVED_SCHEMA)
     return HandedOut(batch, received.receipts)
