@@ -18,10 +18,13 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import column, on_node
 from tests.crash.world import World
 
+from timeball.log.newest_rows import NewestRows
+
 
 @on_node()
 async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) -> None:
     await send(world, [b"a"])
+    world.broker.parts.writer.newest = NewestRows()  # or nothing would be waited for
     asking = asyncio.create_task(pop(world))
     await asyncio.sleep(0)  # it has taken and waits for the reader
     asking.cancel()
