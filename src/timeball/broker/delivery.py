@@ -8,6 +8,7 @@ once more, independently of the schedule (G2).
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
 from timeball.log.few_rows import Build, EncodedRows, NumberedRows, ReadRows, builder_of, read_batch
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64, stored_size
-from timeball.schedule.columns import with_column
+from timeball.schedule.columns import FEW, with_column
 from timeball.schedule.due_wheel import pairs_of
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
@@ -308,8 +309,14 @@ class Lateness:
 
     def add(self, late_ms: Int64Array) -> None:
         """Count a batch."""
-        self.counts += np.bincount(np.searchsorted(self._edges, late_ms), minlength=len(self.counts))
         self.released += len(late_ms)
+        if len(late_ms) <= FEW:
+            for late in late_ms.tolist():
+                self.counts[bisect_left(self.BOUNDS, late)] += 1
+                self.sum_ms += late
+                self.max_ms = max(self.max_ms, late)
+            return
+        self.counts += np.bincount(np.searchsorted(self._edges, late_ms), minlength=len(self.counts))
         self.sum_ms += int(late_ms.sum())
         self.max_ms = max(self.max_ms, int(late_ms.max()))
 

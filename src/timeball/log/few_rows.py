@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.config import CodecChoice
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow, ReadRow
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, LogRow, ReadRow
 
 try:
     from timeball.log.arrow_message import MessageEncoder  # type: ignore[import-not-found]
@@ -36,6 +36,7 @@ _ROW, _READ_ROW = pa.struct(list(LOG_SCHEMA)), pa.struct(list(READ_SCHEMA))
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 
 
+_DUE_MS = READ_SCHEMA.get_field_index("due_ms")
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -127,11 +128,12 @@ def _encoded(
 class NumberedRows:
     """A few rows of READ_SCHEMA as Python's values, each of its column's type; a batch only when one is asked for."""
 
-    __slots__ = ("_batch", "values")
+    __slots__ = ("_batch", "_pairs", "values")
 
     def __init__(self, values: list[ReadRow]) -> None:
         self.values = values
         self._batch: pa.RecordBatch | None = None
+        self._pairs: tuple[Int64Array, Int64Array] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -149,6 +151,14 @@ class NumberedRows:
                 else pa.ipc.read_record_batch(message, READ_SCHEMA)
             )
         return self._batch
+
+    @property
+    def pairs(self) -> tuple[Int64Array, Int64Array]:
+        """Return the instant and the number of each row; the same arrays each time."""
+        if self._pairs is None:
+            due_ms = np.array([row[_DUE_MS] for row in self.values], dtype=np.int64)
+            self._pairs = due_ms, np.array([row[0] for row in self.values], dtype=np.int64)
+        return self._pairs
 
     def filter(self, keep: BoolArray) -> NumberedRows:
         """Return some of the rows."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 from timeball.message import Int64Array
 
 CHUNK = 65_536  # records looked at in one go: some megabytes
+FEW = 16  # values that cost less one by one
 PROBE = 4_096  # records looked at first: nearly always the last of those that are due is among them
 
 Records = npt.NDArray[np.void]
@@ -71,6 +72,12 @@ class GrowingColumns:
     def replace(self, *columns: Int64Array) -> None:
         """Hold these rows and no others."""
         self._columns, self._rows = np.stack(columns), len(columns[0])
+
+
+def largest(values: Int64Array) -> int:
+    """Return the largest of some values, one at least."""
+    # A call of numpy costs as much as some twenty of Python's comparisons.
+    return max(values.tolist()) if len(values) <= FEW else int(values.max())
 
 
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from timeball.message import Int64Array
+from timeball.schedule.columns import FEW
 from timeball.table.data_file import search
 
 RUNS_MAX = 24  # each look-up goes through all runs; merging costs a sort
-FEW = 16  # pairs that are added or looked up together: so many cost less one by one
 NEWEST_MAX = 1_024  # pairs held as values, of some 170 bytes each
 PACK_ROWS_MIN = 4_096
 FAR_MS = 1 << 62  # behind every instant; sums of it with a lead still fit in 64 bits

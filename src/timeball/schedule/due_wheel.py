@@ -50,8 +50,7 @@ _END = struct.Struct("<i")
 def pairs_of(rows: ReadRows) -> tuple[Int64Array, Int64Array]:
     """Return instant and number of each row."""
     if isinstance(rows, NumberedRows):
-        due, seq = (np.array([row[at] for row in rows.values], dtype=np.int64) for at in (_DUE_MS, 0))
-        return due, seq
+        return rows.pairs
     return int64(rows.column("due_ms")), int64(rows.column("seq"))
 
 
@@ -129,7 +128,7 @@ class FewRun:
     def of(cls, values: list[ReadRow]) -> FewRun:
         """Return these rows, in this order."""
         rows = NumberedRows(values)
-        return cls(*pairs_of(rows), rows)
+        return cls(*rows.pairs, rows)
 
     @property
     def promised_ms(self) -> Int64Array:

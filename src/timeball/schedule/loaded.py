@@ -25,7 +25,8 @@ import pyarrow as pa
 
 from timeball.log.few_rows import NumberedRows, ReadRows, filtered
 from timeball.message import Int64Array
-from timeball.schedule.backlog import Bools
+from timeball.schedule.backlog import Backlog, Bools
+from timeball.schedule.columns import largest
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.due_wheel import DueWheel, Run, pairs_of
 from timeball.schedule.external_delivery import OPENED_ROWS_MAX, ExternalDelivery
@@ -56,6 +57,11 @@ class Source:
     def decoded(self, promises: ReadRows) -> ReadRows:
         """Return promises as they were accepted, of the rows that hold them; those that come as values are that."""
         return promises if isinstance(promises, NumberedRows) else self.decode(as_promises(promises))
+
+    @classmethod
+    def of(cls, backlog: Backlog) -> Source:
+        """Return the promises that a backlog gives up."""
+        return cls(backlog.read_bodies, backlog.decode_waiting, has_own_instants=backlog.has_own_instants)
 
     def is_left_outside(self, now_ms: int) -> bool:
         """Return whether a dispatcher is at work, so that these hold up nothing."""
@@ -213,14 +219,16 @@ class Loaded:
         ):
             # By the instants they were promised for: a level's row may count as due earlier (delay_levels).
             promised_ms = run.promised_ms
-            keep = ~self._outcomes.was_cancelled(promised_ms, run.seq)
-            if not keep.all():
-                # Cancelled promises are dropped here, the last moment: a cancel then costs no search in memory.
+            # Cancelled promises are dropped here, the last moment: a cancel then costs no search in memory. Nearly
+            # always only such are cancelled as are due far ahead.
+            if self._outcomes.first_cancelled_ms <= largest(promised_ms):
+                keep = ~self._outcomes.was_cancelled(promised_ms, run.seq)
                 if not keep.any():
                     continue
-                run, promised_ms = run.filtered(keep), promised_ms[keep]
+                if not keep.all():
+                    run, promised_ms = run.filtered(keep), promised_ms[keep]
             # Promised for later, and due all the same: a clock was set back (delay_levels).
-            rows = run.rows if int(promised_ms.max()) <= now_ms else run.rows_as_due()
+            rows = run.rows if largest(promised_ms) <= now_ms else run.rows_as_due()
             # In flight from here on: a cancel that comes now is too late, and recovery looks for the release record.
             self._outcomes.hand_out(promised_ms, run.seq, pairs_of(rows)[0])
             return rows

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from timeball import limits
 from timeball.message import Int64Array
+from timeball.schedule.columns import FEW, largest
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.holds import Holds
 from timeball.schedule.moved import Moved
@@ -80,13 +81,13 @@ class ReleaseCursor:
         """Return the cursor when promises for these instants have been sent besides, in any order."""
         if len(due_ms) == 0:
             return self
-        last_ms = int(due_ms.max())
+        last_ms = largest(due_ms)
         tick_ms = last_ms - last_ms % limits.SECOND_MS
         # A promise that came too late. The cursor never decreases, or a successor would repeat seconds that were
         # sent.
         if tick_ms < self.tick_ms:
             return self
-        sent = int((due_ms >= tick_ms).sum())
+        sent = int(np.count_nonzero(due_ms >= tick_ms)) if len(due_ms) > 1 else 1
         return ReleaseCursor(tick_ms, sent + (self.local_index if tick_ms == self.tick_ms else 0))
 
 
@@ -136,7 +137,7 @@ class Outcomes:
         handed_due, handed, recorded_ms = self._in_flight.popleft()
         count = len(seq)
         # In another order there is a mistake, and going on would lose a promise or release it twice.
-        assert np.array_equal(handed[:count], seq), (
+        assert handed is seq or np.array_equal(handed[:count], seq), (
             "releases become durable in the order in which they were handed out"
         )
         if count < len(handed):  # large bodies: one run was several frames
@@ -162,6 +163,9 @@ class Outcomes:
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these are neither settled nor in flight."""
+        if len(seq) <= FEW and not len(self.holds):  # as most answers of consumers are
+            pairs = zip(due_ms.tolist(), seq.tolist(), strict=True)
+            return np.array([self._waits(*pair) for pair in pairs], dtype=np.bool_)
         waiting = ~self.is_settled(due_ms, seq)
         for _, handed_out, _ in self._in_flight:
             # By number alone: while it is in flight a promise has one instant only.
@@ -175,8 +179,6 @@ class Outcomes:
 
     def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these are cancelled, or released durably."""
-        if len(seq) == 1 and not len(self.holds):  # as most answers of consumers: a look into two sets
-            return np.array([self._is_one_settled(int(due_ms[0]), int(seq[0]))])
         # The mark first, as it covers most; the pairs are only the exceptions to it.
         settled = (due_ms < self._mark.before_ms) & ~self._mark.may_wait(seq)
         if len(self.holds):
@@ -185,15 +187,21 @@ class Outcomes:
         settled |= self._released.contains(due_ms, seq)
         return np.asarray(settled)
 
-    def _is_one_settled(self, due_ms: int, seq: int) -> bool:
+    def _waits(self, due_ms: int, seq: int) -> bool:
+        """Return what `waits` does, of one, while nothing is held."""
         if due_ms < self._mark.before_ms and not self._mark.may_touch(seq, seq):
-            return True
-        return self._cancelled.has(due_ms, seq) or self._released.has(due_ms, seq)
+            return False
+        if self._cancelled.has(due_ms, seq) or self._released.has(due_ms, seq):
+            return False
+        return not any(bool((handed_out == seq).any()) for _, handed_out, _ in self._in_flight)
+
+    @property
+    def first_cancelled_ms(self) -> int:
+        """Return the earliest instant of those that `was_cancelled` knows; FAR_MS without any."""
+        return self._cancelled.first_due_ms
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Return which of these were cancelled, or moved, and are not covered by the mark."""
-        if not len(seq) or self._cancelled.first_due_ms > int(due_ms.max()):
-            return np.zeros(len(seq), np.bool_)  # nearly always: only what is far ahead is cancelled
         return self._cancelled.contains(due_ms, seq)
 
     # -- the mark, and what a checkpoint saves -------------------------------------------------------------

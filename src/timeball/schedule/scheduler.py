@@ -66,12 +66,7 @@ class Scheduler:
         """Schedule what `backlogs` keep; `table` is the one of them that opens promises in files."""
         self.outcomes, self.external, self.backlogs, self._table = outcomes, external, list(backlogs), table
         self._reader, self._ahead_ms, self._on_failure = reader, ahead_ms, on_failure
-        self._sources = {
-            id(backlog): Source(
-                backlog.read_bodies, backlog.decode_waiting, has_own_instants=backlog.has_own_instants
-            )
-            for backlog in backlogs
-        }
+        self._sources = {id(backlog): Source.of(backlog) for backlog in backlogs}
         self._files = None if table is None else Source(table.read_files, external=external)
         files = [] if self._files is None else [self._files]
         self.loaded = Loaded(

@@ -19,6 +19,7 @@ from timeball.log.queue_entry import ENTRY
 from timeball.message import DLQ_PREFIX
 
 _ENTRY = struct.Struct(">qiq")  # as ENTRY has it: row, size, tag
+_SEQ = struct.Struct(">q")
 assert _ENTRY.size == ENTRY.itemsize
 
 QueueRows = tuple[
@@ -81,8 +82,12 @@ class FewPlaces:
         """Write the entries; row 0 of the batch is `first_seq`."""
         for (topic, queue_id), data in self._entries.items():
             # The number of the first row was not known when they were written. The index copies them.
-            entries = np.frombuffer(data, ENTRY)
-            entries["seq"] += first_seq
+            if len(data) == _ENTRY.size:  # nearly always, and then without a call of numpy
+                _SEQ.pack_into(data, 0, _SEQ.unpack_from(data)[0] + first_seq)
+                entries = np.frombuffer(data, ENTRY)
+            else:
+                entries = np.frombuffer(data, ENTRY)
+                entries["seq"] += first_seq
             topic.queues[queue_id].index.extend(entries)
 
     def count(self, rates: Rates, *, released: bool = False) -> None:
@@ -92,7 +97,8 @@ class FewPlaces:
             rates.put(topic.name, rows, self._sizes[topic, queue_id])
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, rows)
-        rates.add_each(Stat.DEAD_NUMS, self._dead)
+        if self._dead:
+            rates.add_each(Stat.DEAD_NUMS, self._dead)
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""
