@@ -131,9 +131,22 @@ def test_runs_of_a_slot_are_merged_when_it_is_opened() -> None:
     wheel = DueWheel()
     for seq in range(1, 20):
         wheel.add_run(Run.of([rows([500 + seq % 7], seq)]))
-    assert len(wheel._slots[0]) == 19
+    wheel.add_run(Run.of([rows([500] * wheel_module.ARRIVALS_MAX, 100)]))
+    assert len(wheel._slots[0]) == 20
     assert wheel.take_due(501, 10) is not None
-    assert len(wheel._slots[0]) <= wheel_module.OPEN_RUNS_MAX
+    assert len(wheel._slots[0]) == 2, "the small ones as one, and a large one as it is"
+
+
+def test_a_slot_is_merged_whole_only_when_it_is_first_in_use() -> None:
+    wheel = DueWheel()
+    wheel.add_run(Run.of([rows([1_000, 1_500], 1)]))
+    assert wheel.take_due(1_001, 10) is not None
+    whole = wheel._slots[1][0]
+    for seq in range(3, 6):
+        wheel.add_run(Run.of([rows([999], seq)]))  # of the slot before, which comes into use again
+        wheel.add_run(Run.of([rows([1_600], 10 + seq)]))
+        assert wheel.take_due(1_001, 10) is not None
+    assert len(wheel._slots[1]) == 4 and wheel._slots[1][0] is whole
 
 
 def test_rows_that_come_one_by_one_are_held_in_few_batches() -> None:

@@ -3,7 +3,7 @@
 Used slots are also in a heap by time (the design's delay queue), so that an empty second costs nothing and the
 next instant is the head's. Rows come in by the batch and stay sorted runs; arrivals of a few rows are held back
 until there are many or one of them is due, because splitting ten rows over ten slots costs as much as a
-thousand. Runs of a slot are merged when the slot is opened.
+thousand. Runs of a slot are merged when the slot is opened: what each millisecond hands out is then a slice.
 
 Promises that come as Python's values, a few at a time, stay such in a heap: of one promise by columns each step costs
 what it costs for a thousand. They become columns when there are many, or when they are due together with columns.
@@ -40,7 +40,7 @@ ARRIVAL_BATCHES_MAX = 256
 FEW_MAX = 4_096  # rows held as values: some megabytes besides their bodies
 RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
 ROW_BYTES = 256  # of a row without its large texts
-OPEN_RUNS_MAX = 4  # runs of the slot in use before they are merged
+OPEN_RUNS_MAX = 4  # runs that come into the slot in use before they are merged
 
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
 _DUE_MS = READ_SCHEMA.get_field_index("due_ms")
@@ -151,6 +151,7 @@ class DueWheel:
         self._slots: dict[int, list[Run]] = {}
         # Invariant: a slot stands in the heap once, for as long as `_slots` has it.
         self._used: list[int] = []  # heap of slot numbers
+        self._opened = -FAR_MS  # the latest slot of which something has been handed out
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = 0
         self._arrivals_first_ms = FAR_MS
@@ -222,7 +223,10 @@ class DueWheel:
         return Run(np.concatenate([r.due for r in taken]), np.concatenate([r.seq for r in taken]), rows)
 
     def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
-        runs = self._slots[slot] = _fewer(self._slots[slot])
+        runs = self._slots[slot]
+        # An earlier slot may come into use again, and this one then after it: only the first time pays for all of it.
+        runs = self._slots[slot] = _opened(runs) if slot > self._opened else _fewer(runs)
+        self._opened = max(self._opened, slot)
         ends = [run.cursor + int(np.searchsorted(run.due[run.cursor :], before_ms)) for run in runs]
         # Several runs are due together: the limit is cut by (due_ms, seq) over all of them, or the order would break.
         if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit:
@@ -318,6 +322,15 @@ def _with_small_ones_merged(runs: list[Run]) -> list[Run]:
 
 def _left(run: Run) -> int:
     return len(run.due) - run.cursor
+
+
+def _opened(runs: list[Run]) -> list[Run]:
+    """Return the same rows, the small runs as one: what a millisecond hands out of it needs no merge."""
+    small = [run for run in runs if _left(run) < ARRIVALS_MAX]
+    if len(small) < 2:
+        return runs
+    large = [run for run in runs if _left(run) >= ARRIVALS_MAX]
+    return [Run.of([run.rows.slice(run.cursor) for run in small]), *large]
 
 
 def _fewer(runs: list[Run]) -> list[Run]:
