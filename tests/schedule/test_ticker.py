@@ -115,6 +115,52 @@ def test_what_is_to_be_written_again_waits_for_what_is_due(world: TickedWorld) -
     assert world.strategy.in_flight_rows == 3
 
 
+def test_what_is_due_while_a_few_are_on_their_way_waits_for_these(world: TickedWorld) -> None:
+    world.drain()
+    world.admit([world.now_ms] + [world.now_ms + 1] * 2)
+    assert world.ticker.tick() == 0
+    world.advance(1)
+    assert world.ticker.tick() == ticker.SHARE_MS - 1
+    assert len(world.kept) == 1
+    world.release()
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == 3
+
+
+def test_it_waits_for_these_no_longer_than_a_moment(world: TickedWorld) -> None:
+    world.drain()
+    world.admit([world.now_ms, world.now_ms + 1])
+    assert world.ticker.tick() == 0
+    world.advance(ticker.SHARE_MS)
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == 2 and world.strategy.in_flight_rows == 2
+
+
+def test_what_becomes_durable_wakes_it(world: TickedWorld) -> None:
+    async def main() -> None:
+        async with world.ticking():
+            await world._admit([world.now_ms])
+            await world.until(lambda: len(world.kept) == 1)
+            world.advance(1)
+            await world._admit([world.now_ms])
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert len(world.kept) == 1
+            await world._release([seq for _, seq in world.kept])
+            await world.until(lambda: len(world.kept) == 2)  # though no time passes
+
+    world.run(main())
+
+
+def test_many_on_their_way_are_not_waited_for(world: TickedWorld) -> None:
+    world.drain()
+    world.admit([world.now_ms] * ticker.SHARED_ROWS + [world.now_ms + 1])
+    assert world.ticker.tick() == 0
+    world.advance(1)
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == ticker.SHARED_ROWS + 1
+
+
 def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RELEASE_ROWS_IN_FLIGHT_MAX", 10)
     monkeypatch.setattr(limits, "FRAME_ROWS_MAX", 4)

@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.log.few_rows import ReadRows, filtered
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
@@ -83,6 +82,7 @@ class Scheduler:
         self.on_earlier: Callable[[], None] = lambda: None
         self._now_ms = self._marked_ms = -FAR_MS
         self._rewritten_rows, self._next_ms = 0, -FAR_MS  # the kept instant; -FAR_MS: awake
+        self._awaits_durable = False  # whether the ticker sleeps until a hand-out is durable
 
     # -- promises come ---------------------------------------------------------------------------------------
 
@@ -156,9 +156,9 @@ class Scheduler:
 
     def released(self, seq: Int64Array) -> None:
         """Count these, of the oldest hand-out, as released: their records are durable."""
-        was_full = self.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX
         self.outcomes.released(seq)
-        if was_full:
+        if self._awaits_durable:
+            self._awaits_durable = False
             self._look_now()
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
@@ -376,8 +376,9 @@ class Scheduler:
     def fall_asleep(self, *, until_durable: bool = False) -> int | None:
         """Return what `next_due_ms` does, and keep it: what makes it earlier from now on calls `on_earlier`.
 
-        `until_durable`: too much is on its way to the disk for anything else to matter.
+        `until_durable`: nothing is to be done before what is on its way to the disk has got there.
         """
+        self._awaits_durable = until_durable
         next_ms = None if until_durable else self.next_due_ms()
         self._next_ms = FAR_MS if next_ms is None else next_ms
         return next_ms

@@ -3,6 +3,10 @@
 Three steps, as in beanstalkd's loop: hand out, ask for the next instant, wait that long or until woken. Promises that
 must be written again take their turn when none is due.
 
+While a few rows are on their way to the disk, what is due meanwhile waits for them, as the disk begins with the next
+ones only then; and for SHARE_MS at most, as it may be other rows that the disk is at. A frame costs the loop the same
+for one row as for fifty.
+
 There is no polling for due work: between two instants, however far apart, the scheduler is not asked. The one bound
 on the wait is `CLOCK_LOOK_MS`: a wall clock that is set announces nothing, so it is read once a second. The scheduler
 hears of it when its instant has come, or when time has gone back.
@@ -21,6 +25,8 @@ from timeball.log.few_rows import ReadRows
 from timeball.schedule.scheduler import Scheduler
 
 CLOCK_LOOK_MS = 1_000
+SHARE_MS = 5
+SHARED_ROWS = 1_024  # on their way: with more the next ones are made ready while the disk is at these
 
 
 # Append promises that are due, or must be written again, to the log; see broker/delivery.py.
@@ -38,6 +44,7 @@ class Ticker:
         self._release, self._rewrite = release, rewrite
         self._wake = asyncio.Event()
         self._ticked_ms = 0  # what the clock showed at the last tick
+        self._shared_ms = 0  # until then what is due may wait for what was handed out last
         scheduler.on_earlier = self.wake
 
     def wake(self) -> None:
@@ -53,8 +60,10 @@ class Ticker:
         room = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - scheduler.in_flight_rows, limits.FRAME_ROWS_MAX)
         if room <= 0:
             return scheduler.fall_asleep(until_durable=True)
-        promises = scheduler.take_due(now_ms, room)
+        share_ms = self._share_ms(now_ms)
+        promises = None if share_ms else scheduler.take_due(now_ms, room)
         if promises is not None:
+            self._shared_ms = now_ms + SHARE_MS if promises.num_rows < room else now_ms
             self._release(promises, now_ms)
             return 0
         # Only now: what is due must not wait behind what is not.
@@ -63,7 +72,19 @@ class Ticker:
             self._rewrite(promises, now_ms)
             return 0
         next_ms = scheduler.fall_asleep()
-        return None if next_ms is None else max(0, next_ms - now_ms)
+        if next_ms is None:
+            return None
+        if next_ms - now_ms < share_ms:
+            scheduler.fall_asleep(until_durable=True)
+            return share_ms
+        return max(0, next_ms - now_ms)
+
+    def _share_ms(self, now_ms: int) -> int:
+        """Return for how long what is due may wait for rows that are on their way; 0 when there are none, or many."""
+        left_ms = self._shared_ms - now_ms
+        # More than SHARE_MS is left when a clock was set back.
+        is_shared = 0 < left_ms <= SHARE_MS and 0 < self._scheduler.in_flight_rows < SHARED_ROWS
+        return left_ms if is_shared else 0
 
     async def run(self) -> None:
         """Tick until cancelled."""
