@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from functools import lru_cache
@@ -58,8 +56,10 @@ def delay_ms(after: After) -> int:
     if isinstance(after, bool):
         raise InvalidDelay(f"after={after}: a number of seconds, a timedelta, or text like '30m'")
     if isinstance(after, str):
-        with _named("after="):
+        try:
             delay = duration_ms(after)
+        except InvalidDelay as error:
+            raise InvalidDelay(f"after={error}") from None
     elif isinstance(after, timedelta):
         delay = -(-(after // _MICROSECOND) // 1000)
     elif isinstance(after, float):
@@ -90,8 +90,10 @@ def due_ms(at: At) -> int:
     1767225600000
     """
     if isinstance(at, str | datetime):
-        with _named("at="):
+        try:
             due = instant_ms(at) if isinstance(at, str) else _of_datetime(at)
+        except InvalidDelay as error:
+            raise InvalidDelay(f"at={error}") from None
     elif isinstance(at, SupportsIndex) and not isinstance(at, bool):
         due = index(at)
     else:
@@ -160,15 +162,6 @@ def _of_datetime(at: datetime) -> int:
             "an offset such as +01:00; a datetime needs a tzinfo"
         )
     return -(-((at - _EPOCH) // _MICROSECOND) // 1000)
-
-
-@contextmanager
-def _named(argument: str) -> Iterator[None]:
-    """Put the argument's name in front of what refuses its value in this block."""
-    try:
-        yield
-    except InvalidDelay as error:
-        raise InvalidDelay(f"{argument}{error}") from None
 
 
 def _shown(value: object) -> str:
