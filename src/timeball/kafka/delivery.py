@@ -77,6 +77,7 @@ class Delivery:
         self._producer = Producer(properties, logger=logger)
         self._topics = Topics(self._producer.list_topics, clock)
         self._offset = 0
+        self._committed_ns = 0  # when the last commit was answered, by the monotonic clock
         self._rows_max = ROWS_MAX
         self._refusal: KafkaError | None = None  # of the only record of a transaction
 
@@ -118,7 +119,6 @@ class Delivery:
                     self._write([], self._offset, stop)
                 else:
                     self._deliver(rows, stop)
-                    stop.wait(MARKS_S)
                 failures, wrote_ms = 0, self._clock.wall_ms()
             except KafkaException as error:
                 self._abort(error, stop)
@@ -163,6 +163,9 @@ class Delivery:
     def _write(self, found: list[Outgoing], position: int, stop: threading.Event) -> None:
         """Write records and the position behind them, all or none."""
         alone = len(found) == 1
+        # The pull has taken a part of it, or all.
+        if (left_s := MARKS_S - (self._clock.monotonic_ns() - self._committed_ns) / 1e9) > 0:
+            stop.wait(left_s)
         self._producer.begin_transaction()
         for one in found:
             envelope = one.envelope
@@ -201,6 +204,7 @@ class Delivery:
         while True:
             try:
                 self._producer.commit_transaction(COMMIT_S)
+                self._committed_ns = self._clock.monotonic_ns()
                 return
             except KafkaException as error:
                 # Without an answer it may be committed: only asking again tells, or the next process's first request.
