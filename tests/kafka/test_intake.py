@@ -20,11 +20,12 @@ from timeball.kafka import intake
 from timeball.kafka.counts import Counts
 from timeball.kafka.intake import Intake, pieces
 from timeball.kafka.options import BridgeOptions
-from timeball.kafka.records import Record, Waiting
+from timeball.kafka.records import Headers, Record, Waiting
 from timeball.kafka.waiting import WaitingQueue
 
 Make = Callable[[], tuple[Intake, Counts]]
-LATER = [("delay", b"1h")]
+LATER: Headers = [("delay", b"1h")]
+CANCEL: Headers = [("cancel", b"")]
 
 
 @pytest.fixture
@@ -82,6 +83,21 @@ def test_what_is_cancelled_in_its_own_batch_is_never_sent(
         assert [verdict.verdict for verdict in ball.cancel(key=f"{options.name}/k")].count("cancelled") == 1
 
 
+def test_a_cancel_waits_for_the_batch_before_it(
+    kafka: SmallKafka, options: BridgeOptions, made: Make, stop: threading.Event
+) -> None:
+    kafka.produce(options.own, {"value": b"0", "key": b"k", "headers": LATER})
+    one, counts = made()
+    one._begin()
+    record = Record(options.own, 0, 0, b"k", b"0", LATER, 1_900_000_000_000)
+    for offset, headers in enumerate((LATER, CANCEL, LATER, CANCEL)):
+        one._take([record._replace(offset=offset, headers=headers)], stop)
+    assert counts.cancelled == 2
+    one._sending.result()
+    assert counts.taken == 4
+    one._consumer.close()
+
+
 def test_what_timeball_refuses_is_a_dead_letter_and_holds_nothing_up(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -136,8 +152,9 @@ def test_another_process_of_the_same_source_is_noticed_and_asked_for(
     one._begin()
     taken(made, 1)
     record = Record(options.own, 0, 0, None, b"0", [("delay", b"1h")], 1_795_000_000_000)
+    one._take([record, record._replace(offset=1)], threading.Event())
     with pytest.raises(Conflict, match="stands at 1"):
-        one._take([record, record._replace(offset=1)], threading.Event())
+        one._take([record._replace(offset=2)], threading.Event())
     one._consumer.close()
 
 

@@ -5,9 +5,12 @@
 Reading goes on where Timeball's log says, and not where Kafka's consumer group does, so a record whose answer was lost
 is not taken twice. A process that still reads when another has gone on is refused by the log, and asks for positions.
 
+While a batch is on its way to the log, the next one is read and becomes messages; it is sent when the one before is
+answered.
+
 A record with the header `cancel` ends what waits with its key. All that a batch cancels is cancelled before the batch
-is sent: what it names in the same batch is never sent, and what comes behind it is not in the log yet. So a cancel that
-is repeated after a crash ends nothing that came later.
+is sent, and behind the answer to the one before: what it names in the same batch is never sent, and what comes behind
+it is not in the log yet. So a cancel that is repeated after a crash ends nothing that came later.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import pyarrow as pa
@@ -57,7 +61,7 @@ Item = tuple[Record, Waiting | None]  # a record, and the message it becomes, if
 
 
 class Intake:
-    """Reads one topic. Belongs to one thread; a run that has raised is begun anew by a new one."""
+    """Reads one topic. Belongs to one thread, with another that sends; one that has raised is replaced by a new one."""
 
     def __init__(
         self, options: BridgeOptions, queue: WaitingQueue, source: Source, counts: Counts, clock: Clock
@@ -71,7 +75,11 @@ class Intake:
         self._consumer = Consumer(properties, logger=logger)
         self._topics = Topics(self._consumer.list_topics, clock)
         self._rules = Rules(options.own, options.out, options.dead, self._topics.has)
-        self._stands: dict[int, int] = {}  # where the log says that each partition goes on
+        # Where the log says that each partition goes on. Moved by the thread that sends, partitions are added while it
+        # has nothing to do.
+        self._stands: dict[int, int] = {}
+        self._sender, self._sending = ThreadPoolExecutor(1, "kafka-send"), Future[None]()
+        self._sending.set_result(None)
         self._committed: dict[int, int] = {}
         self._looked_ms = self._told_ms = 0
 
@@ -83,8 +91,12 @@ class Intake:
                 found = list(self._poll())
                 if found:
                     self._take(found, stop)
+                else:
+                    self._sending.result()
                 self._now_and_then()
+            self._sending.result()
         finally:
+            self._sender.shutdown()
             self._consumer.close()
             self._source.close()
 
@@ -147,6 +159,10 @@ class Intake:
 
     def _take(self, found: Sequence[Record], stop: threading.Event) -> None:
         items = self._messages(found)
+        self._sending.result()
+        self._sending = self._sender.submit(self._send_all, items, stop)
+
+    def _send_all(self, items: Sequence[Item], stop: threading.Event) -> None:
         for piece in pieces(items):
             self._send(piece, stop)
 
@@ -171,6 +187,7 @@ class Intake:
                 message = None
             items.append((record, message))
         if cancels:
+            self._sending.result()
             self._counts.cancelled += self._queue.cancel(sorted(cancels))
         return items
 
@@ -234,6 +251,7 @@ class Intake:
         if now_ms - self._looked_ms >= LOOK_MS:
             self._looked_ms = now_ms
             if self._topics.partitions(topic) > len(self._stands):
+                self._sending.result()
                 self._begin()
 
     def _behind(self, partition: int, stands: int) -> int:
