@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -65,8 +65,7 @@ class Appended(NamedTuple):
     durable: asyncio.Future[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
 
     first_seq: int

@@ -58,7 +58,7 @@ def describe_frame(found: FrameFound) -> dict[str, Any]:
     """Return a frame's header and how many rows of each kind it has."""
     return {
         "segment": found.segment.ordinal,
-        **asdict(found.frame),
+        **msgspec.structs.asdict(found.frame),
         "checksum": "ok",
         "kinds": found.kinds(),
     }

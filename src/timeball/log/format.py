@@ -34,9 +34,9 @@ describe the change in docs/formats/commit-log.md. Version 1 is the first.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import google_crc32c
+import msgspec
 import pyarrow as pa
 
 from timeball import limits
@@ -73,8 +73,7 @@ SEGMENT = struct.Struct("<8sIIqq28xI")
 assert SEGMENT.size == ALIGN
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A frame header, and where the frame lies in its segment."""
 
     position: int

@@ -6,9 +6,9 @@ edge that turns one into text seals it: a number that was made up would settle a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 
 from timeball.broker.filters import Filter
@@ -54,8 +54,7 @@ class Subscription(NamedTuple):
     again: Topic | None  # None until a message has come back, and for a retry topic, which is its own
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveRequest:
+class ReceiveRequest(msgspec.Struct, frozen=True):
     """A consumer's request. `queue_id` -1: of any queue. `from_max`: a group that is new here begins at the end.
 
     `attempt_id`: in order, a request that is repeated with the same one gets again what may not have arrived.
@@ -84,8 +83,7 @@ class ReceiveRequest:
 NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a third of a millisecond
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """Rows handed out at `pop_ms` (READ_SCHEMA), one receipt for each; the attempt is a row's reconsume_times + 1.
 
     `handed_out`: the rows as they were read, a few as values.
@@ -95,7 +93,7 @@ class Received:
     handed_out: ReadRows
     receipts: list[AnyReceipt]
     pop_ms: int = 0
-    times: list[int] = field(default_factory=list)
+    times: list[int] = []
     rest: int = 0
 
     @property

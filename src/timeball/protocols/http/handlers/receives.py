@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
+from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
 from timeball import limits
