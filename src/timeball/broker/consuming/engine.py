@@ -139,8 +139,13 @@ class Consuming:
             self._subscriptions[group, topic] = found
         return found
 
-    async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
-        """Lease up to `request.rows` rows; wait up to `wait_ms` for the first. Raise RequestError, OverLimit."""
+    async def receive(
+        self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
+    ) -> Received:
+        """Lease up to `request.rows` rows; wait up to `wait_ms` for the first. Raise RequestError, OverLimit.
+
+        `on_wait`: called before each wait.
+        """
         check(request)
         self._subscription(request.group, request.topic)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
@@ -152,7 +157,7 @@ class Consuming:
                 self._has_secret = True
             hand_out = self._hand_out_counted if request.in_order else self._hand_out_in_log
         while True:
-            selection = await self._select(request, deadline_s)
+            selection = await self._select(request, deadline_s, on_wait)
             if selection.found:
                 received = await hand_out(request, selection)
                 if received.receipts:
@@ -173,11 +178,14 @@ class Consuming:
             if not await self._wait(request, deadline_s):
                 return False
 
-    async def _select(self, request: ReceiveRequest, deadline_s: float) -> Selection:
+    async def _select(
+        self, request: ReceiveRequest, deadline_s: float, on_wait: Callable[[], None]
+    ) -> Selection:
         """Lease what there is, or the first that comes before `deadline_s` on the loop's clock."""
         selection = self._select_now(request)
         if selection.found or selection.unseen or self._loop.time() >= deadline_s:
             return selection
+        on_wait()
         # Equal requests wait in one line: only the first of them looks, so a message wakes one consumer and not all.
         async with self._waiting.turn(request, deadline_s) as has_turn:
             while has_turn:

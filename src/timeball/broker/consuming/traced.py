@@ -6,7 +6,7 @@ that renew their leases would make most of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from timeball.broker.components import Components, Tracing
@@ -22,9 +22,11 @@ class TracedConsuming(Consuming):
         assert parts.traces is not None, "without traces the engine is Consuming"
         self._traces: Tracing = parts.traces
 
-    async def receive(self, request: ReceiveRequest, wait_ms: int) -> Received:
+    async def receive(
+        self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
+    ) -> Received:
         """Receive, and record what a consumer is handed."""
-        received = await super().receive(request, wait_ms)
+        received = await super().receive(request, wait_ms, on_wait)
         # A long poll that ended empty is no event of any message.
         if received.receipts:
             self._traces.received(request.group, received.rows, received.receipts)

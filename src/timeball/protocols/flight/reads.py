@@ -52,10 +52,10 @@ class Reads:
         if isinstance(request, wire.ReadLog):
             await self._send_log(call, request)
         elif isinstance(request, wire.Receive):
-            head = _Head(call, _RECEIVED, request.wait_ms)
+            head = _Head(call, _RECEIVED)
             is_sent = False
             try:
-                handed_out = await verbs.receive(self._served, self._filters, request, caller)
+                handed_out = await verbs.receive(self._served, self._filters, request, caller, head.wait)
             finally:
                 head.stop()
             try:
@@ -65,7 +65,9 @@ class Reads:
                 if not is_sent:  # its client went: others may have them at once
                     self._broker.consuming.not_seen(handed_out.receipts)
         else:
-            head = _Head(call, _READ, request.wait_ms if isinstance(request, wire.Pull) else 0)
+            head = _Head(call, _READ)
+            if isinstance(request, wire.Pull) and request.wait_ms:
+                head.wait()
             try:
                 batch = await verbs.rows(self._broker, request, caller)
             finally:
@@ -127,10 +129,15 @@ class _Head:
     A client of pyarrow can cancel a read only once it has the schema.
     """
 
-    def __init__(self, call: FlightCall, schema: bytes, wait_ms: int) -> None:
+    def __init__(self, call: FlightCall, schema: bytes) -> None:
         self.left = schema  # to be sent
         self._call = call
-        self._later = asyncio.get_running_loop().call_later(HEAD_S, self._send) if wait_ms else None
+        self._later: asyncio.TimerHandle | None = None
+
+    def wait(self) -> None:
+        """Send it in a while: its rows are waited for."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(HEAD_S, self._send)
 
     def _send(self) -> None:
         self._call.send_messages(self.left)

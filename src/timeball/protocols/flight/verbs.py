@@ -171,8 +171,17 @@ async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Call
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
 
 
-async def receive(served: Served, filters: FiltersKept, request: wire.Receive, caller: Caller) -> HandedOut:
-    """Lease messages to a member; a topic that is missing is waited for where its first message may make it."""
+async def receive(
+    served: Served,
+    filters: FiltersKept,
+    request: wire.Receive,
+    caller: Caller,
+    on_wait: Callable[[], None] = lambda: None,
+) -> HandedOut:
+    """Lease messages to a member; a topic that is missing is waited for where its first message may make it.
+
+    `on_wait`: called before messages are waited for.
+    """
     broker = served.broker
     policy, parts = broker.policy, broker.parts
     # Before the wait for a topic: a filter that cannot be read is refused at once.
@@ -182,6 +191,7 @@ async def receive(served: Served, filters: FiltersKept, request: wire.Receive, c
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + request.wait_ms / 1000
     if request.wait_ms and policy.is_awaited(request.topic):
+        on_wait()
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _handed_out(served, request, Received(NO_ROWS, []))
     elif request.latest and not parts.offsets.get(request.group, request.topic):
@@ -198,6 +208,7 @@ async def receive(served: Served, filters: FiltersKept, request: wire.Receive, c
             in_log=True,
         ),
         max(0, round(1000 * (deadline_s - loop.time()))),
+        on_wait,
     )
     return _handed_out(served, request, received)
 
