@@ -49,7 +49,8 @@ def test_rows_that_are_held_are_those_of_the_log(
         newest, log, held, seq = NewestRows(), {}, [], 1
         for count, span, form, is_visible in appends:
             rows = values(seq, count, is_visible)
-            newest.add(seq, in_form(form, rows))
+            if is_visible:
+                newest.add(seq, in_form(form, rows))
             log.update({seq + at: (seq + at, *row) for at, row in enumerate(rows)})
             if is_visible:
                 held = [*held, range(seq, seq + count)][-committed_max:]

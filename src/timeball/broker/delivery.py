@@ -21,10 +21,9 @@ from timeball.broker.components import Components
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
-from timeball.log.few_rows import Build, EncodedRows, NumberedRows, ReadRows, builder_of, read_batch
+from timeball.log.few_rows import Build, EncodedRows, NumberedRows, ReadRows, builder_of, pairs_of, read_batch
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64, stored_size
 from timeball.schedule.columns import FEW, with_column
-from timeball.schedule.due_wheel import pairs_of
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 from timeball.schedule.level_cascade.timing_list import without_list
@@ -217,6 +216,7 @@ def are_few(promises: ReadRows) -> bool:
     """Return whether these READ_SCHEMA promises go row by row: few, of usual sizes, without a cascade's list."""
     if promises.num_rows > FEW_ROWS:
         return False
+    # By lengths alone: that of a text in bytes is at most four times that, and the bound is far from a frame's.
     if isinstance(promises, NumberedRows):
         bodies, texts = ([row[at] for row in promises.values] for at in (_BODY, _PROPERTIES))
         size_bytes = sum(map(len, filter(None, bodies))) + sum(map(len, filter(None, texts)))

@@ -46,7 +46,7 @@ class EncodedRows:
     `values` has them as Python's values, if they were made of such.
     """
 
-    __slots__ = ("_batch", "message", "num_rows", "queue_ids", "queue_offsets", "values")
+    __slots__ = ("_batch", "is_visible", "message", "num_rows", "queue_ids", "queue_offsets", "values")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class EncodedRows:
         self.message, self.queue_ids, self.queue_offsets = message, queue_ids, queue_offsets
         self.values, self._batch = values, batch
         self.num_rows = len(queue_ids)
+        self.is_visible = queue_offsets.count(None) < self.num_rows  # some of them
 
     @property
     def batch(self) -> pa.RecordBatch:
@@ -128,17 +129,12 @@ def _encoded(
 class NumberedRows:
     """A few rows of READ_SCHEMA as Python's values, each of its column's type; a batch only when one is asked for."""
 
-    __slots__ = ("_batch", "_pairs", "values")
+    __slots__ = ("_batch", "_pairs", "num_rows", "values")
 
     def __init__(self, values: list[ReadRow]) -> None:
-        self.values = values
+        self.values, self.num_rows = values, len(values)
         self._batch: pa.RecordBatch | None = None
         self._pairs: tuple[Int64Array, Int64Array] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Return how many rows these are."""
-        return len(self.values)
 
     @property
     def batch(self) -> pa.RecordBatch:
@@ -171,6 +167,13 @@ ReadRows: TypeAlias = "pa.RecordBatch | NumberedRows"
 def read_batch(rows: ReadRows) -> pa.RecordBatch:
     """Return rows of READ_SCHEMA as a batch."""
     return rows.batch if isinstance(rows, NumberedRows) else rows
+
+
+def pairs_of(rows: ReadRows) -> tuple[Int64Array, Int64Array]:
+    """Return instant and number of each row; all have an instant."""
+    if isinstance(rows, NumberedRows):
+        return rows.pairs
+    return rows.column("due_ms").to_numpy(), rows.column("seq").to_numpy()
 
 
 def filtered(rows: ReadRows, keep: BoolArray) -> ReadRows:

@@ -37,14 +37,12 @@ class NewestRows:
         return len(self._committed)
 
     def add(self, first_seq: int, rows: Rows) -> None:
-        """Hold the rows of an append that is durable, if consumers can ask for any of them."""
+        """Hold the rows of an append that is durable."""
         if isinstance(rows, EncodedRows):
             size_bytes = len(rows.message) * (2 if rows.values else 1)
-            is_visible = any(offset is not None for offset in rows.queue_offsets)
         else:
             size_bytes = rows.get_total_buffer_size()
-            is_visible = rows.column("queue_offset").null_count < rows.num_rows
-        if not is_visible or size_bytes > BYTES_MAX // 2:
+        if size_bytes > BYTES_MAX // 2:
             return
         self._first_seqs.append(first_seq)
         self._committed.append((rows, size_bytes))

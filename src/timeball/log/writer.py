@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,9 +25,9 @@ from timeball.config import Durability
 from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import Files
 from timeball.log import format as fmt
-from timeball.log.commit import Commit, DurableCallback, Entry, WriterStatistics, frames_of, refusal
+from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics, frames_of, refusal
 from timeball.log.disk_thread import Disk
-from timeball.log.few_rows import EncodedRows, Rows, message_bytes
+from timeball.log.few_rows import EncodedRows, Rows
 from timeball.log.newest_rows import NewestRows
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
@@ -119,7 +119,8 @@ class LogWriter:
             raise Unavailable("the broker is stopping")
         # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
         assert rows.num_rows > 0 and (span is None or span >= rows.num_rows)
-        size_bytes = message_bytes(rows)
+        is_encoded = isinstance(rows, EncodedRows)
+        size_bytes = len(rows.message) if is_encoded else pa.ipc.get_record_batch_size(rows)
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
@@ -210,7 +211,8 @@ class LogWriter:
     def _write(self, entries: list[Entry]) -> Commit:
         """Encode, write and sync one commit (disk thread)."""
         segment = self._writing
-        groups = frames_of(entries)
+        # An entry alone is the frame that it was going to be.
+        groups: Sequence[Entry | Group] = entries if len(entries) == 1 else frames_of(entries)
         needed = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
         # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
         if segment.end + needed > segment.buffer.size:
@@ -288,7 +290,8 @@ class LogWriter:
             self._pending_bytes -= entry.size_bytes
             self.statistics.rows += entry.rows.num_rows
             self.statistics.bytes += entry.size_bytes
-            self.newest.add(entry.first_seq, entry.rows)
+            if _is_visible(entry.rows):
+                self.newest.add(entry.first_seq, entry.rows)
             if entry.on_durable is not None:
                 try:
                     entry.on_durable()
@@ -368,3 +371,10 @@ class LogWriter:
             self._file.file.sync()
         self._file.file.close()
         self.next_segment.close_file()
+
+
+def _is_visible(rows: Rows) -> bool:
+    """Return whether consumers can ask for any of these rows."""
+    if isinstance(rows, EncodedRows):
+        return rows.is_visible
+    return bool(rows.column("queue_offset").null_count < rows.num_rows)

@@ -74,12 +74,6 @@ class GrowingColumns:
         self._columns, self._rows = np.stack(columns), len(columns[0])
 
 
-def largest(values: Int64Array) -> int:
-    """Return the largest of some values, one at least."""
-    # A call of numpy costs as much as some twenty of Python's comparisons.
-    return max(values.tolist()) if len(values) <= FEW else int(values.max())
-
-
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
     """Return the rows with other values in a column."""
     place = rows.schema.get_field_index(name)

@@ -47,13 +47,6 @@ _DUE_MS = READ_SCHEMA.get_field_index("due_ms")
 _END = struct.Struct("<i")
 
 
-def pairs_of(rows: ReadRows) -> tuple[Int64Array, Int64Array]:
-    """Return instant and number of each row."""
-    if isinstance(rows, NumberedRows):
-        return rows.pairs
-    return int64(rows.column("due_ms")), int64(rows.column("seq"))
-
-
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
     """Return (slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
     first, last = int(sorted_due_ms[0]) // SLOT_MS, int(sorted_due_ms[-1]) // SLOT_MS
@@ -110,6 +103,11 @@ class Run:
         """Return the instants that the rows were promised for: a level's row may count as due earlier."""
         return int64(self.rows.column("due_ms"))
 
+    @property
+    def last_promised_ms(self) -> int:
+        """Return the latest of these instants."""
+        return int(self.promised_ms.max())
+
     def rows_as_due(self) -> pa.RecordBatch:
         """Return the rows, those promised for later than now as due when they count as due."""
         due_ms = np.minimum(int64(self.rows.column("due_ms")), self.due)
@@ -138,6 +136,11 @@ class FewRun:
     def filtered(self, keep: npt.NDArray[np.bool_]) -> FewRun:
         """See Run."""
         return FewRun.of(self.rows.filter(keep).values)
+
+    @property
+    def last_promised_ms(self) -> int:
+        """See Run."""
+        return int(self.due[-1])
 
     def rows_as_due(self) -> NumberedRows:
         """See Run."""

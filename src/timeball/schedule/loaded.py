@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from timeball.log.few_rows import NumberedRows, ReadRows, filtered
+from timeball.log.few_rows import NumberedRows, ReadRows, filtered, pairs_of
 from timeball.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools
-from timeball.schedule.columns import largest
 from timeball.schedule.due_index import FAR_MS, DueIndex
-from timeball.schedule.due_wheel import DueWheel, Run, pairs_of
+from timeball.schedule.due_wheel import DueWheel, Run
 from timeball.schedule.external_delivery import OPENED_ROWS_MAX, ExternalDelivery
 from timeball.schedule.locations import Locations, as_promises
 from timeball.schedule.outcomes import Outcomes
@@ -218,17 +217,17 @@ class Loaded:
             self._wheel.first_due_ms < high_ms and (run := self._wheel.take_due(high_ms, limit)) is not None
         ):
             # By the instants they were promised for: a level's row may count as due earlier (delay_levels).
-            promised_ms = run.promised_ms
+            promised_ms, last_ms = run.promised_ms, run.last_promised_ms
             # Cancelled promises are dropped here, the last moment: a cancel then costs no search in memory. Nearly
             # always only such are cancelled as are due far ahead.
-            if self._outcomes.first_cancelled_ms <= largest(promised_ms):
+            if self._outcomes.first_cancelled_ms <= last_ms:
                 keep = ~self._outcomes.was_cancelled(promised_ms, run.seq)
                 if not keep.any():
                     continue
                 if not keep.all():
                     run, promised_ms = run.filtered(keep), promised_ms[keep]
             # Promised for later, and due all the same: a clock was set back (delay_levels).
-            rows = run.rows if largest(promised_ms) <= now_ms else run.rows_as_due()
+            rows = run.rows if last_ms <= now_ms else run.rows_as_due()
             # In flight from here on: a cancel that comes now is too late, and recovery looks for the release record.
             self._outcomes.hand_out(promised_ms, run.seq, pairs_of(rows)[0])
             return rows

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from timeball import limits
 from timeball.message import Int64Array
-from timeball.schedule.columns import FEW, largest
+from timeball.schedule.columns import FEW
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.holds import Holds
 from timeball.schedule.moved import Moved
@@ -81,7 +81,7 @@ class ReleaseCursor:
         """Return the cursor when promises for these instants have been sent besides, in any order."""
         if len(due_ms) == 0:
             return self
-        last_ms = largest(due_ms)
+        last_ms = int(due_ms[0]) if len(due_ms) == 1 else int(due_ms.max())
         tick_ms = last_ms - last_ms % limits.SECOND_MS
         # A promise that came too late. The cursor never decreases, or a successor would repeat seconds that were
         # sent.

@@ -26,12 +26,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.log.few_rows import ReadRows, filtered
+from timeball.log.few_rows import ReadRows, filtered, pairs_of
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.due_wheel import Run, pairs_of
+from timeball.schedule.due_wheel import Run
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.loaded import Loaded, Source

@@ -57,6 +57,7 @@ class Acknowledgements:
         receipts = asked[0][0] if len(asked) == 1 else [receipt for some, _ in asked for receipt in some]
         versions = newest_versions(self._parts, receipts)
         valid, durable = self._end(receipts, versions)
+        # Nearly always: no task, and no turn of the loop more than the commit takes.
         if durable is not None and valid.all():
             return valid, durable
         task = asyncio.ensure_future(self._look_again(receipts, versions, valid, durable))
@@ -72,6 +73,7 @@ class Acknowledgements:
         for begin in range(0, len(receipts), ROWS_PER_APPEND):
             part = receipts[begin : begin + ROWS_PER_APPEND]
             due_ms, version = (column[begin : begin + len(part)] for column in versions)
+            # Decided on by the newest version, between two awaits: a release that comes later finds it cancelled.
             now_ms = self._parts.clock.now_ms()
             won = valid[begin : begin + len(part)] = settle_leases(self._parts, due_ms, version)
             count_ended(self._parts, part, won)
@@ -98,7 +100,7 @@ class Acknowledgements:
     ) -> BoolArray:
         """End those that another request moved meanwhile; return all that were valid."""
         if durable is not None:
-            await durable
+            await durable  # those that were valid are answered only then
         # The newest version is not known before the row that moved the promise is durable.
         await self._parts.writer.flushed()
         left = np.flatnonzero(~valid & (newest_versions(self._parts, receipts)[1] != versions[1]))

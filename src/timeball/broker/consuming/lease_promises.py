@@ -24,6 +24,7 @@ Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 def newest_versions(parts: Components, receipts: Sequence[Receipt]) -> Versions:
     """Return the versions by which the schedule knows the promises of these now."""
+    # The receipt has the instant of the first version, and stays good when the lease is given another.
     due_ms = np.array([receipt.due_ms for receipt in receipts], dtype=np.int64)
     number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
     return parts.outcomes.moved.newest_of(due_ms, number)
@@ -36,6 +37,7 @@ def count_ended(parts: Components, receipts: Sequence[Receipt], won: BoolArray) 
 
 def settle_leases(parts: Components, due_ms: Int64Array, version: Int64Array) -> BoolArray:
     """Cancel the promises of these that still wait; return which did."""
+    # Nearly always: a set costs less than numpy's `unique`, also for many.
     if len(set(version.tolist())) == len(version):
         return parts.scheduler.cancel(due_ms, version)
     won = np.zeros(len(version), dtype=np.bool_)

@@ -26,6 +26,7 @@ async def selected_rows(
     values = parts.writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
     if values is not None and request.has_no_filter and all(row[_TOPIC] == request.topic for row in values):
         return NumberedRows(values), None
+    # What a filter has to see whole, and what may be another group's, is decided beside the log.
     rows, keep = await asyncio.get_running_loop().run_in_executor(
         parts.reader_thread, _read, parts.reader, request, np.array(seqs, dtype=np.int64)
     )
