@@ -8,6 +8,8 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +31,7 @@ _CONTENTS = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
 
 METHODS = ("GET", "PUT", "HEAD", "POST", "DELETE")
 _OWN_HEADERS = ("content-length", "transfer-encoding", "connection", "expect")
-Fault = Literal["slow", "unavailable", "lost_answer", "stale_list", "unconditional"]
+Fault = Literal["slow", "unavailable", "silent", "lost_answer", "stale_list", "unconditional"]
 
 
 @contextmanager
@@ -97,6 +99,7 @@ class FaultyStore:
 
     slow            the answer comes later
     unavailable     503, the server never hears of it
+    silent          no answer while the client waits, and the server never hears of it
     lost_answer     the server does it, and the connection ends before the answer
     stale_list      a list lacks keys that are there
     unconditional   a put goes on without its condition: no store should do this, and a test must notice
@@ -107,6 +110,8 @@ class FaultyStore:
         self._rules: list[_Rule] = []
         self.asked: list[tuple[str, str, str]] = []  # method, path and range of each request
         self._lock = threading.Lock()
+        self._healed = threading.Event()
+        self.hanging = 0  # requests whose clients wait for an answer that does not come
         store = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -129,6 +134,7 @@ class FaultyStore:
         return f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def close(self) -> None:
+        self.heal()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join(BOUND_S)
@@ -142,14 +148,30 @@ class FaultyStore:
             self._rules.append(rule)
         return rule
 
-    def go_away(self) -> None:
-        """Answer nothing but 503, until `heal`."""
+    def go_away(self, fault: Fault = "unavailable") -> None:
+        """Answer nothing but 503, or not at all, until `heal`."""
         for method in METHODS:
-            self.break_next("unavailable", method, "", times=1 << 30)
+            self.break_next(fault, method, "", times=1 << 30)
 
     def heal(self) -> None:
+        """Make no more faults; requests that hang lose their connections."""
         with self._lock:
             self._rules.clear()
+            self._healed.set()
+            self._healed = threading.Event()
+
+    def _hang(self, client: socket.socket) -> None:
+        """Return when the client has gone, or the store is healed."""
+        with self._lock:
+            healed = self._healed
+            self.hanging += 1
+        try:
+            # A client that has sent all it has to say is readable again when it has gone.
+            while not healed.is_set() and not select.select([client], [], [], 0.05)[0]:
+                pass
+        finally:
+            with self._lock:
+                self.hanging -= 1
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         is_list = request.command == "GET" and "list-type=2" in request.path
@@ -158,6 +180,10 @@ class FaultyStore:
         if rule is not None and rule.fault == "slow":
             threading.Event().wait(rule.pause_s)
         body = _body_of(request)
+        if rule is not None and rule.fault == "silent":
+            self._hang(request.connection)
+            request.close_connection = True
+            return
         if rule is not None and rule.fault == "unavailable":
             self._send(request, 503, [], b"<Error><Code>SlowDown</Code><Message>slow down</Message></Error>")
             return

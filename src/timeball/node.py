@@ -200,7 +200,7 @@ class Node:
         opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
         reader, tables = applying.reader, applying.tables
         catalog, cache = await in_thread(
-            reader_thread, open_table, settings.table, files, settings.table_cache_bytes, self.clock,
+            reader_thread, open_table, settings.table, files, settings.table_cache_bytes,
             is_known=applying.ledger.attach_seq > 0,
         )  # fmt: skip
         found = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
@@ -307,9 +307,9 @@ class Node:
         """Stop listening, and let the last answers leave."""
         if self.push is not None:
             await self.push.close()
-        # All at once: each waits for the last answers of its own clients.
-        edges = (self.http, self.grpc, self.remoting, self.edge)
-        await asyncio.gather(*(edge.close() for edge in edges if edge is not None))
+        # All at once: each waits for the last answers of its own clients, some of which an object store may not give.
+        ends = [e.close() for e in (self.http, self.grpc, self.remoting, self.edge) if e is not None]
+        await asyncio.gather(self.broker.parts.leave_store(), *ends)
 
     async def finish(self) -> None:
         """Append the state of memory, save, and give the folder back; requests that still come are refused."""
@@ -324,8 +324,8 @@ class Node:
         await self.broker.parts.writer.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
-        if self.broker.parts.cache is not None:
-            self.broker.parts.cache.close()
+        if (cache := self.broker.parts.cache) is not None:
+            cache.close()
         if self._traces is not None:
             await self._traces.close()
         if self._real_files is not None:

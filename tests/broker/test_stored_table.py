@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
+from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.due_rows import attach
 from tests.pipeline.traffic import visible
+from tests.rounds import rounds
 from tests.s3_fixtures import proxy as proxy
 from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, FaultyStore
 
-from timeball import Timeball
+from timeball import Timeball, places
 from timeball.broker import components, stored_table
 from timeball.clock import ManualClock
 from timeball.errors import SetupError, TimeballError, Unavailable
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import open_table
+from timeball.table import object_store, stored_catalog
 from timeball.table.attachment import Attachment
 from timeball.table.file_cache import FileCache
 from timeball.table.layout import FOLDER
 from timeball.table.object_store import ObjectStore
 
 pytestmark = pytest.mark.slow
+T = TypeVar("T")
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SOON_MS = 40 * MINUTE_MS
@@ -217,7 +222,7 @@ def test_an_hour_without_the_store_makes_nothing_late(world: World) -> None:
     told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_store_")}
     assert told == set(re.findall(r"^\| `(timeball_store_\w+)", PAGE.read_text(), re.MULTILINE))
     world.store.heal()
-    world.clock.advance(5_000)
+    eventually(lambda: not world.is_away(), "it answers again")
     assert world.cancel("far3") == "cancelled"
 
 
@@ -272,6 +277,73 @@ def refused(node: RunningNode) -> str:
     return str(refusal.value)
 
 
+# ---- a store that takes requests and answers none -----------------------------------------------------------------
+
+
+def begin(world: World, work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin what needs the store; return when it waits for an answer."""
+    before = world.store.hanging
+    begun = asyncio.run_coroutine_threadsafe(work, world.node.loop)
+    eventually(lambda: world.store.hanging > before, "a request hangs")
+    return begun
+
+
+def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "ANSWER_S", BOUND_S)  # longer than all that follows
+    broker = world.node.broker
+    world.attach("far", *[3 * DAY_MS] * 10)
+    world.attach("soon", *[SOON_MS] * 100)
+    eventually(world.copies, "what is due soon is local")
+    with Timeball(world.node.endpoint) as ball:
+        ball.send("kept", "x", after="20m")
+        world.store.break_next("silent", "PUT", "_delta_log", times=1 << 30)
+        commit = begin(world, broker.mover.compact())
+        world.store.go_away("silent")
+        look_up = begin(world, broker.cancel(ids=["far3"]))
+        # Neither has an answer while all of this goes on.
+        world.clock.advance(SOON_MS)
+        eventually(lambda: world.visible("soon") == 100 and world.visible("kept") == 1, "all are released")
+        assert ball.send("orders", "x").seq
+        world.node.run(world.node.node.upkeep.checkpoint())
+        assert not commit.done() and not look_up.done()
+    world.node.stop()
+    assert world.store.hanging >= 2, "the stop has not waited for them"
+    with pytest.raises(Unavailable, match="the broker stops"):
+        look_up.result(0)
+    world.store.heal()
+    world.node.start()
+    eventually(lambda: not world.node.broker.mover.is_unfinished, "the table follows the log")
+    world.clock.advance(HOUR_MS)
+    assert [world.visible(topic) for topic in ("soon", "kept", "orders")] == [100, 1, 1]
+
+
+def test_what_needs_a_silent_store_is_told_so_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "ANSWER_S", 0.2)
+    monkeypatch.setattr(stored_catalog, "START_ANSWER_S", 0.2)
+    # What is left behind ends sooner: Arrow makes no second file system in a process while a request is under way.
+    monkeypatch.setattr(places, "_REQUEST_TIMEOUT_S", 0.3)
+    world.restart()
+    world.attach("far", *[3 * DAY_MS] * 10)
+    world.attach("soon", *[SOON_MS] * 100)
+    eventually(world.copies, "what is due soon is local")
+    world.store.go_away("silent")
+    for _ in range(2):
+        with pytest.raises(Unavailable, match=r"does not answer: no answer within 0\.2 s; ask again later"):
+            world.cancel("far3")
+    with pytest.raises(Unavailable, match="does not answer"):
+        world.compact()
+    # A start waits for it no longer, either.
+    world.restart()
+    assert world.is_away() and world.table()["version"] == -1
+    world.clock.advance(SOON_MS)
+    eventually(lambda: world.visible("soon") == 100, "what is local comes out")
+    world.store.heal()
+    eventually(lambda: not world.is_away(), "it answers again")
+    assert world.cancel("far3") == "cancelled"
+
+
 # ---- a store that is wrong now and then ---------------------------------------------------------------------------
 
 
@@ -280,21 +352,23 @@ FAULTS = [
     ("lost_answer", "PUT", "_delta_log", 1),
     ("stale_list", "GET", "_delta_log/00000000000000000001", 50),
 ]
-if os.environ.get("TIMEBALL_TEST_STORE_FAULTS") == "all":
-    FAULTS += [
-        ("slow", "PUT", "_delta_log", 1),
-        ("slow", "GET", ".parquet", 5),
-        ("unavailable", "PUT", "_delta_log", 1),
-        ("unavailable", "PUT", ".parquet", 1),
-        ("unavailable", "PUT", ".parquet", 20),
-        ("unavailable", "GET", ".parquet", 20),
-        ("lost_answer", "PUT", ".parquet", 1),
-        ("lost_answer", "DELETE", "_keys", 1),
-        ("stale_list", "GET", ".parquet", 50),
-    ]
+MORE_FAULTS = [
+    ("slow", "PUT", "_delta_log", 1),
+    ("slow", "GET", ".parquet", 5),
+    ("unavailable", "PUT", "_delta_log", 1),
+    ("unavailable", "PUT", ".parquet", 1),
+    ("unavailable", "PUT", ".parquet", 20),
+    ("unavailable", "GET", ".parquet", 20),
+    ("lost_answer", "PUT", ".parquet", 1),
+    ("lost_answer", "DELETE", "_keys", 1),
+    ("stale_list", "GET", ".parquet", 50),
+]
 
 
-@pytest.mark.parametrize(("fault", "method", "part", "times"), FAULTS)
+@pytest.mark.siege
+@pytest.mark.parametrize(
+    ("fault", "method", "part", "times"), [*FAULTS, *MORE_FAULTS[: rounds(0, len(MORE_FAULTS))]]
+)
 def test_each_promise_is_there_once_whatever_the_store_does(
     world: World, fault: Any, method: str, part: str, times: int
 ) -> None:

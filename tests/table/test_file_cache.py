@@ -15,13 +15,12 @@ from tests.s3_fixtures import store as store
 from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, table_rows, write
 
-from timeball.clock import ManualClock
 from timeball.errors import Corrupt, NotFound, Unavailable
 from timeball.files import RealFiles
 from timeball.limits import HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
-from timeball.table.file_cache import PAUSE_NS, FileCache, Ranged
+from timeball.table.file_cache import FileCache, Ranged
 from timeball.table.layout import FOLDER
 from timeball.table.object_store import ObjectStore
 
@@ -40,7 +39,7 @@ def stored(store: ObjectStore, tmp_path: Path, count: int = 3) -> list[FileEntry
 
 
 def opened(store: ObjectStore, tmp_path: Path, size_bytes_max: int = 1 << 30) -> FileCache:
-    return FileCache(RealFiles(tmp_path / "data"), store, size_bytes_max, ManualClock())
+    return FileCache(RealFiles(tmp_path / "data"), store, size_bytes_max)
 
 
 def test_a_file_is_fetched_once_and_found_again_by_the_next_life(
@@ -137,15 +136,14 @@ def test_look_ups_do_not_wait_for_a_store_that_has_just_failed(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     [entry, *_] = stored(store, tmp_path)
-    clock = ManualClock()
-    cache = FileCache(RealFiles(tmp_path / "data"), store, 1 << 30, clock)
+    cache = FileCache(RealFiles(tmp_path / "data"), store, 1 << 30)
     proxy.go_away()
     for _ in range(2):
         with pytest.raises(Unavailable):
             cache.map_readonly(f"{FOLDER}/{entry.path}")
     assert cache.failures == 1 and cache.problem
     proxy.heal()
-    clock.advance(PAUSE_NS // 1_000_000)
+    cache.probe()
     cache.map_readonly(f"{FOLDER}/{entry.path}")
     assert not cache.problem
     cache.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pytest
+from tests.bounds import BOUND_S
 from tests.s3_fixtures import proxy as proxy
 from tests.s3_fixtures import server as server
 from tests.s3_fixtures import store as store
@@ -24,7 +25,7 @@ def test_a_folder_is_no_object_store() -> None:
 
 @pytest.mark.slow
 def test_files_are_put_read_listed_and_removed(store: ObjectStore) -> None:
-    store.check()
+    store.check(BOUND_S)
     assert store.uri.startswith("s3://") and store.external(FOLDER) == store.uri
     assert (store.list_dir(FOLDER), store.sizes(), store.exists(NAME)) == ([], {}, False)
     data = b"x" * 100_000 + b"the end"
@@ -47,10 +48,14 @@ def test_a_store_that_is_away_is_unavailable_and_one_that_refuses_is_for_the_ope
     store: ObjectStore, proxy: FaultyStore
 ) -> None:
     with pytest.raises(SetupError, match="there is no bucket not-"):
-        ObjectStore(f"s3://not-{BUCKET}/pending").check()
+        ObjectStore(f"s3://not-{BUCKET}/pending").check(BOUND_S)
     proxy.go_away()
-    for ask in (store.check, lambda: store.put(NAME, pa.py_buffer(b"x")), lambda: store.remove(NAME)):
+    for ask in (
+        lambda: store.check(BOUND_S),
+        lambda: store.put(NAME, pa.py_buffer(b"x")),
+        lambda: store.remove(NAME),
+    ):
         with pytest.raises(Unavailable, match="does not answer"):
             ask()
     proxy.heal()
-    store.check()
+    store.check(BOUND_S)

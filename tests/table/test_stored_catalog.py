@@ -11,7 +11,6 @@ from tests.s3_fixtures import store as store
 from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.clock import ManualClock
 from timeball.errors import SetupError, Unavailable
 from timeball.files import RealFiles
 from timeball.limits import DAY_MS, HOUR_MS
@@ -24,7 +23,7 @@ from timeball.table.stored_catalog import StoredCatalog, open_table
 
 
 def opened(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
-    catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, ManualClock(), is_known=is_known)
+    catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, is_known=is_known)
     assert isinstance(catalog, StoredCatalog) and cache is not None
     return catalog, cache
 
@@ -34,7 +33,7 @@ def written(tmp_path: Path, first_seq: int) -> list[FileEntry]:
 
 
 def test_without_a_place_the_table_is_in_the_data_folder(tmp_path: Path) -> None:
-    catalog, cache = open_table("", RealFiles(tmp_path), 1, ManualClock(), is_known=False)
+    catalog, cache = open_table("", RealFiles(tmp_path), 1, is_known=False)
     assert type(catalog) is Catalog and cache is None and catalog.uri == str(tmp_path / FOLDER)
 
 

@@ -216,6 +216,11 @@ class Components:
             }
         return found
 
+    async def leave_store(self) -> None:
+        """Ask the object store of the pending table no more, if there is one; a request without an answer is left."""
+        if self.cache is not None:
+            await asyncio.to_thread(self.cache.leave_store)
+
     @property
     def waiting_messages(self) -> int:
         """Return how many scheduled messages wait: none that was cancelled, and no lease."""

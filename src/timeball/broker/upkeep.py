@@ -138,6 +138,9 @@ class Upkeep:
     async def checkpoint(self) -> None:
         """Save how far the caches have got, after syncing what the checkpoint vouches for."""
         parts = self._parts
+        # A commit that an object store does not answer holds the lock; and until it has ended nothing may be saved.
+        if parts.cache is not None and self._broker.mover.is_unfinished:
+            return
         if checkpoint.bytes_behind(parts.reader.segments, self._snapshot_seq) >= checkpoint.SNAPSHOT_BYTES:
             await self.snapshot()
         async with self._broker.mover.lock:  # between the steps of an attach there is no state to save

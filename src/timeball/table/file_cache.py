@@ -11,8 +11,8 @@ earlier life is read through before it is used, and fetched again if it is damag
     map       for a rewrite: a file that is not local is fetched first
     ranged    for a look-up or a forecast: of a large file that is not local the columns of row groups are read by range
 
-Others go, least recently used first, when there is more than the bound. After a failure look-ups are
-refused at once for a moment, so that they do not wait for one time-out after the other.
+Others go, least recently used first, when there is more than the bound. After a failure look-ups are refused at once,
+so that they do not wait for one time-out after the other, until `probe` or a fetch has had an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from timeball.clock import Clock
 from timeball.errors import Corrupt, NotFound, Unavailable
 from timeball.files import Files
 from timeball.table.attachment import PATH, FileEntry
@@ -41,7 +40,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 THREADS = 4  # requests at a time
-PAUSE_NS = 2_000_000_000
 RANGED_BYTES_MIN = 1024 * 1024  # smaller ones are fetched: a look-up takes some ten ranges
 _LOCKS = 64
 _FRESH = ".fetched"  # behind the name of a copy that is not whole yet
@@ -50,8 +48,9 @@ _FRESH = ".fetched"  # behind the name of a copy that is not whole yet
 class FileCache:
     """Blocking, any thread; the reader thread, which releases wait for, maps local files alone."""
 
-    def __init__(self, files: Files, store: ObjectStore, size_bytes_max: int, clock: Clock) -> None:
-        self._files, self._store, self._clock = files, store, clock
+    def __init__(self, files: Files, store: ObjectStore, size_bytes_max: int, problem: str = "") -> None:
+        """`problem`: with which the store has not answered yet."""
+        self._files, self._store = files, store
         self._size_bytes_max = size_bytes_max
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
         self.table_thread = ThreadPoolExecutor(1, thread_name_prefix="table")  # for the Delta log
@@ -60,9 +59,8 @@ class FileCache:
         self._left: dict[str, int] = {}  # copies of an earlier life, which may be damaged
         self._stored: dict[str, FileEntry] = {}  # files that are in the store as their entries say
         self._pinned: frozenset[str] = frozenset()
-        self._failed_ns: int | None = None  # when the store did not answer last
         self.size_bytes = 0
-        self.problem = ""  # of the last request, for people; empty when it was answered
+        self.problem = problem  # of the last request, for people; empty when it was answered
         self.fetched_files = self.fetched_bytes = self.failures = 0
         self.missing_files = 0  # due soon and not local, by the last look (broker/stored_table.py)
         # One at a time fetches a file; two of different names seldom meet.
@@ -70,8 +68,13 @@ class FileCache:
         self._files.make_dir(KEYS_FOLDER)
         self._find_left()
 
+    def leave_store(self) -> None:
+        """Ask the store no more; what waits for an answer that does not come is told that it is not there."""
+        self._store.requests.close()
+
     def close(self) -> None:
-        """End the threads; a request on its way to a store that is away is waited for."""
+        """End the threads."""
+        self.leave_store()
         for pool in (self.table_thread, self.threads):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -108,7 +111,7 @@ class FileCache:
         path = name.partition("/")[2]
         if path in self._local or path in self._left:
             return self.map_readonly(name)
-        self._check_pause()
+        self.check_answers()
         file = self._ask(partial(self._store.open, name))
         size_bytes = file.size()
         if size_bytes < size_bytes_min:
@@ -116,13 +119,13 @@ class FileCache:
         return pa.PythonFile(RangedFile(partial(self._read_range, file), size_bytes), "r")
 
     def _read_range(self, file: pa.NativeFile, begin: int, size_bytes: int) -> bytes:
-        self._check_pause()
+        self.check_answers()
         return self._ask(partial(self._store.read_range, file, begin, size_bytes))
 
     def fetch(self, path: str, *, patiently: bool = True) -> None:
         """Make a file local; raise Unavailable, Corrupt, and NotFound when the store has no such file.
 
-        Not `patiently`: without asking a store that did not answer a moment ago.
+        Not `patiently`: without asking a store that did not answer last.
         """
         with self._busy[hash(path) % _LOCKS]:
             with self._lock:
@@ -131,7 +134,7 @@ class FileCache:
                     return
             if not self._use_left(path):
                 if not patiently:
-                    self._check_pause()
+                    self.check_answers()
                 self._fetch(path)
         self._make_room(path)
 
@@ -245,6 +248,7 @@ class FileCache:
 
     def fetch_keys(self) -> None:
         """Move the key runs that executors left in the store to the data folder."""
+        self.check_answers()  # a look-up waits, or the thread that compacts
         for run in self._ask(partial(self._store.list_dir, KEYS_FOLDER)):
             if not run.endswith(SUFFIX):
                 continue
@@ -322,7 +326,7 @@ class FileCache:
         except Unavailable as error:
             self._note_failure(error)
             raise
-        self.problem, self._failed_ns = "", None
+        self.problem = ""
         return answer
 
     def _asked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -334,12 +338,12 @@ class FileCache:
             self.failures += 1
             if not self.problem:
                 logger.warning("object store does not answer reason=%s", error)
-            self.problem, self._failed_ns = str(error), self._clock.monotonic_ns()
+            self.problem = str(error)
 
-    def _check_pause(self) -> None:
-        failed_ns = self._failed_ns
-        if failed_ns is not None and self._clock.monotonic_ns() - failed_ns < PAUSE_NS:
-            raise Unavailable(self.problem)
+    def check_answers(self) -> None:
+        """Raise Unavailable when the store did not answer last."""
+        if problem := self.problem:
+            raise Unavailable(problem)
 
 
 class Ranged:

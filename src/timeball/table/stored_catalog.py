@@ -14,40 +14,45 @@ Two brokers must not share a place. A table with files that the log does not kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, TypeVar
 
 from deltalake.exceptions import DeltaError
 
 from timeball import descriptors
-from timeball.clock import Clock
 from timeball.descriptors import RESERVE_OF_LIBRARIES
 from timeball.errors import Corrupt, SetupError, Unavailable
 from timeball.files import Files
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog, said
 from timeball.table.file_cache import FileCache
-from timeball.table.object_store import ObjectStore
+from timeball.table.object_store import ANSWER_S, ObjectStore
+
+T = TypeVar("T")
+
+START_ANSWER_S = 5.0  # what is due is late by as much
 
 
 def open_table(
-    place: str, files: Files, size_bytes_max: int, clock: Clock, *, is_known: bool
+    place: str, files: Files, size_bytes_max: int, *, is_known: bool
 ) -> tuple[Catalog, FileCache | None]:
     """Return the Delta log of the pending table at a place, and the copies of its files if that is an object store.
 
     Raises SetupError for a place that cannot be used, also when the store does not answer unless the table `is_known`
-    from before: a broker that has waited for it once starts without it.
+    from before: a broker that has waited for it once starts without it, and waits no more than START_ANSWER_S.
     """
     if not place:
         return Catalog(files), None
-    store = ObjectStore(place)
+    store, problem = ObjectStore(place), ""
     try:
-        store.check()
+        store.check(START_ANSWER_S if is_known else ANSWER_S)
     except Unavailable as error:
         if not is_known:
             raise SetupError(f"--table {store.uri}: {error}") from error
-    cache = FileCache(files, store, size_bytes_max, clock)
+        problem = str(error)
+    cache = FileCache(files, store, size_bytes_max, problem)
     return StoredCatalog(store, cache), cache
 
 
@@ -68,6 +73,7 @@ class StoredCatalog(Catalog):
 
     def check_data(self, live: list[FileEntry]) -> None:
         """Raise Corrupt when the store lacks a data file; one that lies in the data folder alone is put there."""
+        self._cache.check_answers()  # a start has asked just now
         self._cache.bring(live)
 
     def sync_data(self, entries: list[FileEntry]) -> None:
@@ -83,20 +89,33 @@ class StoredCatalog(Catalog):
         now_ms: int,
     ) -> None:
         """See Catalog; raise SetupError when the table is another log's, Unavailable when the store does not answer."""
-        with self._failing("opening the table"), descriptors.lent(RESERVE_OF_LIBRARIES):
-            self._check_owner(live, attaches)
-            super().bring_up(live, attaches, attach_seq, watermark, now_ms)
+        bring_up = partial(super().bring_up, live, attaches, attach_seq, watermark, now_ms)
+
+        def check_and_bring_up() -> None:
+            with self._failing("opening the table"), descriptors.lent(RESERVE_OF_LIBRARIES):
+                self._check_owner(live, attaches)
+                bring_up()
+
+        self._ask(check_and_bring_up)
         self._is_behind = False
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """See Catalog; raise Unavailable, after which it may be repeated."""
         try:
-            version = super().commit(attachment, attach_seq, removed, now_ms)
+            version = self._ask(partial(super().commit, attachment, attach_seq, removed, now_ms))
         except Unavailable:
             self._is_behind = True
             raise
         self._is_behind = False
         return version
+
+    def vacuum(self, older_than_ms: int) -> int:
+        """See Catalog; raise Unavailable."""
+        return self._ask(partial(super().vacuum, older_than_ms))
+
+    def _ask(self, step: Callable[[], T]) -> T:
+        # delta-rs gives up by itself, and is left behind only when the broker stops: no other step may run beside it.
+        return self._store.requests.ask(step, None)
 
     def _check_owner(self, live: list[FileEntry], attaches: list[tuple[int, Attachment]]) -> None:
         known = {entry.path for entry in live}
