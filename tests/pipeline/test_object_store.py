@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from deltalake.exceptions import DeltaError
-from tests.node_fixture import RunningNode, running_node
-from tests.pipeline.traffic import send, send_due_now
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.pipeline.traffic import send, send_due_now, visible
 from tests.s3_fixtures import proxy as proxy
 from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, Fault, FaultyStore
 
 from timeball import Timeball
+from timeball.clock import ManualClock
 from timeball.errors import NotFound, OutOfRange, StorageError
+from timeball.limits import HOUR_MS
 from timeball.message import Kind
 from timeball.pipeline.delta_append import app_version, append_once, write_file
 from timeball.pipeline.jobs import archive_writer
@@ -230,3 +233,68 @@ def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str,
     window = ("--from", (now - timedelta(days=1)).isoformat(), "--until", now.isoformat(), "--shift", "30d")
     assert answer("replay", *window, "--yes", *at)["rows"] == 5
     assert open_table(table["uri"]).to_pyarrow_table().num_rows == compacted + 5
+
+
+# One process for several commands: a JVM is most of what each of them takes.
+COMMANDS = """
+import sys
+from timeball.cli.main import main
+for line in sys.stdin:
+    try:
+        main(line.split())
+    except SystemExit as end:
+        print(f"ended {end.code}", flush=True)
+"""
+
+
+class Commands:
+    """A process that runs commands as they are given."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def answer(self, *words: str) -> dict[str, Any]:
+        """Run a command; return what it says as JSON."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(*words, "--json", file=self._process.stdin, flush=True)
+        said = list(iter(self._process.stdout.readline, "ended 0\n"))
+        return dict(json.loads(said[-1]))
+
+
+@pytest.fixture
+def commands(store: FaultyStore) -> Iterator[Commands]:
+    command = [sys.executable, "-c", COMMANDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Commands(process)
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_bulk_job_writes_there_and_what_it_wrote_is_released_and_cancelled(
+    store: FaultyStore, commands: Commands, tmp_path: Path
+) -> None:
+    now = datetime.now(UTC)
+    due = [now + (timedelta(minutes=30) if number < 100 else timedelta(days=40)) for number in range(400)]
+    names = [f"c{number}" for number in range(400)]
+    parquet.write_table(pa.table({"due": due, "body": names, "customer": names}), tmp_path / "in.parquet")
+    uri, clock = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending", ManualClock(int(now.timestamp() * 1_000))
+    with running_node(tmp_path / "data", clock, table=uri, compact_self=False) as node:
+        at = ("--endpoint", node.endpoint)
+        lost = store.break_next("lost_answer", "PUT", ".parquet")
+        words = ("bulk", str(tmp_path / "in.parquet"), "--topic", "reminders", "--key-column", "customer")
+        done = commands.answer(*words, *at)
+        assert (done["rows"], done["rejected"], lost.seen) == (400, 0, 1)
+        with Timeball(node.endpoint) as ball:
+            ends = [ball.cancel(key=key)[0].verdict for key in ("c399", "c399", "c7", "none")]
+            assert ends == ["cancelled", "already_cancelled", "cancelled", "not_found"]
+            clock.advance(HOUR_MS)
+            eventually(lambda: visible(ball, "reminders") == 99, "what was due is released")
+        report = commands.answer("audit", *at)
+        assert report["ok"]
+        ends = [
+            report[name] for name in ("accepted", "released", "cancelled", "pending", "lost", "duplicate")
+        ]
+        assert ends == [400, 99, 2, 299, 0, 0]
