@@ -98,6 +98,7 @@ def kafka(
 
 def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
     try:
+        from timeball.broker.memory import collect_cycles_rarely
         from timeball.clock import SystemClock
         from timeball.kafka.bridge import Bridge
         from timeball.kafka.options import BridgeOptions, read_properties
@@ -106,6 +107,7 @@ def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge
             raise
         raise not_installed(error, KAFKA) from error
     client = {} if config is None else read_properties(_text(config), str(config))
+    collect_cycles_rarely()  # each record makes some containers, and frees them
     return Bridge(BridgeOptions(**where, client=client), endpoint, SystemClock())
 
 
