@@ -10,10 +10,10 @@ from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
-from timeball.clock import SystemClock
+from timeball.clock import ManualClock, SystemClock
 from timeball.errors import SetupError
 from timeball.kafka.counts import Counts
-from timeball.kafka.delivery import STRANGE, Delivery
+from timeball.kafka.delivery import MARKS_S, STRANGE, Delivery
 from timeball.kafka.options import BridgeOptions
 from timeball.kafka.position import read_position
 from timeball.kafka.waiting import WaitingQueue
@@ -38,6 +38,30 @@ def test_a_message_of_another_client_is_a_dead_letter(
     assert dead.value() == b"by hand" and headers["timeball-reason"] == STRANGE.encode()
     assert headers["timeball-topic"] == options.topic.encode() and read_position(options) == 1
     assert (counts.undeliverable, counts.transactions) == (1, 1)
+
+
+class Timed(threading.Event):
+    """Notes for how long it was waited for, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_s: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits_s.append(timeout or 0)
+        return self.is_set()
+
+
+def test_what_passed_since_the_last_commit_is_a_part_of_the_pause_before_a_transaction(
+    kafka: SmallKafka, options: BridgeOptions, queue: WaitingQueue
+) -> None:
+    stop, clock = Timed(), ManualClock()
+    delivery = Delivery(options, queue, Counts(), clock)
+    delivery.open(stop)
+    for passed_ms in (0, 3, 5):
+        clock.advance(passed_ms)
+        delivery._write([], 0, stop)
+    assert stop.waits_s == pytest.approx([MARKS_S, MARKS_S - 0.003])
 
 
 def test_a_queue_that_is_used_needs_its_position(
