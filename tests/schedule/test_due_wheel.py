@@ -137,6 +137,17 @@ def test_runs_of_a_slot_are_merged_when_it_is_opened() -> None:
     assert len(wheel._slots[0]) == 2, "the small ones as one, and a large one as it is"
 
 
+def test_what_has_come_for_a_slot_is_in_it_when_it_is_first_in_use() -> None:
+    wheel = DueWheel()
+    wheel.add_run(Run.of([rows([1_000, 1_400], 1)]))
+    wheel.add(rows([1_500, 2_500], 3))
+    assert wheel.take_due(1_001, 10) is not None
+    assert [len(runs) for runs in wheel._slots.values()] == [1, 1]
+    wheel.add(rows([1_600], 5))
+    assert wheel.take_due(1_401, 10) is not None
+    assert len(wheel._slots[1]) == 1, "it has come later, and waits until it is due"
+
+
 def test_a_slot_is_merged_whole_only_when_it_is_first_in_use() -> None:
     wheel = DueWheel()
     wheel.add_run(Run.of([rows([1_000, 1_500], 1)]))

@@ -203,8 +203,9 @@ class DueWheel:
             if self._columns_first_ms >= before_ms:
                 return self._take_few(before_ms, limit)
             self._place_few()
-        # One of the arrivals may be due: only now must they stand in their slots.
-        if self._arrivals_first_ms < before_ms:
+        # One of the arrivals may be due, or belong to the slot that comes into use: only now must they stand in theirs.
+        slot = (before_ms - 1) // SLOT_MS
+        if self._arrivals_first_ms < (before_ms if slot <= self._opened else (slot + 1) * SLOT_MS):
             self._place_arrivals()
         taken: list[Run] = []
         count = 0
