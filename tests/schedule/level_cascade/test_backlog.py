@@ -55,7 +55,7 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
     def on_durable() -> None:
         world.model.accepted[seq] = now_ms
         world.model.waiting[seq] = (due_ms, b"b")
-        world.strategy.add(world.backlog, with_seq(rows, seq))
+        world.strategy.add(world.backlog, with_seq(rows, seq), now_ms)
 
     async def append() -> None:
         await world.writer.append(rows, on_durable=on_durable)[1]
