@@ -11,7 +11,7 @@ import pytest
 from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
-from timeball import Timeball
+from timeball import Timeball, limits
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.clock import SystemClock
@@ -95,6 +95,18 @@ def test_a_cancel_waits_for_the_batch_before_it(
     assert counts.cancelled == 2
     one._sending.result()
     assert counts.taken == 4
+    one._consumer.close()
+
+
+def test_what_is_due_soon_waits_less_long_for_others(made: Make) -> None:
+    one, _ = made()
+    record, now_ms = Record(one._options.own, 0, 0, b"k", b"0", LATER, 0), one._clock.wall_ms()
+    soon, later = (record._replace(timestamp_ms=now_ms + ms - limits.HOUR_MS) for ms in (400, 5_000))
+    seen = []
+    for found in ([later], [later, soon], [later], [later, record._replace(headers=[])], [later]):
+        one._messages(found)
+        seen.append(one._linger_s)
+    assert seen == [intake.FAR_LINGER_S, intake.LINGER_S] * 2 + [intake.FAR_LINGER_S]
     one._consumer.close()
 
 

@@ -24,6 +24,7 @@ from typing import cast
 import pyarrow as pa
 from confluent_kafka import OFFSET_INVALID, Consumer, KafkaException, Message, TopicPartition
 
+from timeball import limits
 from timeball.client.source import Source
 from timeball.clock import Clock
 from timeball.errors import Conflict, OverLimit, RequestError, SetupError
@@ -40,6 +41,8 @@ BATCH_ROWS = 2_000
 BATCH_BYTES = 2 * 1024 * 1024  # with the columns' own: half of what one batch may have
 POLL_S = 0.5
 LINGER_S = 0.01  # what comes so soon behind it shares its batch: each costs the broker a commit
+FAR_LINGER_S = 0.05  # while what comes is due later than in SOON_MS
+SOON_MS = 500
 LOOK_MS = 10_000  # for partitions that were added
 COMMIT_MS = 1_000
 TIMEOUT_S = 10.0
@@ -82,6 +85,7 @@ class Intake:
         self._sending.set_result(None)
         self._committed: dict[int, int] = {}
         self._looked_ms = self._told_ms = 0
+        self._linger_s = LINGER_S  # as the batch before allows
 
     def run(self, stop: threading.Event) -> None:
         """Take records until `stop` is set. Raises Conflict, Unavailable, KafkaException: begin anew; SetupError."""
@@ -143,7 +147,7 @@ class Intake:
         first = self._consumer.poll(POLL_S)
         if first is None:
             return
-        for message in (first, *self._consumer.consume(BATCH_ROWS - 1, LINGER_S)):
+        for message in (first, *self._consumer.consume(BATCH_ROWS - 1, self._linger_s)):
             if (error := message.error()) is not None:
                 raise KafkaException(error)
             yield self._record(message)
@@ -169,12 +173,14 @@ class Intake:
     def _messages(self, found: Sequence[Record]) -> list[Item]:
         """Return the records with the messages they become, and cancel what they cancel."""
         now_ms = self._clock.wall_ms()
+        first_ms = now_ms + limits.DELAY_MS_MAX
         items: list[Item] = []
         by_key: dict[str, list[int]] = {}  # key -> where its messages stand in `items`
         cancels: set[str] = set()
         for record in found:
             if not records.is_cancel(record):
                 message = records.message_of(record, self._rules, now_ms)
+                first_ms = min(first_ms, message.due_ms or now_ms)
                 if message.keys:
                     by_key.setdefault(message.keys, []).append(len(items))
             elif record.key is None:
@@ -186,6 +192,7 @@ class Intake:
                     self._counts.cancelled += 1
                 message = None
             items.append((record, message))
+        self._linger_s = FAR_LINGER_S if first_ms > now_ms + SOON_MS and not cancels else LINGER_S
         if cancels:
             self._sending.result()
             self._counts.cancelled += self._queue.cancel(sorted(cancels))
