@@ -29,7 +29,11 @@ def test_a_message_up_to_the_bound_is_unpacked(
         (b"", "identity", GrpcStatus.UNIMPLEMENTED),
         (b"", "snappy", GrpcStatus.UNIMPLEMENTED),
         (b"no gzip", "gzip", GrpcStatus.INTERNAL),
-        (gzip.compress(b"abc", mtime=0)[:-1], "gzip", GrpcStatus.INTERNAL),  # these bytes are part of the test's name
+        (
+            gzip.compress(b"abc", mtime=0)[:-1],
+            "gzip",
+            GrpcStatus.INTERNAL,
+        ),  # these bytes are part of the test's name
         (zlib.compress(bytes(BYTES_MAX + 1)), "deflate", GrpcStatus.RESOURCE_EXHAUSTED),
     ],
 )
