@@ -68,10 +68,11 @@ def test_their_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(values(1, 1, True))
     size_bytes = rows.get_total_buffer_size()
     monkeypatch.setattr(newest_rows, "BYTES_MAX", 3 * size_bytes)
+    monkeypatch.setattr(newest_rows, "APPEND_BYTES_MAX", 2 * size_bytes)
     newest = NewestRows()
     for seq in range(1, 9):
         newest.add(seq, rows)
     assert len(newest) == 3
     assert [newest.values_of([seq]) is None for seq in range(1, 9)] == [True] * 5 + [False] * 3
     newest.add(9, pa.concat_batches([rows] * 20))
-    assert newest.values_of([8]) is not None and newest.values_of([9]) is None, "one append takes all of it"
+    assert newest.values_of([8]) is not None and newest.values_of([9]) is None, "it is too large"

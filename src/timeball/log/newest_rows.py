@@ -20,6 +20,8 @@ from timeball.log.few_rows import EncodedRows, Rows
 from timeball.message import ReadRow
 
 BYTES_MAX = 8 * 1024 * 1024  # of all rows, with what their batches keep in memory besides
+# Of one append: larger ones would be kept from the memory that the next one is made in, which costs it a tenth.
+APPEND_BYTES_MAX = 1024 * 1024
 COMMITTED_MAX = 4_096  # appends whose rows are held: of one row each takes some kilobytes
 
 
@@ -42,7 +44,7 @@ class NewestRows:
             size_bytes = len(rows.message) * (2 if rows.values else 1)
         else:
             size_bytes = rows.get_total_buffer_size()
-        if size_bytes > BYTES_MAX // 2:
+        if size_bytes > APPEND_BYTES_MAX:
             return
         self._first_seqs.append(first_seq)
         self._committed.append((rows, size_bytes))
