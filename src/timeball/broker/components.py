@@ -219,6 +219,7 @@ class Components:
     async def leave_store(self) -> None:
         """Ask the object store of the pending table no more, if there is one; a request without an answer is left."""
         if self.cache is not None:
+            # Answers that are on their way are waited for, a second at most.
             await asyncio.to_thread(self.cache.leave_store)
 
     @property

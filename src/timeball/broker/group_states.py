@@ -42,6 +42,7 @@ def add_in_flight(found: Counts, queues: Iterable[QueueLeases]) -> None:
     """Add how many messages of these queues members hold: delivered, and neither answered nor given back."""
     for queue in queues:
         if held := queue.held_rows:
+            # What a group's retry topic brings back counts for the topic that it came from.
             key = queue.group, topic_of(queue.group, queue.topic)
             found[key] = found.get(key, 0) + held
 
@@ -65,6 +66,7 @@ class GroupStates:
     async def in_flight(self) -> Counts:
         """Return how many messages the members of all groups hold, by group and topic."""
         found = self._parts.lease_counts.held()
+        # A group has as many queues as all its topics together: they are what a share is counted in.
         async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
             add_in_flight(found, queues)
         return found
@@ -86,6 +88,7 @@ class GroupStates:
         self._policy.allow(caller, Verb.LOOK)
         if not 1 <= rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{rows} groups in a page: 1 to {limits.LISTED_ROWS_MAX}")
+        # First, since a group that only holds messages, and was deleted, is listed too.
         parts, held, names = self._parts, await self.in_flight(), list[str]()
         # Groups that were configured, have stored offsets, or hold messages.
         known = parts.groups.names() | parts.offsets.table.keys() | {name for name, _ in held}

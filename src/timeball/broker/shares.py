@@ -20,5 +20,6 @@ async def shares(items: Iterable[T], rows: int = GROUPS_AT_ONCE) -> AsyncIterato
     listed = list(items)
     for begin in range(0, len(listed), rows):
         if begin:
+            # Every task that is ready has its turn, and the walk goes on behind the last of them.
             await asyncio.sleep(0)
         yield listed[begin : begin + rows]

@@ -4,7 +4,7 @@ The libraries give such a request up after a minute, by themselves and no earlie
 and the one that asks waits for a stated time: then the request counts as failed, and its thread is left behind. A
 broker that stops waits a moment for requests under way, and not for these.
 
-What is left behind may still be done, as after an answer that was lost. So a request is one whole step that may be
+A request that was left behind may still be done, as after an answer that was lost. So it is one whole step that may be
 repeated: a file is put under its own name, and never half of it.
 """
 
