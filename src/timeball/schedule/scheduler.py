@@ -376,7 +376,7 @@ class Scheduler:
     def fall_asleep(self, *, until_durable: bool = False) -> int | None:
         """Return what `next_due_ms` does, and keep it: what makes it earlier from now on calls `on_earlier`.
 
-        `until_durable`: nothing is to be done before what is on its way to the disk has got there.
+        `until_durable`: the next step waits until rows that are on their way have reached the disk.
         """
         self._awaits_durable = until_durable
         next_ms = None if until_durable else self.next_due_ms()
