@@ -51,6 +51,7 @@ from timeball.errors import (
     Unavailable,
     from_code,
 )
+from timeball.log.few_rows import pairs_of
 from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.delay_levels.levels import restored
@@ -259,7 +260,7 @@ class Draining:
             promises = promises.filter(pa.array(due_ms >= now_ms + MARGIN_MS))
             # The race with a release, a cancel or a move is decided here, as for a cancel. From here on nothing may
             # refuse or wait until the rows are appended.
-            waited = parts.scheduler.cancel(int64(promises.column("due_ms")), int64(promises.column("seq")))
+            waited = parts.scheduler.cancel(*pairs_of(promises))
             if not waited.any():
                 return 0
             facts = parts.drains.out  # here, since the command may have named another heir meanwhile

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball import limits
-from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.log.few_rows import NumberedRows, ReadRows, pairs_of
 from timeball.message import READ_SCHEMA, Int64Array, ReadRow, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
@@ -71,7 +71,7 @@ class Run:
         """Return one sorted run of these rows."""
         # One batch is not copied: a gather is one.
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        due, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
+        due, seq = pairs_of(rows)
         if not _is_sorted(due, seq):
             order = np.lexsort((seq, due))
             due, seq, rows = due[order], seq[order], rows.take(pa.array(order))

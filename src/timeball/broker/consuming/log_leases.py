@@ -43,7 +43,7 @@ from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
 from timeball.errors import OutOfRange
-from timeball.log.few_rows import ReadRows, read_batch
+from timeball.log.few_rows import ReadRows, pairs_of, read_batch
 from timeball.message import (
     CANCEL_REASON,
     LOG_SCHEMA,
@@ -241,7 +241,7 @@ class LogLeases:
     ) -> BoolArray:
         """Cancel these promises and write `fresh` in their place; return which still waited."""
         prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
-        versions = int64(before.column("due_ms")), int64(before.column("seq"))
+        versions = pairs_of(before)
         cancels = cancel_rows(receipts, *versions, DEAD, now_ms)
         won = settle_leases(self._parts, *versions)
         count_ended(self._parts, receipts, won)

@@ -24,6 +24,7 @@ import pyarrow as pa
 from timeball.broker.components import Components, in_thread
 from timeball.broker.rates import Stat
 from timeball.errors import NotFound, OutOfRange, RequestError
+from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
 from timeball.table.attachment import Ranges, overlap, within
@@ -61,7 +62,7 @@ async def _cancel_all(
         for group in range(await in_thread(parts.file_thread, file.group_count)):
             rows = await in_thread(parts.file_thread, group_in_ranges, file, group, ranges)
             if rows.num_rows:
-                due_ms, seq = int64(rows.column("due_ms")), int64(rows.column("seq"))
+                due_ms, seq = pairs_of(rows)
                 # Counted before the cancel, which would make all of them cancelled.
                 already += int(np.count_nonzero(parts.outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(parts, rows, reason)
@@ -73,7 +74,7 @@ async def _cancel_all(
 
 async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
     now_ms = parts.clock.now_ms()
-    chosen = parts.scheduler.cancel(int64(rows.column("due_ms")), int64(rows.column("seq")))
+    chosen = parts.scheduler.cancel(*pairs_of(rows))
     if not chosen.any():
         return 0
     # No pause since the decision: the CANCEL rows stand in the log before any later release.
