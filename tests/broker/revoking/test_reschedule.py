@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,10 +39,12 @@ from timeball.clock import ManualClock
 from timeball.config import MIB
 from timeball.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
 from timeball.log import writer
-from timeball.log.commit import Entry, Group
+from timeball.log.commit import Commit, Entry
+from timeball.log.few_rows import as_batch
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.segment import segment_name
+from timeball.log.writer import LogWriter
 from timeball.message import Int64Array, Kind, decode_properties, encode_properties
 from timeball.schedule.scheduler import Scheduler
 from timeball.wire import Verdict
@@ -547,16 +550,19 @@ def test_a_move_that_is_torn_anywhere_has_not_happened() -> None:
 
 def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above could not tell what it is there for."""
-    one_frame = writer.frames_of
+    write = LogWriter._write
 
-    def frames(entries: list[Entry]) -> list[Group]:
-        return [
-            Group(group.rows.slice(at, 1), group.first_seq + at, 1, group.size_bytes)
-            if Kind.MOVED in column(group.rows, "kind")
-            else group
-            for group in one_frame(entries)
-            for at in range(group.rows.num_rows if Kind.MOVED in column(group.rows, "kind") else 1)
-        ]
+    def apart(self: LogWriter, entries: list[Entry]) -> Commit:
+        parts = list[Entry]()
+        for entry in entries:
+            if Kind.MOVED in column(as_batch(entry.rows), "kind"):
+                for at in range(entry.rows.num_rows):
+                    row = as_batch(entry.rows).slice(at, 1)
+                    parts.append(replace(entry, rows=row, first_seq=entry.first_seq + at, span=1))
+            else:
+                parts.append(entry)
+        return write(self, parts)
 
-    monkeypatch.setattr(writer, "frames_of", frames)
+    monkeypatch.setattr(LogWriter, "_write", apart)
+    monkeypatch.setattr(writer, "frames_of", lambda entries: entries)
     assert any(kinds == [*WAITING, Kind.MOVED] for _, kinds in kinds_after_cuts(50))
