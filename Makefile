@@ -6,6 +6,7 @@ STAMP   := .venv/.installed
 READY   := .venv/.built
 SITE    := .venv/.site
 CLASSES := .venv/.spark.jsa
+NEWER   := .venv/newspark
 COMPILED = $(shell find src -name "*.pyx" -o -name "*.pxd")
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
@@ -23,7 +24,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster test spark slow siege interop wheel-check check bench versus pictures docs lock up
+.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +45,9 @@ test: $(READY)   ## the fast tests
 
 spark: $(CLASSES)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
 	$(BIN)/python -m pytest -m "spark and not slow and not interop" $(SHARED) $(ARGS)
+
+newspark: $(NEWER) $(CLASSES)   ## a few of them on a newer version of Spark (fetched once, 0.5 GB)
+	PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest -m "spark and smoke" $(SHARED) $(ARGS)
 
 slow: $(SITE) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
@@ -108,6 +112,11 @@ $(READY): $(STAMP) setup.py $(COMPILED)
 $(CLASSES): $(STAMP) | $(READY)
 	@echo "make: writing down Spark's classes, once, so that it starts sooner in tests"
 	@$(BIN)/python -m tests.class_archive $@ >/dev/null 2>&1 || true
+
+# Beside the lock file's: the tests find this one first.
+$(NEWER): $(STAMP) requirements/newspark.txt
+	@$(INSTALL) --require-hashes --quiet --upgrade --target $@ -r requirements/newspark.txt
+	@touch $@
 
 # What the site is built with: the tests and the package need none of it.
 $(SITE): $(READY) requirements/docs.txt
