@@ -26,12 +26,10 @@ from timeball.schedule import scheduler
 # and 90, and was reached while a library carried HTTP/2: six files do now (decisions 0041 and 0050), with 30 changes
 # among them. Its lease is made as values, by a file more, which costs half of what columns do.
 # Compiled, a send does not pass by codec/sends.py, broker/few_sends.py and message.py.
-# Three or four changes of each are the timing of a commit and of its sync (clock.py). Rows that stay values, and are
-# read again from memory (decision 0067), are two files more of a receive and one of a release (log/newest_rows.py), and
-# two or three changes of each.
-SEND_MAX = (20, 50) if COMPILED is not None else (25, 56)
-RECEIVE_MAX = (36, 127) if COMPILED is not None else (37, 130)
-RELEASE_MAX = (22, 72)  # one file and three changes only while the log keeps leases
+# Three or four changes of each are the timing of a commit and of its sync (clock.py).
+SEND_MAX = (20, 48) if COMPILED is not None else (25, 54)
+RECEIVE_MAX = (34, 124) if COMPILED is not None else (35, 128)
+RELEASE_MAX = (21, 61)  # one file and three changes only while the log keeps leases
 
 TRIES = 10  # the node's own upkeep, or a busy machine, may lengthen some of them
 SLACK = 6  # a bound that has become this loose is lowered with the change that did it

@@ -267,16 +267,8 @@ def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([seq, *rows.columns], schema=READ_SCHEMA)
 
 
-def stored_size(topic: str, body: bytes, properties: str | None) -> int:
-    """Return the bytes of a message as RocketMQ would store it; `stored_sizes` is the same for columns.
-
-    Raises UnicodeEncodeError for half a surrogate pair.
-    """
-    return STORED_OVERHEAD_BYTES + len(topic.encode()) + len(body) + len((properties or "").encode())
-
-
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
-    """Return the bytes of each message as RocketMQ would store it."""
+    """Return the bytes of each message as RocketMQ would store it; `few_rows.stored_size` does for values."""
     total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
     for name in ("topic", "body", "properties"):
         total += byte_lengths(rows.column(name))

@@ -59,12 +59,16 @@ def promises_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, READ_SCHEMA)
 
 
+def as_numbered(promises: pa.RecordBatch) -> NumberedRows:
+    return NumberedRows(list(zip(*(column.to_pylist() for column in promises.columns), strict=True)))
+
+
 async def released(promises: pa.RecordBatch, *, by_rows: bool, as_values: bool = False) -> tuple[Any, ...]:
     """What a broker has after this hand-out: the rows of its log, its queues, its counts."""
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
         if not by_rows:
-            patch.setattr(delivery, "are_few", lambda promises: False)
+            patch.setattr(delivery, "few_values", lambda promises: None)
         await world.start()
         try:
             broker = world.broker
@@ -74,7 +78,7 @@ async def released(promises: pa.RecordBatch, *, by_rows: bool, as_values: bool =
             due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
             for _ in range(2):
                 parts.outcomes.hand_out(due_ms, seq, due_ms)
-                few = NumberedRows(delivery.values_of(promises)) if as_values else promises
+                few = as_numbered(promises) if as_values else promises
                 await broker.delivery.release(few, NOW_MS)
             frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
             queues = [
@@ -122,14 +126,11 @@ def test_many_large_and_listed_ones_go_the_way_of_columns() -> None:
     most = delivery.FEW_ROWS
     large = {"body": bytes(limits.REQUEST_BYTES_MAX // 64)}
     listed = {"properties": encode_properties({TIMING_LIST: "7,9"})}
-    assert delivery.are_few(promises_of([dict(PLAIN) for _ in range(most)]))
-    assert not delivery.are_few(promises_of([dict(PLAIN) for _ in range(most + 1)]))
-    assert not delivery.are_few(promises_of([PLAIN | large]))
-    assert not delivery.are_few(promises_of([PLAIN | listed]))
-    for some in ([dict(PLAIN)] * most, [dict(PLAIN)] * (most + 1), [PLAIN | large], [PLAIN | listed]):
+    few = promises_of([dict(PLAIN) for _ in range(most)])
+    assert delivery.few_values(few) == delivery.few_values(as_numbered(few)) == as_numbered(few).values
+    for some in ([dict(PLAIN)] * (most + 1), [PLAIN | large], [PLAIN | listed]):
         promises = promises_of(some)
-        as_values = NumberedRows(delivery.values_of(promises))
-        assert delivery.are_few(as_values) == delivery.are_few(promises)
+        assert delivery.few_values(promises) is delivery.few_values(as_numbered(promises)) is None
 
 
 def test_an_early_one_is_refused_by_both() -> None:

@@ -14,7 +14,8 @@ from timeball.log import few_rows
 from timeball.log.few_rows import build_by_pyarrow, build_compiled, builder_of, rows_of
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
-compiled = pytest.mark.skipif(few_rows.MessageEncoder is None, reason="built without a compiler")
+IS_COMPILED = few_rows.MessageEncoder is not None
+compiled = pytest.mark.skipif(not IS_COMPILED, reason="built without a compiler")
 
 FITTING: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.int8(): st.integers(-(2**7), 2**7 - 1),
@@ -103,7 +104,44 @@ def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
         for seq, at in zip(seqs, which, strict=True)
     ]
     keep = np.array([seq % 2 == 0 for seq in seqs], dtype=np.bool_)
+    assert isinstance(ways[1], pa.RecordBatch) and isinstance(ways[0], few_rows.NumberedRows) == IS_COMPILED
     for rows in ways:
         assert few_rows.read_batch(rows).to_pylist() == expected
         kept = few_rows.read_batch(few_rows.filtered(rows, keep)).to_pylist()
         assert kept == [row for row, is_kept in zip(expected, keep, strict=True) if is_kept]
+
+
+@compiled
+@given(ROWS, st.data())
+def test_a_message_says_of_each_row_what_its_values_say(values: list[LogRow], data: st.DataObject) -> None:
+    due_ms = LOG_SCHEMA.get_field_index("due_ms")
+    instants = data.draw(st.lists(FITTING[pa.int64()], min_size=len(values), max_size=len(values)))
+    values = [(*row[:due_ms], at, *row[due_ms + 1 :]) for row, at in zip(values, instants, strict=True)]
+    seqs, which = list(range(100, 100 + len(values))), list(range(len(values)))
+    in_message = few_rows.numbered(build_compiled(values), seqs, which)
+    assert isinstance(in_message, few_rows.NumberedRows)
+    as_values = few_rows.NumberedRows([(seq, *row) for seq, row in zip(seqs, values, strict=True)])
+    assert [column.tolist() for column in in_message.pairs] == [instants, seqs]
+    assert [column.tolist() for column in as_values.pairs] == [instants, seqs]
+    sizes = [
+        sum(
+            len(text if isinstance(text, bytes) else text.encode())
+            for text in (row[7], row[8], row[5])
+            if text
+        )
+        for row in values
+    ]
+    assert [entry[:3] for entry in in_message.entries()] == list(zip(instants, seqs, sizes, strict=True))
+    assert [of.value(at) for *_, of, at in in_message.entries()] == as_values.values == in_message.values
+
+
+@compiled
+def test_many_rows_and_long_messages_are_columns() -> None:
+    """Each row that waits in its message keeps all of it in memory."""
+    row: LogRow = (1, "t", *[None] * (len(LOG_SCHEMA) - 2))
+    many = build_compiled([row] * (few_rows.HELD_ROWS_MAX + 1))
+    long = build_compiled([(*row[:7], b"x" * few_rows.HELD_BYTES_MAX, *row[8:])])
+    for rows in (many, long):
+        which = list(range(rows.num_rows))
+        assert isinstance(few_rows.numbered(rows, which, which), pa.RecordBatch)
+        assert isinstance(few_rows.numbered(many, [1], [7]), few_rows.NumberedRows)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from timeball.log.few_rows import NumberedRows, read_batch
+from timeball.log import few_rows
+from timeball.log.few_rows import NumberedRows, builder_of, read_batch
 from timeball.message import Kind, build_rows, with_seq
 from timeball.schedule import due_wheel as wheel_module
 from timeball.schedule.due_index import FAR_MS
@@ -17,6 +18,7 @@ from timeball.schedule.due_wheel import SLOT_MS, DueWheel, Run, slot_cuts
 
 Pair = tuple[int, int]
 
+build = builder_of("auto")
 SLOT_DUES = st.lists(st.integers(-10_000, 10_000), min_size=1, max_size=60).map(sorted)
 DUES = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 5_000)), min_size=1, max_size=30)
 
@@ -72,6 +74,12 @@ class WheelMachine(RuleBasedStateMachine):
     @rule(dues=DUES)
     def add_as_values(self, dues: list[int]) -> None:
         self.wheel.add(as_values(self._new(dues)))
+
+    @rule(dues=DUES)
+    def add_in_their_message(self, dues: list[int]) -> None:
+        batch = self._new(dues)
+        encoded = build([row[1:] for row in as_values(batch).values])
+        self.wheel.add(few_rows.numbered(encoded, batch["seq"].to_pylist(), list(range(len(dues)))))
 
     @rule(first=DUES, second=DUES)
     def add_run(self, first: list[int], second: list[int]) -> None:

@@ -32,6 +32,7 @@ from tests.schedule.stage import (
 from timeball.broker.delivery import moved_rows
 from timeball.clock import ManualClock, SchedulerClock
 from timeball.files import File, Files
+from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.writer import LogWriter
@@ -116,7 +117,8 @@ class World(Attaching):
             self.model.at.update(zip(seqs, seqs, strict=True))
             self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
             self.rig.keep(rows, first_seq)
-            self.strategy.add(self.backlog, with_seq(rows, first_seq), now_ms)
+            promises = with_seq(rows, first_seq)
+            self.strategy.add(self.backlog, promises, pairs_of(promises), now_ms)
 
         await self.writer.append(rows, on_durable=on_durable)[1]
         return seqs

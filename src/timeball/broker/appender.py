@@ -31,7 +31,17 @@ from timeball.broker.registry.meta import Change
 from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
-from timeball.log.few_rows import EncodedRows, ReadRows, Rows, as_batch, builder_of, numbered
+from timeball.log.few_rows import (
+    EncodedRows,
+    Pairs,
+    ReadRows,
+    Rows,
+    as_batch,
+    builder_of,
+    numbered,
+    pairs_of,
+    stored_size,
+)
 from timeball.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
@@ -41,7 +51,6 @@ from timeball.message import (
     SendBatch,
     codes_of,
     filled,
-    stored_size,
     stored_sizes,
     with_seq,
 )
@@ -146,12 +155,12 @@ class Appender:
     def _send_runs(self, runs: SendRuns, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
         """`send`, for what its edge can encode; None for what goes the other ways, or is refused there."""
         parts = self._parts
-        # The texts and bodies were checked as they were read. What is left to decide: room, topics, and instants.
-        now_ms = parts.clock.now_ms()
-        parts.writer.check_room()
+        # The texts and bodies were checked as they were read. What is left to decide: topics, room, and instants.
         topics = self._destinations(runs.topics, caller)
         if topics is None:
             return None
+        now_ms = parts.clock.now_ms()
+        parts.writer.check_room()
         # What waits for an instant may be refused by its backlog, or changed: then it goes the way of columns.
         last_ms = now_ms + parts.settings.delay_ms_max if self._compacts else -1
         sends = runs.log_rows(topics, now_ms, last_ms, self._host)
@@ -187,8 +196,8 @@ class Appender:
                 places.index(first_seq)
                 self._visible(places)
             if promised:
-                seqs = [first_seq + at for at in promised]
-                self._wait(numbered(rows, seqs, promised), now_ms, promised_bytes, first_seq + rows.num_rows)
+                waiting = numbered(rows, [first_seq + at for at in promised], promised)
+                self._wait(waiting, pairs_of(waiting), now_ms, promised_bytes, first_seq + rows.num_rows)
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         # Behind the append, which may refuse, and without a pause, so that no other row gets these places.
@@ -300,9 +309,9 @@ class Appender:
 
         def on_durable() -> None:
             if promised:
-                seqs = [first_seq + at for at in promised]
-                now_ms = values[-1][_STORE_MS]
-                self._wait(numbered(rows, seqs, promised), now_ms, stored_bytes, first_seq + len(values))
+                now_ms, next_seq = values[-1][_STORE_MS], first_seq + len(values)
+                waiting = numbered(rows, [first_seq + at for at in promised], promised)
+                self._wait(waiting, pairs_of(waiting), now_ms, stored_bytes, next_seq)
             if then is not None:
                 then()
 
@@ -352,18 +361,19 @@ class Appender:
         # A promise with a place in a queue waits for a delay level, and nowhere else.
         in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
-            parts.scheduler.add(parts.levels, promises.filter(pa.array(in_level)), now_ms)
+            of_level = promises.filter(pa.array(in_level))
+            parts.scheduler.add(parts.levels, of_level, pairs_of(of_level), now_ms)
             promised = promised & ~in_level
         if promised.any():
             of_instant = promises if promised.all() else promises.filter(pa.array(promised))
             stored_bytes = int(stored_sizes(of_instant).sum())
-            self._wait(of_instant, now_ms, stored_bytes, first_seq + rows.num_rows)
+            self._wait(of_instant, pairs_of(of_instant), now_ms, stored_bytes, first_seq + rows.num_rows)
 
-    def _wait(self, promises: ReadRows, now_ms: int, stored_bytes: int, next_seq: int) -> None:
+    def _wait(self, promises: ReadRows, pairs: Pairs, now_ms: int, stored_bytes: int, next_seq: int) -> None:
         """Hand durable promises for an instant, stored at `now_ms`, to the schedule; the last one before `next_seq`."""
         # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
         self._parts.rates.put(TIMER_TOPIC, promises.num_rows, stored_bytes)
-        self._parts.scheduler.add(self._parts.backlog, promises, now_ms)
+        self._parts.scheduler.add(self._parts.backlog, promises, pairs, now_ms)
         if self._compacts:
             self._tail_count.add(next_seq, promises.num_rows)
 

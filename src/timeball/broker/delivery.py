@@ -21,14 +21,25 @@ from timeball.broker.components import Components
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.errors import OutOfRange
-from timeball.log.few_rows import Build, EncodedRows, NumberedRows, ReadRows, builder_of, pairs_of, read_batch
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64, stored_size
+from timeball.log.few_rows import (
+    Build,
+    EncodedRows,
+    NumberedRows,
+    Pairs,
+    ReadRows,
+    builder_of,
+    pairs_of,
+    read_batch,
+    stored_size,
+)
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
 from timeball.schedule.columns import FEW, with_column
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 from timeball.schedule.level_cascade.timing_list import without_list
 
 FEW_ROWS = 64  # from there on columns cost less
+FEW_BYTES = limits.REQUEST_BYTES_MAX // 64
 _RELEASE = int(Kind.RELEASE)
 _BODY, _PROPERTIES = READ_SCHEMA.get_field_index("body"), READ_SCHEMA.get_field_index("properties")
 
@@ -58,22 +69,25 @@ class Delivery:
 
     def release(self, promises: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for handed-out promises (called by the ticker); the future is done with the last."""
-        if isinstance(promises, NumberedRows) and are_few(promises):
-            return self._release_frame(promises, now_ms)
+        few = few_values(promises)
+        if few is not None:
+            return self._release_few(promises, few, now_ms)
         for part in in_frames(read_batch(promises)):
             durable = self._release_frame(part, now_ms)
         return durable
 
-    def _release_frame(self, promises: ReadRows, now_ms: int) -> asyncio.Future[int]:
+    def _release_few(self, promises: ReadRows, values: Sequence[ReadRow], now_ms: int) -> asyncio.Future[int]:
+        parts, pairs = self._parts, pairs_of(promises)
+        few, places = few_release_rows(values, parts.topics, now_ms, self._build)
+        first_seq = parts.writer.next_seq
+        durable = parts.writer.append(
+            few, on_durable=lambda: self._released(promises, pairs, first_seq, places)
+        )[1]
+        places.give_out()  # without a pause behind the append, so that no other row gets these places
+        return durable
+
+    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
-        if isinstance(promises, NumberedRows) or are_few(promises):
-            few, places = few_release_rows(values_of(promises), parts.topics, now_ms, self._build)
-            first_seq = parts.writer.next_seq
-            durable = parts.writer.append(
-                few, on_durable=lambda: self._released(promises, first_seq, places)
-            )[1]
-            places.give_out()  # without a pause behind the append, so that no other row gets these places
-            return durable
         promises = without_lists(promises)  # first: the index and the rates count what a consumer gets
         # The places are given out here and the row is appended without a pause, so offsets grow in the order of the
         # log.
@@ -81,8 +95,10 @@ class Delivery:
         rows = release_rows(
             promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
-        first_seq = parts.writer.next_seq
-        return parts.writer.append(rows, on_durable=lambda: self._released(promises, first_seq, placement))[1]
+        first_seq, pairs = parts.writer.next_seq, pairs_of(promises)
+        return parts.writer.append(
+            rows, on_durable=lambda: self._released(promises, pairs, first_seq, placement)
+        )[1]
 
     def rewrite(self, promises: pa.RecordBatch, now_ms: int) -> None:
         """Append promises again that must be rewritten to go on waiting (called by the ticker)."""
@@ -100,15 +116,23 @@ class Delivery:
 
         self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
 
-    def _released(self, promises: ReadRows, first_seq: int, placement: Placement | FewPlaces) -> None:
-        due_ms, seq = pairs_of(promises)
+    def _released(
+        self,
+        promises: ReadRows,
+        pairs: Pairs,
+        first_seq: int,
+        placement: Placement | FewPlaces,
+    ) -> None:
+        due_ms, seq = pairs
         placement.index(first_seq)
         placement.count(self._parts.rates, released=True)
         now_ms = self._parts.clock.now_ms()
         # After the index: a consumer must find the message before the promise counts as released.
         self._scheduler.released(seq)
         if self._parts.lease_counts.waiting_rows:
-            self._parts.lease_counts.end(numbers(promises))
+            # Few that come as values are as they were accepted: none was moved.
+            numbers = seq if isinstance(promises, NumberedRows) else int64(names(promises)[0])
+            self._parts.lease_counts.end(numbers)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - due_ms))
         if self._traces is not None:
@@ -172,13 +196,6 @@ def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
     )
 
 
-def numbers(promises: ReadRows) -> Int64Array:
-    """Return the numbers of READ_SCHEMA promises."""
-    if isinstance(promises, NumberedRows):  # as they were accepted: none was moved
-        return pairs_of(promises)[1]
-    return int64(names(promises)[0])
-
-
 def without_lists(promises: pa.RecordBatch) -> pa.RecordBatch:
     """Return promises without the levels that a cascade has noted on them.
 
@@ -212,26 +229,29 @@ def release_rows(
     )
 
 
-def are_few(promises: ReadRows) -> bool:
-    """Return whether these READ_SCHEMA promises go row by row: few, of usual sizes, without a cascade's list."""
+def few_values(promises: ReadRows) -> list[ReadRow] | None:
+    """Return these READ_SCHEMA promises as values if they go row by row: few, of usual sizes, without a cascade's list.
+
+    None when they go as columns.
+    """
     if promises.num_rows > FEW_ROWS:
-        return False
-    # By lengths alone: that of a text in bytes is at most four times that, and the bound is far from a frame's.
+        return None
     if isinstance(promises, NumberedRows):
-        bodies, texts = ([row[at] for row in promises.values] for at in (_BODY, _PROPERTIES))
-        size_bytes = sum(map(len, filter(None, bodies))) + sum(map(len, filter(None, texts)))
+        values = promises.values
+    elif pa.ipc.get_record_batch_size(promises) >= FEW_BYTES:
+        return None
     else:
-        size_bytes = pa.ipc.get_record_batch_size(promises)
-        texts = promises.column("properties").to_pylist()
-    is_large = size_bytes >= limits.REQUEST_BYTES_MAX // 64
-    return not (is_large or any(text and TIMING_LIST in text for text in texts))
-
-
-def values_of(promises: ReadRows) -> list[ReadRow]:
-    """Return READ_SCHEMA rows as values."""
-    if isinstance(promises, NumberedRows):
-        return promises.values
-    return list(zip(*(column.to_pylist() for column in promises.columns), strict=True))
+        values = list(zip(*(column.to_pylist() for column in promises.columns), strict=True))
+    size_bytes = 0
+    for row in values:
+        # By lengths alone: that of a text in bytes is at most four times that, and the bound is far from a frame's.
+        body, properties = row[_BODY], row[_PROPERTIES]
+        size_bytes += len(body or b"")
+        if properties:
+            size_bytes += len(properties)
+            if TIMING_LIST in properties:
+                return None
+    return values if size_bytes < FEW_BYTES else None
 
 
 def few_release_rows(

@@ -20,7 +20,7 @@ import pyarrow as pa
 from timeball import limits, rules
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import Topic
-from timeball.log.few_rows import Build, EncodedRows
+from timeball.log.few_rows import Build, EncodedRows, stored_size
 from timeball.message import (
     SEND_COLUMNS,
     SEND_NAMES,
@@ -28,7 +28,6 @@ from timeball.message import (
     LogRow,
     SendBatch,
     SendRow,
-    stored_size,
 )
 
 ROWS_MAX = 256  # twice as many cost about the same either way

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""An Arrow message that is being written, as the compiled modules see it; see arrow_message.pyx."""
+"""An Arrow message that is being written or read, as the compiled modules see it; see arrow_message.pyx."""
 
 cdef enum:
     COLUMNS_MAX = 64
@@ -22,4 +22,5 @@ cdef class MessageEncoder:
     cdef Py_ssize_t columns
     cdef Column column[COLUMNS_MAX]
 
+    cdef int open(self, bytes message, Py_ssize_t at) except -1
     cdef bytes lay_out(self, Py_ssize_t count)

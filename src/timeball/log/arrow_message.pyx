@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""A few rows, tuples of Python's values, as the Arrow message of a frame: few_rows.py says of which layout.
+"""A few rows, tuples of Python's values, as the Arrow message of a frame, and back: few_rows.py says of which layout.
 
 pyarrow makes the same of them in two steps, an array of structs and its serialisation, at some thirty times the cost
 for one row. What is not of its column's very type is left to pyarrow, which alone names faults.
 """
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
@@ -51,6 +52,51 @@ cdef class MessageEncoder:
                 write_texts(column.values, column.data, rows, at)
         return message
 
+    def row(self, bytes message not None, Py_ssize_t at, int64_t seq):
+        """Return a row of a message that was written here, behind its number: a value for each column."""
+        cdef Py_ssize_t each
+        self.open(message, at)
+        cdef list row = [seq]
+        for each in range(self.columns):
+            row.append(value_at(&self.column[each], at))
+        return tuple(row)
+
+    def number(self, bytes message not None, Py_ssize_t at, Py_ssize_t column):
+        """Return one value of a column of numbers that has all of them."""
+        assert column < self.columns and self.column[column].width > 0
+        self.open(message, at)
+        return value_at(&self.column[column], at)
+
+    def text_bytes(self, bytes message not None, Py_ssize_t at, list columns not None):
+        """Return how many bytes these texts of a row have together."""
+        cdef Py_ssize_t size = 0, column
+        cdef int32_t begin
+        self.open(message, at)
+        for column in columns:
+            assert column < self.columns and self.column[column].width <= 0
+            size += text_at(&self.column[column], at, &begin)
+        return size
+
+    cdef int open(self, bytes message, Py_ssize_t at) except -1:
+        """Find the columns of a message that was written here; the row must be one of it."""
+        cdef char* data = PyBytes_AsString(message)
+        cdef char* body = data + len(self.head)
+        cdef char* node = data + self.nodes_at
+        cdef char* buffer = data + self.buffers_at
+        cdef Column* column
+        cdef Py_ssize_t each
+        assert len(message) > len(self.head) and 0 <= at < get64(data + self.rows_at)
+        for each in range(self.columns):
+            column = &self.column[each]
+            column.valid = body + get64(buffer) if get64(node + 8) else NULL
+            column.values = body + get64(buffer + 16)
+            node += 16
+            buffer += 32
+            if column.width <= 0:
+                column.data = body + get64(buffer)
+                buffer += 16
+        return 0
+
     cdef bytes lay_out(self, Py_ssize_t count):
         """Return a message of so many rows, all zero, and set where each column is to be written.
 
@@ -91,6 +137,38 @@ cdef class MessageEncoder:
 
 cdef inline void put64(char* to, int64_t number) noexcept:
     memcpy(to, &number, 8)  # Arrow is little-endian, as the machines are that pyarrow is built for
+
+
+cdef inline int64_t get64(const char* at) noexcept:
+    cdef int64_t number
+    memcpy(&number, at, 8)
+    return number
+
+
+cdef inline int32_t text_at(Column* column, Py_ssize_t at, int32_t* begin) noexcept:
+    """Return how long a text is, and where it begins."""
+    cdef int32_t end
+    memcpy(begin, column.values + 4 * at, 4)
+    memcpy(&end, column.values + 4 * (at + 1), 4)
+    return end - begin[0]
+
+
+cdef object value_at(Column* column, Py_ssize_t at):
+    cdef int64_t number
+    cdef int32_t number32, begin, size
+    if column.valid != NULL and not (column.valid[at >> 3] >> (at & 7)) & 1:
+        return None
+    if column.width == 8:
+        return get64(column.values + 8 * at)
+    if column.width == 4:
+        memcpy(&number32, column.values + 4 * at, 4)
+        return number32
+    if column.width == 1:
+        return <int8_t> column.values[at]
+    size = text_at(column, at, &begin)
+    if column.width == TEXT:
+        return PyUnicode_DecodeUTF8(column.data + begin, size, NULL)
+    return PyBytes_FromStringAndSize(column.data + begin, size)
 
 
 cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size) noexcept:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.config import CodecChoice
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, LogRow, ReadRow
+from timeball.message import LOG_SCHEMA, READ_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, LogRow, ReadRow
 
 try:
     from timeball.log.arrow_message import MessageEncoder  # type: ignore[import-not-found]
@@ -36,8 +36,13 @@ _ROW, _READ_ROW = pa.struct(list(LOG_SCHEMA)), pa.struct(list(READ_SCHEMA))
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 
 
-_DUE_MS = READ_SCHEMA.get_field_index("due_ms")
+_DUE_MS, _LOG_DUE_MS = (schema.get_field_index("due_ms") for schema in (READ_SCHEMA, LOG_SCHEMA))
+_LARGE_TEXTS = [LOG_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
+ROW_BYTES = 256  # of a row without its large texts
+# Of a message whose rows stay in it: each row that waits keeps all of it in memory.
+HELD_ROWS_MAX, HELD_BYTES_MAX = 64, 65_536
 BoolArray = npt.NDArray[np.bool_]
+Pairs = tuple[Int64Array, Int64Array]  # of promises: their instants and numbers
 
 
 class EncodedRows:
@@ -81,6 +86,14 @@ def as_batch(rows: Rows) -> pa.RecordBatch:
 def message_bytes(rows: Rows) -> int:
     """Return how long the message of these rows is."""
     return len(rows.message) if isinstance(rows, EncodedRows) else int(pa.ipc.get_record_batch_size(rows))
+
+
+def stored_size(topic: str, body: bytes, properties: str | None) -> int:
+    """Return the bytes of a message as RocketMQ would store it; `stored_sizes` (message.py) is the same for columns.
+
+    Raises UnicodeEncodeError for half a surrogate pair.
+    """
+    return STORED_OVERHEAD_BYTES + len(topic.encode()) + len(body) + len((properties or "").encode())
 
 
 def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
@@ -127,40 +140,103 @@ def _encoded(
 
 
 class NumberedRows:
-    """A few rows of READ_SCHEMA as Python's values, each of its column's type; a batch only when one is asked for."""
+    """A few rows of READ_SCHEMA as Python's values, each of its column's type; a batch only when one is asked for.
 
-    __slots__ = ("_batch", "_pairs", "num_rows", "values")
+    Rows of a message stay there, a third of the size, until their values are asked for.
+    """
 
-    def __init__(self, values: list[ReadRow]) -> None:
-        self.values, self.num_rows = values, len(values)
+    __slots__ = ("_batch", "_message", "_pairs", "_seqs", "_values", "_which", "num_rows")
+
+    def __init__(self, values: list[ReadRow], pairs: Pairs | None = None) -> None:
+        self._values: list[ReadRow] | None = values
+        self._message = b""
+        self._seqs: list[int] = []
+        self._which: list[int] = []
+        self.num_rows, self._pairs = len(values), pairs
         self._batch: pa.RecordBatch | None = None
-        self._pairs: tuple[Int64Array, Int64Array] | None = None
+
+    @classmethod
+    def of(cls, message: bytes, seqs: list[int], which: list[int]) -> NumberedRows:
+        """Return rows, by position, of a message that the compiled encoder wrote, with these numbers."""
+        rows = cls([])
+        rows._values, rows._message, rows._seqs, rows._which = None, message, seqs, which
+        rows.num_rows = len(which)
+        return rows
+
+    @classmethod
+    def gathered(cls, rows: Sequence[tuple[NumberedRows, int]], pairs: Pairs) -> NumberedRows:
+        """Return some rows, by position, of others as values; `pairs` has their instants and numbers."""
+        return cls([of.value(at) for of, at in rows], pairs)
+
+    def value(self, at: int) -> ReadRow:
+        """Return the values of one row."""
+        if self._values is not None:
+            return self._values[at]
+        row: ReadRow = LOG_ENCODER.row(self._message, self._which[at], self._seqs[at])
+        return row
+
+    def entries(self) -> list[Entry]:
+        """Return where each row is."""
+        if self._values is None:
+            message, texts = self._message, _LARGE_TEXTS
+            return [
+                (
+                    LOG_ENCODER.number(message, row, _LOG_DUE_MS),
+                    seq, LOG_ENCODER.text_bytes(message, row, texts), self, at,
+                )
+                for at, (seq, row) in enumerate(zip(self._seqs, self._which, strict=True))
+            ]  # fmt: skip
+        return [
+            (row[_DUE_MS], row[0], sum([len(row[1 + text] or "") for text in _LARGE_TEXTS]), self, at)
+            for at, row in enumerate(self._values)
+        ]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return about how much memory the rows take."""
+        return sum([ROW_BYTES + size_bytes for _, _, size_bytes, _, _ in self.entries()])
+
+    @property
+    def values(self) -> list[ReadRow]:
+        """Return the rows, a value for each column."""
+        return [self.value(at) for at in range(self.num_rows)] if self._values is None else self._values
 
     @property
     def batch(self) -> pa.RecordBatch:
         """Return them as a batch."""
         if self._batch is None:
-            message = None if _read_encoder is None else _read_encoder.encode(self.values)
+            values = self.values
+            message = None if _read_encoder is None else _read_encoder.encode(values)
             self._batch = (
-                pa.RecordBatch.from_struct_array(pa.array(self.values, _READ_ROW))
+                pa.RecordBatch.from_struct_array(pa.array(values, _READ_ROW))
                 if message is None
                 else pa.ipc.read_record_batch(message, READ_SCHEMA)
             )
         return self._batch
 
     @property
-    def pairs(self) -> tuple[Int64Array, Int64Array]:
+    def pairs(self) -> Pairs:
         """Return the instant and the number of each row; the same arrays each time."""
         if self._pairs is None:
-            due_ms = np.array([row[_DUE_MS] for row in self.values], dtype=np.int64)
-            self._pairs = due_ms, np.array([row[0] for row in self.values], dtype=np.int64)
+            if self._values is None:
+                seqs = self._seqs
+                instants = [LOG_ENCODER.number(self._message, row, _LOG_DUE_MS) for row in self._which]
+            else:
+                seqs = [row[0] for row in self._values]
+                instants = [row[_DUE_MS] for row in self._values]
+            self._pairs = np.array(instants, dtype=np.int64), np.array(seqs, dtype=np.int64)
         return self._pairs
 
     def filter(self, keep: BoolArray) -> NumberedRows:
         """Return some of the rows."""
-        return NumberedRows([row for row, is_kept in zip(self.values, keep.tolist(), strict=True) if is_kept])
+        kept = np.flatnonzero(keep).tolist()
+        if self._values is not None:
+            return NumberedRows([self._values[at] for at in kept])
+        return self.of(self._message, [self._seqs[at] for at in kept], [self._which[at] for at in kept])
 
 
+# Of a row: its instant and number, about how many bytes its large texts have, and the rows and the position it is at.
+Entry: TypeAlias = tuple[int, int, int, NumberedRows, int]
 ReadRows: TypeAlias = "pa.RecordBatch | NumberedRows"
 
 
@@ -169,7 +245,12 @@ def read_batch(rows: ReadRows) -> pa.RecordBatch:
     return rows.batch if isinstance(rows, NumberedRows) else rows
 
 
-def pairs_of(rows: ReadRows) -> tuple[Int64Array, Int64Array]:
+def read_bytes(rows: ReadRows) -> int:
+    """Return about how much memory rows of READ_SCHEMA take."""
+    return rows.size_bytes if isinstance(rows, NumberedRows) else int(rows.nbytes)
+
+
+def pairs_of(rows: ReadRows) -> Pairs:
     """Return instant and number of each row; all have an instant."""
     if isinstance(rows, NumberedRows):
         return rows.pairs
@@ -184,10 +265,22 @@ def filtered(rows: ReadRows, keep: BoolArray) -> ReadRows:
 def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> ReadRows:
     """Return some of these rows, by position, as READ_SCHEMA rows with these numbers."""
     # Compiled: each value is of its column's type.
-    if rows.values is not None and isinstance(rows.message, bytes):
-        return NumberedRows([(seq, *rows.values[at]) for seq, at in zip(seqs, which, strict=True)])
+    is_compiled = LOG_ENCODER is not None and isinstance(rows.message, bytes)
+    if is_compiled and len(which) <= HELD_ROWS_MAX and len(rows.message) <= HELD_BYTES_MAX:
+        return NumberedRows.of(rows.message, seqs, which)
     batch = rows.batch if len(which) == rows.num_rows else rows.batch.take(pa.array(which))
     return pa.RecordBatch.from_arrays([pa.array(seqs, pa.int64()), *batch.columns], schema=READ_SCHEMA)
+
+
+def numbered_value(rows: Rows, at: int, seq: int) -> ReadRow:
+    """Return one of these rows with its number, a value for each column."""
+    if isinstance(rows, EncodedRows):
+        if rows.values is not None:
+            return (seq, *rows.values[at])
+        if LOG_ENCODER is not None and isinstance(rows.message, bytes):
+            row: ReadRow = LOG_ENCODER.row(rows.message, at, seq)
+            return row
+    return (seq, *[column[at].as_py() for column in as_batch(rows).columns])
 
 
 def builder_of(choice: CodecChoice) -> Build:

@@ -14,9 +14,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 
-import pyarrow as pa
-
-from timeball.log.few_rows import EncodedRows, Rows
+from timeball.log.few_rows import EncodedRows, Rows, numbered_value
 from timeball.message import ReadRow
 
 BYTES_MAX = 8 * 1024 * 1024  # of all rows, with what their batches keep in memory besides
@@ -67,14 +65,5 @@ class NewestRows:
             rows, row = self._committed[at - self._dropped][0], seq - self._first_seqs[at]
             if row >= rows.num_rows:
                 return None
-            found.append((seq, *_values(rows, row)))
+            found.append(numbered_value(rows, row, seq))
         return found
-
-
-def _values(rows: Rows, row: int) -> tuple[object, ...]:
-    if isinstance(rows, EncodedRows):
-        if rows.values is not None:
-            return rows.values[row]
-        rows = rows.batch
-    batch: pa.RecordBatch = rows
-    return tuple([column[row].as_py() for column in batch.columns])

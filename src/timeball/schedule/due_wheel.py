@@ -5,8 +5,9 @@ next instant is the head's. Rows come in by the batch and stay sorted runs; arri
 until there are many or one of them is due, because splitting ten rows over ten slots costs as much as a
 thousand. Runs of a slot are merged when the slot is opened: what each millisecond hands out is then a slice.
 
-Promises that come as Python's values, a few at a time, stay such in a heap: of one promise by columns each step costs
-what it costs for a thousand. They become columns when there are many, or when they are due together with columns.
+Promises that come a few at a time stay in the message of their commit, and in a heap: of one promise by columns each
+step costs what it costs for a thousand. They become columns when they are due together with columns; beside very many
+of them others come as columns.
 
 A slot never rounds a due time: rows keep their millisecond and the slot only says which pile to look through,
 so that precision does not depend on the slot's width.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import struct
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +26,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball import limits
-from timeball.log.few_rows import NumberedRows, ReadRows, pairs_of
-from timeball.message import READ_SCHEMA, Int64Array, ReadRow, int64
+from timeball.log.few_rows import ROW_BYTES, Entry, NumberedRows, ReadRows, pairs_of
+from timeball.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search
@@ -37,9 +37,8 @@ SLOT_MS = limits.SECOND_MS
 ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
 # Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
 ARRIVAL_BATCHES_MAX = 256
-FEW_MAX = 4_096  # rows held as values: some megabytes besides their bodies
+FEW_MAX = 65_536  # rows in the heap: some 200 bytes each besides their messages
 RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
-ROW_BYTES = 256  # of a row without its large texts
 OPEN_RUNS_MAX = 4  # runs that come into the slot in use before they are merged
 
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
@@ -122,12 +121,6 @@ class FewRun:
     seq: Int64Array
     rows: NumberedRows
 
-    @classmethod
-    def of(cls, values: list[ReadRow]) -> FewRun:
-        """Return these rows, in this order."""
-        rows = NumberedRows(values)
-        return cls(*rows.pairs, rows)
-
     @property
     def promised_ms(self) -> Int64Array:
         """See Run."""
@@ -135,7 +128,7 @@ class FewRun:
 
     def filtered(self, keep: npt.NDArray[np.bool_]) -> FewRun:
         """See Run."""
-        return FewRun.of(self.rows.filter(keep).values)
+        return FewRun(self.due[keep], self.seq[keep], self.rows.filter(keep))
 
     @property
     def last_promised_ms(self) -> int:
@@ -158,7 +151,8 @@ class DueWheel:
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = 0
         self._arrivals_first_ms = FAR_MS
-        self._few: list[tuple[int, int, ReadRow]] = []  # a heap by (due_ms, seq)
+        # A heap by (due_ms, seq), with each row's bytes and where it is.
+        self._few: list[Entry] = []
         self._columns_first_ms = FAR_MS  # the earliest instant of the others
         self._size = 0
         self.size_bytes = 0  # about how much memory the rows take that are not handed out
@@ -171,8 +165,10 @@ class DueWheel:
     def add(self, rows: ReadRows) -> None:
         """Add READ_SCHEMA rows in any order."""
         if isinstance(rows, NumberedRows):
-            self._add_few(rows.values)
-            return
+            if len(self._few) < FEW_MAX:
+                self._add_few(rows)
+                return
+            rows = rows.batch
         if rows.num_rows == 0:
             return
         self._size += rows.num_rows
@@ -188,7 +184,7 @@ class DueWheel:
     def add_run(self, run: Run | FewRun) -> None:
         """Add rows that are sorted already, as a gather's are."""
         if isinstance(run, FewRun):
-            self._add_few(run.rows.values)
+            self._add_few(run.rows)
             return
         if len(run.due) == 0:
             return
@@ -202,7 +198,8 @@ class DueWheel:
         if self._few and self._few[0][0] < before_ms:
             if self._columns_first_ms >= before_ms:
                 return self._take_few(before_ms, limit)
-            self._place_few()
+            # Of those due together with columns no more than are handed out: the others may be very many.
+            self.add_run(Run.of([self._take_few(before_ms, limit).rows.batch]))
         # One of the arrivals may be due, or belong to the slot that comes into use: only now must they stand in theirs.
         slot = (before_ms - 1) // SLOT_MS
         if self._arrivals_first_ms < (before_ms if slot <= self._opened else (slot + 1) * SLOT_MS):
@@ -251,33 +248,24 @@ class DueWheel:
         # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
         return parts[0] if len(parts) == 1 else Run.of([part.rows for part in parts])
 
-    def _add_few(self, rows: Sequence[ReadRow]) -> None:
-        for row in rows:
-            heapq.heappush(self._few, (row[_DUE_MS], row[0], row))
-        self._size += len(rows)
-        self.size_bytes += _bytes_of_few(rows)
-        if len(self._few) > FEW_MAX:
-            self._place_few()
+    def _add_few(self, rows: NumberedRows) -> None:
+        for entry in rows.entries():
+            heapq.heappush(self._few, entry)
+            self.size_bytes += ROW_BYTES + entry[2]
+        self._size += rows.num_rows
         self._keep_first()
 
     def _take_few(self, before_ms: int, limit: int) -> FewRun:
         few = self._few
-        values: list[ReadRow] = []
-        while few and few[0][0] < before_ms and len(values) < limit:
-            values.append(heapq.heappop(few)[2])
-        self._size -= len(values)
-        self.size_bytes -= _bytes_of_few(values)
+        taken: list[Entry] = []
+        while few and few[0][0] < before_ms and len(taken) < limit:
+            taken.append(heapq.heappop(few))
+        due_ms, seqs, sizes, rows, at = zip(*taken, strict=True)
+        self._size -= len(taken)
+        self.size_bytes -= ROW_BYTES * len(taken) + sum(sizes)
         self._keep_first()
-        return FewRun.of(values)
-
-    def _place_few(self) -> None:
-        """Make columns of the rows that are values."""
-        values = [row for _, _, row in self._few]
-        self._few = []
-        run = Run.of([NumberedRows(values).batch])
-        self.size_bytes += _bytes_of(run.rows) - _bytes_of_few(values)
-        self._expect_columns(int(run.due[0]))
-        self._place(run)
+        pairs = np.array(due_ms, dtype=np.int64), np.array(seqs, dtype=np.int64)
+        return FewRun(*pairs, NumberedRows.gathered(list(zip(rows, at, strict=True)), pairs))
 
     def _keep_first(self) -> None:
         self.first_due_ms = min(self._columns_first_ms, self._few[0][0] if self._few else FAR_MS)
@@ -365,11 +353,6 @@ def _bytes_of(rows: pa.RecordBatch) -> int:
     for at in _TEXTS:
         size_bytes += _text_bytes(rows.column(at))
     return size_bytes
-
-
-def _bytes_of_few(rows: Iterable[ReadRow]) -> int:
-    """Return the same of rows as values, but for letters that take several bytes."""
-    return sum(ROW_BYTES + sum(len(row[at]) for at in _TEXTS if row[at] is not None) for row in rows)
 
 
 def _text_bytes(column: pa.Array) -> int:

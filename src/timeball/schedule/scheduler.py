@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.log.few_rows import ReadRows, filtered, pairs_of
+from timeball.log.few_rows import Pairs, ReadRows, filtered
 from timeball.log.reader import LogReader
 from timeball.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
@@ -86,9 +86,9 @@ class Scheduler:
 
     # -- promises come ---------------------------------------------------------------------------------------
 
-    def add(self, backlog: Backlog, promises: ReadRows, now_ms: int) -> None:
+    def add(self, backlog: Backlog, promises: ReadRows, pairs: Pairs, now_ms: int) -> None:
         """Keep these durable promises, rows of the log that gave them their instants at `now_ms`."""
-        due, seq = pairs_of(promises)
+        due, seq = pairs
         self.outcomes.waiting_rows += len(seq)
         near = backlog.add(Waiting(due, seq, seq), now_ms)
         self._bound_opening(backlog, due, near)

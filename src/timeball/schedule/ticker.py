@@ -57,13 +57,16 @@ class Ticker:
         """Hand out due promises; return milliseconds until the next call, 0 for at once, None for when woken."""
         scheduler = self._scheduler
         now_ms = self._ticked_ms = self._clock.now_ms()
+        in_flight_rows = scheduler.in_flight_rows
         # Bounded by the disk: what has been handed out cannot be cancelled any more, so no more of it than is being
         # written.
-        in_flight_rows = scheduler.in_flight_rows
         room = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, limits.FRAME_ROWS_MAX)
         if room <= 0:
             return scheduler.fall_asleep(until_durable=True)
-        share_ms = self._share_ms(now_ms, in_flight_rows)
+        # For so long what is due may wait for rows that are on their way, if these are few. More than SHARE_MS is left
+        # when a clock was set back.
+        share_ms = self._shared_ms - now_ms if 0 < in_flight_rows < SHARED_ROWS else 0
+        share_ms = share_ms if 0 < share_ms <= SHARE_MS else 0
         promises = None if share_ms else scheduler.take_due(now_ms, room)
         if promises is not None:
             self._shared_ms = now_ms + SHARE_MS if promises.num_rows < room else now_ms
@@ -81,13 +84,6 @@ class Ticker:
             scheduler.fall_asleep(until_durable=True)
             return share_ms
         return max(0, next_ms - now_ms)
-
-    def _share_ms(self, now_ms: int, in_flight_rows: int) -> int:
-        """Return for how long what is due may wait for rows that are on their way; 0 when there are none, or many."""
-        left_ms = self._shared_ms - now_ms
-        # More than SHARE_MS is left when a clock was set back.
-        is_shared = 0 < left_ms <= SHARE_MS and 0 < in_flight_rows < SHARED_ROWS
-        return left_ms if is_shared else 0
 
     async def run(self) -> None:
         """Tick until cancelled."""

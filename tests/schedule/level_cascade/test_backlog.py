@@ -17,6 +17,7 @@ from timeball import limits
 from timeball.broker.delivery import release_rows, without_lists
 from timeball.errors import Corrupt, SetupError
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.log.few_rows import pairs_of
 from timeball.message import Kind, build_rows, decode_properties, encode_properties, with_seq
 from timeball.protocols.remoting.codec.delays import next_instant_ms
 from timeball.schedule.level_cascade.backlog import FOLDER, CascadeState, LevelCascade, check
@@ -55,7 +56,8 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
     def on_durable() -> None:
         world.model.accepted[seq] = now_ms
         world.model.waiting[seq] = (due_ms, b"b")
-        world.strategy.add(world.backlog, with_seq(rows, seq), now_ms)
+        promises = with_seq(rows, seq)
+        world.strategy.add(world.backlog, promises, pairs_of(promises), now_ms)
 
     async def append() -> None:
         await world.writer.append(rows, on_durable=on_durable)[1]

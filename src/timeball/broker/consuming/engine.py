@@ -39,6 +39,7 @@ from timeball.broker.consuming.requests import (
 )
 from timeball.broker.consuming.selected_rows import selected_rows
 from timeball.broker.consuming.selection import Selection, check, check_invisible
+from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.offsets import Parked
@@ -216,7 +217,7 @@ class Consuming:
         )  # fmt: skip
         for queue in queues:
             # A message in the retry topic passed the filter before.
-            selection.lease(queue, request.wanted if queue.topic == request.topic else None)
+            selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
         if not selection.found or pop_ms == NO_RECEIPT:
             # Else when the rows are read: a queue must not be narrowed before.

@@ -85,6 +85,7 @@ class LogLeases:
 
     def __init__(self, parts: Components, appender: Appender, leases: Leases) -> None:
         self._parts, self._appender, self._leases = parts, appender, leases
+        self._compacts = parts.compacts
         # First row of promises not durable yet -> their queues.
         self._under_way: dict[int, list[QueueLeases]] = {}
         self._acks = Acknowledgements(parts, appender)
@@ -105,7 +106,7 @@ class LogLeases:
         now_ms = parts.clock.now_ms()
         due_ms = now_ms + request.invisible_ms
         # A few as values: by columns one row costs as much as a hundred.
-        is_few = rows.num_rows <= FEW_ROWS and parts.compacts
+        is_few = rows.num_rows <= FEW_ROWS and self._compacts
         make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
         promises = make(
             rows if is_few else read_batch(rows), group=request.group, topic=request.topic, main=main,

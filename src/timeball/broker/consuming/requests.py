@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.filters import Filter
+from timeball.broker.filters import EVERYTHING, Filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import Topic
 from timeball.log.few_rows import ReadRows, read_batch
@@ -68,16 +68,11 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
     queue_id: int = -1
     rows: int = 32  # RocketMQ's batch
     invisible_ms: int = 60_000
-    wanted: Filter | None = None  # None: all messages; rows of the retry topic pass any filter
+    wanted: Filter = EVERYTHING  # rows of the retry topic pass any filter
     from_max: bool = False
     in_order: bool = False
     attempt_id: str = ""
     in_log: bool = False
-
-    @property
-    def has_no_filter(self) -> bool:
-        """Return whether all messages are wanted."""
-        return self.wanted is None or self.wanted.matches_all
 
 
 NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a third of a millisecond

@@ -24,7 +24,11 @@ async def selected_rows(
     """Return those of these rows that the consumer is to have, and which these are; None: all."""
     # A few that have just become visible: to fetch them from the log would cost more than all the rest.
     values = parts.writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
-    if values is not None and request.has_no_filter and all(row[_TOPIC] == request.topic for row in values):
+    if (
+        values is not None
+        and request.wanted.matches_all
+        and {row[_TOPIC] for row in values} == {request.topic}
+    ):
         return NumberedRows(values), None
     # What a filter has to see whole, and what may be another group's, is decided beside the log.
     rows, keep = await asyncio.get_running_loop().run_in_executor(
@@ -38,7 +42,7 @@ def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple
     rows = reader.read_rows(seqs)
     keep = np.ones(len(seqs), dtype=np.bool_)
     main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
-    if request.wanted is not None and not request.has_no_filter:
+    if not request.wanted.matches_all:
         # Rows of the retry topic passed the filter when they were handed out first.
         keep &= ~main | request.wanted.exact(rows)
     texts = rows.column("properties")

@@ -44,7 +44,7 @@ class Selection:
         self.found = [one for one, is_wanted in both if is_wanted]
         return [one for one, is_wanted in both if not is_wanted]
 
-    def lease(self, queue: QueueLeases, wanted: Filter | None) -> list[int]:
+    def lease(self, queue: QueueLeases, wanted: Filter) -> list[int]:
         """Lease from this queue what it has and the bounds allow; return the positions."""
         if not queue.returned and queue.next_offset >= queue.index.max_offset and not self._in_order:
             return []  # most of a topic's queues, at most times
@@ -82,12 +82,12 @@ class Selection:
         fit = self._fit([queue.returned[offset].size_bytes for offset in sorted(queue.returned)[:room]])
         return queue.lease_returned(fit, self.pop_ms, self.deadline_ms, in_order=self._in_order)
 
-    def _lease_next(self, queue: QueueLeases, wanted: Filter | None) -> list[int]:
+    def _lease_next(self, queue: QueueLeases, wanted: Filter) -> list[int]:
         index, room = queue.index, self._room_in(len(queue.in_flight) + len(queue.returned))
         start = max(queue.next_offset, index.min_offset)
         if room <= 0 or start >= index.max_offset:
             return []
-        if wanted is None or wanted.matches_all:
+        if wanted.matches_all:
             # More than there is room for, since those that were acknowledged before a restart are passed over.
             entries = index.read(start, room + len(queue.acked_ahead), is_kept=False)
             at = list(range(len(entries)))

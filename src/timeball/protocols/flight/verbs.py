@@ -19,7 +19,7 @@ import pyarrow as pa
 from timeball import wire
 from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
-from timeball.broker.filters import SQL92, TAG, Filter
+from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
@@ -213,12 +213,12 @@ async def receive(
     return _handed_out(served, request, received)
 
 
-def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter | None:
-    """Return the filter of a receive, None for all messages; raise InvalidFilter."""
+def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter:
+    """Return the filter of a receive; raise InvalidFilter."""
     text = request.tag or request.sql
     # What is in a retry topic passed the filter when it was handed out first.
     if not text or request.topic.startswith(RETRY_PREFIX):
-        return None
+        return EVERYTHING
     kind = SQL92 if request.sql else TAG
     return filters.get(text, kind, bit_mask=topic is not None and topic.filter_type == "MULTI_TAG")
 

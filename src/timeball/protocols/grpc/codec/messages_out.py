@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import md5
+from operator import itemgetter
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -24,7 +25,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.retry import SPENT
-from timeball.message import DLQ_PREFIX, NACK_TIME, RETRY_TOPIC, decode_properties
+from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.message import DLQ_PREFIX, NACK_TIME, READ_SCHEMA, RETRY_TOPIC, decode_properties
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DeadLetterQueue,
     DigestType,
@@ -96,6 +98,9 @@ class _Row(NamedTuple):
     due_ms: int | None
 
 
+_FIELDS = itemgetter(*[READ_SCHEMA.get_field_index(name) for name in _Row._fields])
+
+
 @dataclass(frozen=True, slots=True)
 class HandedOut:
     """The fields that a receive adds: a handle for each message, and how long they are invisible."""
@@ -105,14 +110,13 @@ class HandedOut:
 
 
 def messages(
-    rows: pa.RecordBatch, asked: Resource, topic: str, store_host: str, handed_out: HandedOut | None = None
+    rows: ReadRows, asked: Resource, topic: str, store_host: str, handed_out: HandedOut | None = None
 ) -> Iterator[Message]:
     """A message for each of these READ_SCHEMA rows, under the topic `asked`, which the broker knows as `topic`.
 
     One at a time, so that the sender need not have all of them before other calls get their turn.
     """
-    columns = [rows.column(name).to_pylist() for name in _Row._fields]
-    for at, row in enumerate(map(_Row._make, zip(*columns, strict=True))):
+    for at, row in enumerate(_rows(rows)):
         properties = decode_properties(row.properties or "")
         body, encoding = _readable(row.body or b"", row.sys_flag or 0)
         digest = md5(body, usedforsecurity=False).hexdigest().upper()
@@ -125,6 +129,12 @@ def messages(
             system.invisible_duration.FromMilliseconds(handed_out.invisible_ms)
         users = {name: value for name, value in properties.items() if name not in _HIDDEN}
         yield Message(topic=asked, user_properties=users, system_properties=system, body=body)
+
+
+def _rows(rows: ReadRows) -> Iterator[_Row]:
+    if isinstance(rows, NumberedRows):
+        return map(_Row._make, map(_FIELDS, rows.values))
+    return map(_Row._make, zip(*[rows.column(name).to_pylist() for name in _Row._fields], strict=True))
 
 
 def timestamp(instant_ms: int) -> Timestamp:

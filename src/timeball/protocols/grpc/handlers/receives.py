@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from timeball import limits
 from timeball.broker.consuming.requests import Received, ReceiveRequest
+from timeball.log.few_rows import read_bytes
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
@@ -72,7 +73,7 @@ class Receives:
             return
         is_read = False
         try:
-            with self._response_buffer.held(call.peer, received.rows.nbytes):
+            with self._response_buffer.held(call.peer, read_bytes(received.handed_out)):
                 yield ReceiveMessageResponse(status=OK)
                 for message in self._messages(request, ask, received):
                     yield ReceiveMessageResponse(message=message)
@@ -119,7 +120,9 @@ class Receives:
         self, request: ReceiveMessageRequest, ask: ReceiveRequest, received: Received
     ) -> Iterator[Message]:
         handed_out = HandedOut([self._handles.encode(each) for each in received.receipts], ask.invisible_ms)
-        return messages(received.rows, request.message_queue.topic, ask.topic, self._store_host, handed_out)
+        return messages(
+            received.handed_out, request.message_queue.topic, ask.topic, self._store_host, handed_out
+        )
 
 
 def _invisible_ms(request: ReceiveMessageRequest) -> int:
