@@ -27,7 +27,7 @@ from timeball.schedule import scheduler
 # among them. Its lease is made as values, by a file more, which costs half of what columns do.
 # Compiled, a send does not pass by codec/sends.py, broker/few_sends.py and message.py.
 # Three or four changes of each are the timing of a commit and of its sync (clock.py).
-SEND_MAX = (20, 48) if COMPILED is not None else (25, 54)
+SEND_MAX = (20, 48) if COMPILED is not None else (24, 54)
 RECEIVE_MAX = (34, 124) if COMPILED is not None else (35, 128)
 RELEASE_MAX = (21, 61)  # one file and three changes only while the log keeps leases
 

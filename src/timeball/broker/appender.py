@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,7 +29,6 @@ from timeball.broker.policy import Policy
 from timeball.broker.rates import TIMER_TOPIC
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.meta import Change
-from timeball.broker.registry.topic import Topic
 from timeball.broker.registry.topics import Placement
 from timeball.broker.waiters import Waiters
 from timeball.log.few_rows import (
@@ -45,6 +45,7 @@ from timeball.log.few_rows import (
 from timeball.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
+    SEND_NAMES,
     Int64Array,
     Kind,
     LogRow,
@@ -61,6 +62,7 @@ _KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
     LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties", "store_ms")
 )
 BoolArray = npt.NDArray[np.bool_]
+_TOPIC_OF = itemgetter(SEND_NAMES.index("topic"))
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
 # From the number of a send's first row, and its store time, to what else changes in its frame.
 MakeChange = Callable[[int, int], Change]
@@ -140,11 +142,13 @@ class Appender:
 
     def send(self, sends: Sends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
         """Accept a batch, whole or not at all; the order of calls is the order in the log."""
-        if not isinstance(sends, list | pa.RecordBatch):
+        if isinstance(sends, list | pa.RecordBatch):
+            batch: SendBatch = sends
+        else:
             accepted = self._send_runs(sends, caller)
             if accepted is not None:
                 return accepted
-        batch = few_sends.as_batch(sends)
+            batch = sends.batch()
         accepted = self._send_few(batch, caller)
         if accepted is not None:
             return accepted
@@ -156,7 +160,7 @@ class Appender:
         """`send`, for what its edge can encode; None for what goes the other ways, or is refused there."""
         parts = self._parts
         # The texts and bodies were checked as they were read. What is left to decide: topics, room, and instants.
-        topics = self._destinations(runs.topics, caller)
+        topics = self._policy.destinations(runs.topics, caller)
         if topics is None:
             return None
         now_ms = parts.clock.now_ms()
@@ -174,16 +178,10 @@ class Appender:
         if few is None or not few_sends.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
             return None
         parts.writer.check_room()
-        topics = self._destinations({row[0] for row in few}, caller)
+        topics = self._policy.destinations(set(map(_TOPIC_OF, few)), caller)
         if topics is None:
             return None
         return self._append_few(few_sends.log_rows(few, topics, now_ms, self._host, self._build), now_ms)
-
-    def _destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
-        """Return topics; None when one is to be made, which it is once nothing else of the request is wrong."""
-        # Asked once for each name: the policy's answer holds for all rows of a batch.
-        topics = {name: self._policy.destination(name, caller) for name in names}
-        return None if None in topics.values() else cast("dict[str, Topic]", topics)
 
     def _append_few(self, sends: few_sends.FewSends, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
         """Append rows whose places are chosen; the commit begins at once."""

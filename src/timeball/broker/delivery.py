@@ -131,7 +131,7 @@ class Delivery:
         self._scheduler.released(seq)
         if self._parts.lease_counts.waiting_rows:
             # Few that come as values are as they were accepted: none was moved.
-            numbers = seq if isinstance(promises, NumberedRows) else int64(names(promises)[0])
+            numbers = seq if isinstance(promises, NumberedRows) else names(promises)[0].to_numpy()
             self._parts.lease_counts.end(numbers)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - due_ms))

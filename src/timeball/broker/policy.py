@@ -95,6 +95,16 @@ class Policy:
                 self._destinations[name] = topic
         return topic
 
+    def destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
+        """Return what `destination` does for each name; None when the first message to one of them makes it."""
+        topics: dict[str, Topic] = {}
+        for name in names:
+            topic = self.destination(name, caller)
+            if topic is None:
+                return None
+            topics[name] = topic
+        return topics
+
     def admit(self, names: Iterable[str], caller: Caller, queues: int | None = None) -> None:
         """Make those of these topics that are missing, once the caller may send to all of them.
 

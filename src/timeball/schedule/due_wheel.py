@@ -62,6 +62,8 @@ class Run:
 
     due: Int64Array
     seq: Int64Array
+    # The instants that the rows were promised for: a level's row may count as due earlier.
+    promised_ms: Int64Array
     rows: pa.RecordBatch
     cursor: int = 0
 
@@ -74,7 +76,7 @@ class Run:
         if not _is_sorted(due, seq):
             order = np.lexsort((seq, due))
             due, seq, rows = due[order], seq[order], rows.take(pa.array(order))
-        return cls(due, seq, rows)
+        return cls(due, seq, due, rows)
 
     @classmethod
     def at(cls, due_ms: Int64Array, seq: Int64Array, rows: pa.RecordBatch) -> Run:
@@ -86,21 +88,18 @@ class Run:
         if not _is_sorted(due, numbers):
             order = np.lexsort((numbers, due))
             due, numbers, rows = due[order], numbers[order], rows.take(pa.array(order))
-        return cls(due, numbers, rows)
+        return cls(due, numbers, int64(rows.column("due_ms")), rows)
 
     def part(self, begin: int, end: int) -> Run:
         """Return a view of some rows."""
         # The cursor of the new run is 0: what was handed out of the old one lies outside [begin, end).
-        return Run(self.due[begin:end], self.seq[begin:end], self.rows.slice(begin, end - begin))
+        due, promised_ms = self.due[begin:end], self.promised_ms
+        promised_ms = due if promised_ms is self.due else promised_ms[begin:end]
+        return Run(due, self.seq[begin:end], promised_ms, self.rows.slice(begin, end - begin))
 
     def filtered(self, keep: npt.NDArray[np.bool_]) -> Run:
         """Return some of the rows, none of which has been handed out."""
-        return Run(self.due[keep], self.seq[keep], self.rows.filter(pa.array(keep)))
-
-    @property
-    def promised_ms(self) -> Int64Array:
-        """Return the instants that the rows were promised for: a level's row may count as due earlier."""
-        return int64(self.rows.column("due_ms"))
+        return Run(self.due[keep], self.seq[keep], self.promised_ms[keep], self.rows.filter(pa.array(keep)))
 
     @property
     def last_promised_ms(self) -> int:
@@ -109,7 +108,7 @@ class Run:
 
     def rows_as_due(self) -> pa.RecordBatch:
         """Return the rows, those promised for later than now as due when they count as due."""
-        due_ms = np.minimum(int64(self.rows.column("due_ms")), self.due)
+        due_ms = np.minimum(self.promised_ms, self.due)
         return with_column(self.rows, "due_ms", pa.array(due_ms))
 
 
@@ -221,7 +220,10 @@ class DueWheel:
         if len(taken) == 1:
             return taken[0]
         rows = pa.concat_batches([run.rows for run in taken])  # slots follow each other: still sorted
-        return Run(np.concatenate([r.due for r in taken]), np.concatenate([r.seq for r in taken]), rows)
+        due, seq, promised_ms = (
+            np.concatenate([getattr(run, name) for run in taken]) for name in ("due", "seq", "promised_ms")
+        )
+        return Run(due, seq, promised_ms, rows)
 
     def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
         runs = self._slots[slot]
