@@ -48,10 +48,10 @@ class Handle(NamedTuple):
 def encode_handle(topic: str, broker_name: str, due_ms: int, unique_key: str) -> str:
     """Return the handle of a waiting message; empty when none can name it, as a blank would cut its key short."""
     # RocketMQ's form, which its tools and clients pass on: five items with blanks between, in base64.
-    items = [VERSION, topic, broker_name, str(due_ms), unique_key]
-    if any(not item or " " in item for item in items):
+    text = f"{VERSION} {topic} {broker_name} {due_ms} {unique_key}"
+    if text.count(" ") != ITEMS - 1 or not (topic and broker_name and unique_key):
         return ""
-    return base64.urlsafe_b64encode(" ".join(items).encode()).decode()
+    return base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def decode_handle(text: str) -> Handle:
