@@ -20,7 +20,8 @@ from timeball.pipeline.run.session import build_session
 
 def write(path: Path) -> None:
     """Have the classes of a small program written by its JVM when that ends. Whatever fails, tests run without."""
-    os.environ["SPARK_SUBMIT_OPTS"] = f"{FAST_START} -XX:ArchiveClassesAtExit={path} -Xlog:cds=off"
+    partial = path.with_suffix(".part")  # tests may start JVMs meanwhile
+    os.environ["SPARK_SUBMIT_OPTS"] = f"{FAST_START} -XX:ArchiveClassesAtExit={partial} -Xlog:cds=off"
     spark = build_session()
     with tempfile.TemporaryDirectory() as folder:
         rows = spark.range(1_000).selectExpr("id", "id % 7 as key", "cast(id as string) as text")
@@ -38,6 +39,7 @@ def write(path: Path) -> None:
     spark.stop()
     jvm.stdin.close()  # its end: it writes now
     jvm.wait(120)
+    partial.replace(path)
 
 
 def _count(rows: object, _: int) -> None:
