@@ -103,6 +103,7 @@ def test_an_attach_waits_for_a_majority_and_is_only_later(cluster: Cluster) -> N
     leader = cluster.leader()
     followers = [node for node in cluster.nodes.values() if node is not leader]
     sent = send(leader, 500, "8s")
+    send(leader, 1, "1h")  # to compact, should the takeover last longer than 8 s
     for node in followers:
         node.kill()
     with pytest.raises(TimeballError):
