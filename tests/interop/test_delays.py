@@ -24,10 +24,12 @@ pytestmark = pytest.mark.interop
 def test_every_level(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     consumer = talk.listen()
+    talk.send("first")  # makes the topic and finds its route, which may take longer than the shortest level
     sent = {f"level {n}": talk.send(f"level {n}", level=n, tag="t", keys=f"k{n}") for n in range(1, 6)}
     at_once = talk.send("at once")
-    got = by_body(client.wait_deliveries(consumer, 6))
-    assert got["at once"]["queue_offset"] == at_once["queue_offset"] == 0, "the others came later"
+    got = by_body(client.wait_deliveries(consumer, 7))
+    assert got["first"]["queue_offset"] == 0
+    assert got["at once"]["queue_offset"] == at_once["queue_offset"] == 1, "the others came later"
     for level, seconds in enumerate(LEVELS_S, 1):
         message = got[f"level {level}"]
         assert not is_early(message, message["born_ms"] + seconds * 1000)
@@ -36,7 +38,7 @@ def test_every_level(client: Driver, broker: StockBroker, name: str) -> None:
         assert message["properties"]["REAL_TOPIC"] == talk.topic
         assert message["reconsume_times"] == 0
     order = sorted(got.values(), key=lambda message: message["queue_offset"])
-    assert [message["body"] for message in order[1:]] == list(sent), "they came in the order of their levels"
+    assert [message["body"] for message in order[2:]] == list(sent), "they came in the order of their levels"
 
 
 @pytest.mark.parametrize("client", ALL, indirect=True)
