@@ -17,7 +17,7 @@ from tests.interop.stock_clients import command
 from timeball import Timeball
 from timeball.message import Kind
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("grpc_restart")]  # one set of brokers and clients
 
 MESSAGES = 10
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ from tests.interop.grpc_conversation import ALL, WITH_GO, GrpcConversation
 from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import command
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("grpc_security")]  # one set of brokers and clients
 
 UNAUTHORIZED, FORBIDDEN = 40100, 40300
 SHOP = {"tls": True, "access_key": "shop", "secret_key": "the shop's own secret"}

@@ -13,7 +13,7 @@ from tests.interop.drivers import ClientError, driving
 from tests.interop.stock_broker import stock_broker
 from tests.interop.stock_clients import command
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("restart")]  # one set of brokers and clients
 
 CLIENTS = [CPP, ALI_ONS, JAVA4, JAVA5]
 MESSAGES = 10

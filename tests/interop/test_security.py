@@ -15,7 +15,7 @@ from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import command, mqadmin
 from tests.node_fixture import eventually
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("security")]  # one set of brokers and clients
 
 DENIED = 16  # NO_PERMISSION
 SECRET = "the secret of the shop"
