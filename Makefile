@@ -14,6 +14,8 @@ ARGS    ?=
 export PYTHONDONTWRITEBYTECODE :=
 # Two processes share the tests: most of them wait most of the time. To debug one: make test ARGS="-n 0 -k name".
 SHARED   = -n 2 --dist loadgroup
+# Those that take long keep one process busy for half of the time: they wait for other processes, leases and instants.
+WAITING  = -n 3 --dist loadgroup
 INSTALL  = $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation
 COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
            --no-emit-index-url --no-header $(UPGRADE)
@@ -50,13 +52,13 @@ newspark: $(NEWER) $(CLASSES)   ## a few of them on a newer version of Spark (fe
 	PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest -m "spark and smoke" $(SHARED) $(ARGS)
 
 slow: $(SITE) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
-	$(BIN)/python -m pytest -m "slow or property and not spark" $(SHARED) $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "slow or property and not spark" $(WAITING) $(ARGS) || [ $$? -eq 5 ]
 
 siege: $(CLASSES)   ## the sieges among them with all their rounds, before a release
 	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m "siege" $(SHARED) $(ARGS)
 
 interop: $(READY)   ## the stock RocketMQ clients, and the dashboard in a browser (node, npm, mvn, a JDK, go, cc, chromium)
-	$(BIN)/python -m pytest -m "interop" $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m "interop" $(WAITING) $(ARGS)
 
 wheel-check: $(READY)   ## build the wheel from a clean tree, install it elsewhere, serve (part of `make slow`)
 	TIMEBALL_SIEGE=all $(BIN)/python -m pytest -m slow tests/test_wheel.py $(ARGS)
