@@ -14,6 +14,8 @@ from tests.cluster.processes import GROUP, Cluster, NodeProcess, running_cluster
 
 from timeball import Timeball
 
+pytestmark = pytest.mark.xdist_group("etcd")
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:

@@ -22,7 +22,7 @@ from timeball.errors import TimeballError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.protocols.remoting.codec.codes import RequestCode
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("etcd")]
 Groups = dict[str, Cluster]
 MESSAGES, BODY = 1_500, "x" * 32_768  # a transfer has 4 MiB at most: a dozen of them
 KILLS = 3  # of each group

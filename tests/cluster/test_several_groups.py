@@ -26,6 +26,9 @@ from timeball.protocols.remoting.codec.codes import RequestCode
 Groups = dict[str, Cluster]
 
 
+pytestmark = pytest.mark.xdist_group("etcd")
+
+
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
     need_etcd()

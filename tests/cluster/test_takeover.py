@@ -26,6 +26,9 @@ SENDS = 50
 WAKES = rounds(3, 10)
 TOPIC = "stopped"
 
+# One cluster at a time: leases of a second are kept by processes that get their CPU time.
+pytestmark = pytest.mark.xdist_group("etcd")
+
 
 def besiege(folder: Path, seed: int, strikes: int, *, wipes: bool = False) -> None:
     need_etcd()

@@ -81,6 +81,7 @@ def test_a_broker_without_a_cluster_has_no_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("etcd")
 def test_two_groups_of_a_real_cluster(tmp_path: Path) -> None:
     """Two nodes, each the only replica of its group, and etcd: whichever is named, both are read."""
     need_etcd()
