@@ -14,7 +14,8 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -32,7 +33,6 @@ from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.config import Settings
 from timeball.data_folder import check_folder, write_format
 from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
-from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
 from timeball.log import checkpoint
 from timeball.log.disk_thread import Disk, DiskThread
@@ -45,15 +45,9 @@ from timeball.log.replication import Leading
 from timeball.log.writer import LogWriter
 from timeball.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
-from timeball.monitoring.metrics import Metrics
 from timeball.monitoring.replica_groups import ReplicaReadOuts
 from timeball.monitoring.tracing_extra import open_traces
-from timeball.protocols.flight.server import FlightEdge
-from timeball.protocols.grpc.edge import GrpcEdge
-from timeball.protocols.http.edge import HttpEdge
 from timeball.protocols.http.recovering import Recovering
-from timeball.protocols.push.edge import PushEdge
-from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.strangers import Strangers
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
@@ -68,6 +62,10 @@ from timeball.security import OPEN, Security
 from timeball.stop_signals import stop_asked
 from timeball.table.key_index import TableKeys
 from timeball.table.stored_catalog import open_table
+
+if TYPE_CHECKING:
+    from timeball.monitoring.metrics import Metrics
+    from timeball.protocols.edges import Edges
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +94,7 @@ class Node:
         self.broker: Broker
         self.upkeep: Upkeep
         self.security = OPEN
-        self.edge: FlightEdge | None = None
-        self.remoting: RemotingEdge | None = None
-        self.grpc: GrpcEdge | None = None
-        self.http: HttpEdge | None = None
-        self.push: PushEdge | None = None
+        self.edges: Edges | None = None
         self._traces: Tracing | None = None
         self.cluster_status: Callable[[], dict[str, object]] = dict  # more of it, given by a cluster's node
         reader, background, lookup = (
@@ -117,28 +111,30 @@ class Node:
     @property
     def port(self) -> int:
         """The port that is listened on."""
-        assert self.edge is not None
-        return int(self.edge.port)
+        return self._port("flight")
 
     @property
     def name_server_port(self) -> int:
         """The port that RocketMQ clients look topics up at; -1 when there is none."""
-        return self.remoting.context.name_server_port if self.remoting is not None else -1
+        return self._port("name_server")
 
     @property
     def remoting_port(self) -> int:
         """The port that RocketMQ clients send to and pull from; -1 when there is none."""
-        return self.remoting.context.port if self.remoting is not None else -1
+        return self._port("remoting")
 
     @property
     def grpc_port(self) -> int:
         """The port that RocketMQ 5's gRPC clients connect to; -1 when there is none."""
-        return self.grpc.port if self.grpc is not None else -1
+        return self._port("grpc")
 
     @property
     def http_port(self) -> int:
         """The port that HTTP clients connect to; -1 when there is none."""
-        return self.http.port if self.http is not None else -1
+        return self._port("http")
+
+    def _port(self, name: str) -> int:
+        return self.edges.ports[name] if self.edges is not None else -1
 
     async def start(self, *, listen: bool = True, hot: Hot | None = None) -> None:
         """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind.
@@ -158,15 +154,20 @@ class Node:
             if listen:
                 await recovering.start()
             await self._build(hot)
+            # Before the ports are opened: what clients need takes longer to import than the log to read.
+            self._run_until_stop(self.broker.ticker.run())
+            self._run_until_stop(self._loop_lag.run())
+            self.metrics = await in_thread(self._threads[2], self._metrics)
             if listen:
                 await self._listen(recovering)
         except BaseException:  # of any kind: the folder must not stay claimed
             recovering.close()
+            if self._ticker_tasks:  # it releases already
+                await self._end_tasks()
+                await self._end_writes()
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
-        self._run_until_stop(self.broker.ticker.run())
-        self._run_until_stop(self._loop_lag.run())
         self.upkeep.start()
 
     def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -175,23 +176,23 @@ class Node:
         self._ticker_tasks.append(task)
 
     async def _listen(self, recovering: Recovering) -> None:
-        flight = FlightEdge(self.broker, self.status, self.security)
-        remoting, grpc = RemotingEdge(self.broker, self.security), GrpcEdge(self.broker, self.security)
-        http = HttpEdge(self.broker, self.metrics, self.status, self.security)
-        try:
-            for edge in (flight, remoting, grpc):
-                await edge.start()
-            await http.start(recovering.hand_over())
-        except SetupError:
-            for edge in (grpc, remoting, flight):
-                await edge.close()
-            raise
-        self.edge, self.remoting, self.grpc, self.http = flight, remoting, grpc, http
-        self.push = PushEdge(self.broker, self.metrics.push)
-        await self.push.start()
+        await in_thread(self._threads[2], import_module, "timeball.protocols.edges")
+        from timeball.protocols.edges import Edges
+
+        edges = Edges(self.broker, self.metrics, self.status, self.security)
+        await edges.start(recovering)
+        self.edges = edges
         self._run_until_stop(self.broker.transaction_checks.run())
-        ports = {self.port, self.name_server_port, self.remoting_port, self.grpc_port, self.http_port}
-        self._run_until_stop(Strangers(open_files_max(), ports).run())
+        self._run_until_stop(Strangers(open_files_max(), set(edges.ports.values())).run())
+
+    async def _end_tasks(self) -> None:
+        _ = [task.cancel() for task in self._ticker_tasks]
+        await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
+
+    async def _end_writes(self) -> None:
+        await self.broker.parts.scheduler.close()
+        if self.broker.parts.writer.failed is None:
+            await self.broker.parts.writer.flushed()
 
     async def _build(self, hot: Hot | None) -> None:
         settings, files, clock = self.settings, self.files, SchedulerClock(self.clock)
@@ -234,7 +235,11 @@ class Node:
         await self._restore(found, state if found.resumes else None)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
         self.upkeep = Upkeep(self.broker, found.snapshot_seq, found.log_from_seq)
-        self.metrics = Metrics(
+
+    def _metrics(self) -> Metrics:
+        from timeball.monitoring.metrics import Metrics
+
+        return Metrics(
             self.broker, __version__, self._loop_lag, self.files.free_bytes, self._connections, self._replica
         )
 
@@ -305,20 +310,14 @@ class Node:
 
     async def close_edges(self) -> None:
         """Stop listening, and let the last answers leave."""
-        if self.push is not None:
-            await self.push.close()
-        # All at once: each waits for the last answers of its own clients, some of which an object store may not give.
-        ends = [e.close() for e in (self.http, self.grpc, self.remoting, self.edge) if e is not None]
-        await asyncio.gather(self.broker.parts.leave_store(), *ends)
+        closing = [] if self.edges is None else [self.edges.close()]
+        await asyncio.gather(self.broker.parts.leave_store(), *closing)
 
     async def finish(self) -> None:
         """Append the state of memory, save, and give the folder back; requests that still come are refused."""
-        _ = [task.cancel() for task in self._ticker_tasks]
-        await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
+        await self._end_tasks()
         await self.broker.consuming.close()
-        await self.broker.parts.scheduler.close()
-        if self.broker.parts.writer.failed is None:
-            await self.broker.parts.writer.flushed()
+        await self._end_writes()
         await self.upkeep.stop(saves=self._failed is None or not self._failed.done())
         self.broker.parts.backlog.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()
@@ -361,8 +360,7 @@ class Node:
         self._failed.add_done_callback(tell)
 
     def _connections(self) -> dict[str, int]:
-        edges = {"flight": self.edge, "remoting": self.remoting, "grpc": self.grpc, "http": self.http}
-        return {name: edge.connections for name, edge in edges.items() if edge is not None}
+        return self.edges.connections if self.edges is not None else {}
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """The broker's figures and the process's."""
@@ -379,8 +377,8 @@ class Node:
                 "no_room": self.broker.parts.writer.no_room,
             },
             "access": self.security.status(),
-            "codec": self.remoting.codec.name if self.remoting is not None else "",
-            "pulls": self.remoting.pulls if self.remoting is not None else {},
+            "codec": self.edges.remoting.codec.name if self.edges is not None else "",
+            "pulls": self.edges.remoting.pulls if self.edges is not None else {},
             **self.cluster_status(),
             **(
                 {"replica": msgspec.structs.asdict(self._replica.figures())}

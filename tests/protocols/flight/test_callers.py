@@ -278,7 +278,7 @@ def test_nor_is_it_moved(shop: Timeball, other: Timeball) -> None:
 
 def test_nobody_is_asked_where_there_is_no_access_file(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
-        edge = node.node.edge
+        edge = node.node.edges.flight
         assert edge is not None and edge.caller({}) is ANONYMOUS
         with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
             assert ball.send("orders", "x").seq == 2

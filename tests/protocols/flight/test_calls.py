@@ -14,8 +14,8 @@ from timeball.protocols.http2.frames import GrpcStatus
 
 
 def edge_of(node: RunningNode) -> FlightEdge:
-    assert node.node.edge is not None
-    return node.node.edge
+    assert node.node.edges is not None
+    return node.node.edges.flight
 
 
 def trailers_of(client: RawClient, number: int) -> dict[str, str]:

@@ -131,7 +131,7 @@ def test_more_batches_than_the_window_holds(wire: flight.FlightClient) -> None:
 
 
 def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
-    edge = node.node.edge
+    edge = node.node.edges.flight
     assert edge is not None
     idle = edge._streams_gate.inside
     for number in range(20):

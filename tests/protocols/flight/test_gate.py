@@ -43,7 +43,7 @@ def test_a_message_that_takes_too_long_loses_its_call(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has room, its place and a time; then it gives all of them back."""
-    edge = node.node.edge
+    edge = node.node.edges.flight
     assert edge is not None
     monkeypatch.setattr(FlightCall, "READ_S", 0.3)
     with RawClient(node, port=node.node.port) as client:
@@ -56,7 +56,7 @@ def test_a_message_that_takes_too_long_loses_its_call(
 
 
 def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: RunningNode) -> None:
-    edge = node.node.edge
+    edge = node.node.edges.flight
     assert edge is not None
     received, bound = edge.room.received, edge.room.received.bytes_max
     received.bytes_max = 4 * MESSAGE_BYTES_MAX
@@ -75,7 +75,7 @@ def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: Ru
 
 @pytest.mark.parametrize("method", ["DoAction", "DoGet"])
 def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, method: str) -> None:
-    edge = node.node.edge
+    edge = node.node.edges.flight
     assert edge is not None
     received = edge.room.received
     with filled(node, received), RawClient(node, port=node.node.port) as client:
@@ -88,7 +88,7 @@ def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, me
 
 
 def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(node: RunningNode) -> None:
-    edge = node.node.edge
+    edge = node.node.edges.flight
     assert edge is not None
     batch = pa.record_batch({"topic": ["held-up"], "body": [bytes(100_000)]})
     descriptor = flight.FlightDescriptor.for_path(b"send").serialize()

@@ -73,7 +73,7 @@ def test_a_long_answer_comes_in_parts_and_in_order(node: RunningNode, large: tup
 def test_what_a_client_does_not_take_is_counted_and_given_back(
     node: RunningNode, large: tuple[int, int]
 ) -> None:
-    edge = node.node.edge
+    edge = node.node.edges.flight
     assert edge is not None
     counted = edge._reads.answers
     with RawClient(node, greets=False, port=node.node.port) as client:

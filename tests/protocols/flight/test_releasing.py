@@ -157,7 +157,7 @@ def test_a_stop_answers_what_is_under_way(tmp_path: Path) -> None:
         writer, reader = exchange(wire)
         writer.write_batch(rows([1], 1))
         assert next(answers(reader)) == {"released": 0, "left": 1}
-        node.run(node.node.edge.close())
+        node.run(node.node.edges.flight.close())
         with pytest.raises(flight.FlightError):
             writer.write_batch(rows([1], 1))
             writer.done_writing()

@@ -32,8 +32,8 @@ def get(wire: flight.FlightClient, **ticket: object) -> pa.Table:
 
 
 def edge_of(node: RunningNode) -> FlightEdge:
-    assert node.node.edge is not None
-    return node.node.edge
+    assert node.node.edges is not None
+    return node.node.edges.flight
 
 
 def test_actions_answer_json_and_are_listed(wire: flight.FlightClient) -> None:

@@ -52,8 +52,8 @@ def test_a_consumer_that_is_killed_is_missed_and_what_it_had_comes_again(
     monkeypatch.setattr(edge, "EXPIRE_LOOK_S", 0.02)
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node, "living") as living:
-        assert node.node.grpc is not None
-        clients = node.node.grpc.context.sessions
+        assert node.node.edges is not None
+        clients = node.node.edges.grpc.context.sessions
         node.run(node.broker.send(batch(1, unique_key=["id-1"])))
         killed = Wire.to(node, "killed")
         killed.telemetry(consumer_settings("g", d.ClientType.PUSH_CONSUMER))

@@ -153,8 +153,8 @@ def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:
         theirs = other.telemetry(consumer_settings("billing"))
         other.ask_ok("NotifyClientTermination", REQUESTS["NotifyClientTermination"])
         shop.ask_ok("Heartbeat", REQUESTS["Heartbeat"])
-        assert node.node.grpc is not None
-        stream = producer_stream(node.node.grpc.context.sessions, "orders", lambda caller: True)
+        assert node.node.edges is not None
+        stream = producer_stream(node.node.edges.grpc.context.sessions, "orders", lambda caller: True)
         assert stream is not None and stream.caller.name == "shop"
         mine.cut(), theirs.cut()
 
@@ -164,8 +164,8 @@ def test_a_stream_that_is_older_than_its_account_s_rights_is_sent_nothing(tmp_pa
     accounts.touch(0o600)
     accounts.write_text(ACCESS)
     with running_node(tmp_path / "data", access_file=str(accounts)) as node, bearer(node, "shop") as shop:
-        assert node.node.grpc is not None
-        clients, stream = node.node.grpc.context.sessions, shop.telemetry(producer_settings("orders"))
+        assert node.node.edges is not None
+        clients, stream = node.node.edges.grpc.context.sessions, shop.telemetry(producer_settings("orders"))
 
         def producer() -> Stream | None:
             return producer_stream(clients, "orders", lambda caller: caller.may(Verb.SEND, topic="orders"))

@@ -19,8 +19,8 @@ MIB = 1024 * 1024
 
 
 def shares_of(node: RunningNode) -> ByteShares:
-    assert node.node.grpc is not None
-    return node.node.grpc.service.room.received
+    assert node.node.edges is not None
+    return node.node.edges.grpc.service.room.received
 
 
 def large(topic: str = "orders") -> s.SendMessageRequest:

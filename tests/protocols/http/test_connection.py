@@ -80,7 +80,7 @@ def test_what_one_turn_writes_goes_in_one_write() -> None:
 
 def test_no_answer_waits_for_an_acknowledgement_of_its_head(node: RunningNode, client: Client) -> None:
     assert client.ask("GET", "/health/live").status == 200
-    server = node.node.http._server
+    server = node.node.edges.http._server
     assert server is not None
     options = [
         connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

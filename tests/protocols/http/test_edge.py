@@ -40,7 +40,9 @@ def test_a_stop_ends_what_waits(tmp_path: Path) -> None:
         node.run(node.broker.create_topic("quiet"))
         waiting = connect(node)
         waiting.sendall(b"GET /v1/topics/quiet/messages?group=g&wait=60s HTTP/1.1\r\nHost: x\r\n\r\n")
-        eventually(lambda: node.node.http is not None and node.node.http.room.calls, "the poll is there")
+        eventually(
+            lambda: node.node.edges is not None and node.node.edges.http.room.calls, "the poll is there"
+        )
         ended: list[bytes] = []
         watch = threading.Thread(target=lambda: ended.append(waiting.recv(65_536)))
         watch.start()

@@ -133,16 +133,16 @@ def test_a_body_without_an_end_is_cut(node: RunningNode, header: bytes) -> None:
             pass  # it has been refused and closed
         answer = connection.recv(65_536)
     assert status_of(answer) in (400, 413)
-    assert node.node.http is not None
-    assert not node.node.http.room.received.held_bytes
+    assert node.node.edges is not None
+    assert not node.node.edges.http.room.received.held_bytes
 
 
 def test_a_slow_body_is_given_up(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "BODY_S", 0.2)
     head = f"POST {SEND} HTTP/1.1\r\nHost: x\r\n{JSON_HEADERS}Content-Length: 10\r\n\r\n"
     assert status_of(talk(node, head.encode() + b"{")) == 408
-    assert node.node.http is not None
-    eventually(lambda: not node.node.http.room.received.held_bytes, "its bytes are given back")  # type: ignore[union-attr]
+    assert node.node.edges is not None
+    eventually(lambda: not node.node.edges.http.room.received.held_bytes, "its bytes are given back")  # type: ignore[union-attr]
 
 
 def test_random_bytes_harm_no_other(node: RunningNode, client: Client) -> None:

@@ -280,8 +280,8 @@ def test_an_idle_connection_is_asked_to_come_again(
 
 
 def test_a_client_that_has_gone_leaves_nothing(node: RunningNode) -> None:
-    assert node.node.grpc is not None
-    server, room = node.node.grpc._server, node.node.grpc.service.room
+    assert node.node.edges is not None
+    server, room = node.node.edges.grpc._server, node.node.edges.grpc.service.room
     with RawClient(node) as client:
         client.headers(headers=fields(x_mq_client_id="raw"))
         eventually(lambda: room.calls == 1, "a call has begun")

@@ -142,8 +142,8 @@ def test_many_commands_of_one_stream_are_read_one_after_the_other(node: RunningN
 
 
 def test_a_deadline_ends_a_call_at_the_broker_too(node: RunningNode) -> None:
-    assert node.node.grpc is not None
-    room = node.node.grpc.service.room
+    assert node.node.edges is not None
+    room = node.node.edges.grpc.service.room
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw", grpc_timeout="50m"))
         eventually(lambda: room.calls == 1, "it has begun")
@@ -173,8 +173,8 @@ def test_a_sentence_may_say_anything(node: RunningNode) -> None:
 def test_a_failure_that_no_handler_has_seen_ends_the_call(
     node: RunningNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert node.node.grpc is not None
-    dispatch = node.node.grpc.dispatch
+    assert node.node.edges is not None
+    dispatch = node.node.edges.grpc.dispatch
 
     async def broken(name: str, call: Any, request: Any) -> Any:
         return "no message"
@@ -197,8 +197,8 @@ def test_a_stop_asks_clients_to_go_and_ends_what_stays(node: RunningNode) -> Non
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
         client.data(number, message(SETTINGS), ends=False)
         next(each for each in client.frames() if each[0] == frames.DATA)
-        assert node.node.grpc is not None
-        node.run(node.node.grpc.close())
+        assert node.node.edges is not None
+        node.run(node.node.edges.grpc.close())
         last = [
             int.from_bytes(payload[:4], "big")
             for kind, _, _, payload in client.frames()

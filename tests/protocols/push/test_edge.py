@@ -30,12 +30,12 @@ def test_a_pause_holds_and_a_deleted_one_sends_nothing(node: RunningNode, client
         subscribe(client, "pauses", receiver)
         assert client.ask("POST", "/v1/subscriptions/pauses/pause").value["state"] == "paused"
         send(client, "pauses", 2)
-        assert "pauses" not in node.node.push._workers  # type: ignore[union-attr]
+        assert "pauses" not in node.node.edges.push._workers  # type: ignore[union-attr]
         client.ask("POST", "/v1/subscriptions/pauses/resume")
         eventually(lambda: len(receiver.requests) == 2, "they are sent")
         settled(node, client, "pauses")
         client.ask("DELETE", "/v1/subscriptions/pauses")
-        assert "pauses" not in node.node.push._workers  # type: ignore[union-attr]
+        assert "pauses" not in node.node.edges.push._workers  # type: ignore[union-attr]
         assert "pauses" not in node.node.metrics.push
 
 

@@ -146,7 +146,7 @@ def test_a_receiver_that_asks_for_a_pause_is_left_alone_for_so_long(
         send(client, "asks", 3)
         eventually(began.is_set, "it was asked")
         eventually(lambda: node.node.metrics.push["asks"].outcomes == {"server_error": 1}, "it was counted")
-        held = node.node.push._workers["asks"]._pace.held_ms()  # type: ignore[union-attr]
+        held = node.node.edges.push._workers["asks"]._pace.held_ms()  # type: ignore[union-attr]
         assert 3_500_000 < held <= 3_600_000
         # A person need not wait for it.
         client.ask("POST", "/v1/subscriptions/asks/resume")

@@ -31,8 +31,8 @@ def node(tmp_path: Path, codec: str) -> Iterator[RunningNode]:
         pytest.skip("the codec is not compiled here: no Cython, or no C compiler with Python's headers")
     choice = "python" if codec == "python" else "auto"
     with running_node(tmp_path / "data", grpc_port=-1, codec=choice) as running:
-        assert running.node.remoting is not None
-        assert codec in ("auto", running.node.remoting.codec.name)
+        assert running.node.edges is not None
+        assert codec in ("auto", running.node.edges.remoting.codec.name)
         yield running
 
 

@@ -109,7 +109,7 @@ def test_what_is_advertised_is_told(tmp_path: Path, advertise: str, told: str) -
 def test_the_store_host_is_the_same_as_bytes(tmp_path: Path, advertise: str, address: bytes) -> None:
     with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
         wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")
-        remoting = node.node.remoting
+        remoting = node.node.edges.remoting
         assert remoting is not None
         [connection] = remoting._connections
         assert store_host(remoting.context, connection) == Host(address, 999)
@@ -123,7 +123,7 @@ def test_a_name_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
 
 def test_a_port_that_is_not_there_is_told_nobody(tmp_path: Path) -> None:
     with running_node(tmp_path, remoting_port=-1) as node:
-        remoting = node.node.remoting
+        remoting = node.node.edges.remoting
         assert remoting is not None and node.node.remoting_port == -1
         with Wire(node.node.name_server_port) as wire:
             route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))

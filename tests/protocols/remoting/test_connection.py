@@ -22,7 +22,7 @@ ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic":
 
 
 def opened(node: RunningNode) -> set[Connection]:
-    return node.node.remoting._connections  # type: ignore[union-attr]
+    return node.node.edges.remoting._connections  # type: ignore[union-attr]
 
 
 def only(node: RunningNode) -> Connection:

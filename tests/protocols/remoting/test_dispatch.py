@@ -19,7 +19,7 @@ ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
 def answered_by(node: RunningNode, handler: object) -> Wire:
     """A wire whose requests 9000 go to this handler."""
-    node.node.remoting._dispatch._handlers[9000] = handler  # type: ignore[union-attr, assignment]
+    node.node.edges.remoting._dispatch._handlers[9000] = handler  # type: ignore[union-attr, assignment]
     return Wire.to(node)
 
 

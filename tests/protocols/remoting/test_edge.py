@@ -48,8 +48,8 @@ def test_stopping_closes_connections(tmp_path: Path) -> None:
 
 def test_what_is_answered_is_rocketmqs(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
-        assert node.node.remoting is not None
-        assert node.node.remoting._dispatch._handlers.keys() <= set(RequestCode)
+        assert node.node.edges is not None
+        assert node.node.edges.remoting._dispatch._handlers.keys() <= set(RequestCode)
 
 
 def test_a_client_that_takes_nothing_does_not_hold_up_a_stop(
@@ -60,7 +60,7 @@ def test_a_client_that_takes_nothing_does_not_hold_up_a_stop(
     running.start()
     wire = Wire.to(running)
     assert wire.ask(105, topic="TBW102").code == 0
-    remoting = running.node.remoting
+    remoting = running.node.edges.remoting
     assert remoting is not None
     [connection] = remoting._connections
     # More than the kernel's buffers hold, and nobody reads.
@@ -78,7 +78,7 @@ def test_every_request_is_in_the_documentation(node: RunningNode) -> None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         codes = re.findall(r"\d+", cells[0]) if cells[0][:1].isdigit() else []
         told |= dict(zip(map(int, codes), cells[1].split(", ") if codes else [], strict=True))
-    remoting = node.node.remoting
+    remoting = node.node.edges.remoting
     assert remoting is not None
     answered = {int(code) for code in remoting._dispatch._handlers} | SEND_CODES
     assert told == {code: RequestCode(code).name for code in answered}
@@ -93,7 +93,7 @@ def test_a_watch_that_fails_stops_the_node_and_not_just_itself(
         raise ValueError("a bug of ours")
 
     with running_node(tmp_path) as running:
-        remoting, failed = running.node.remoting, running.node._failed
+        remoting, failed = running.node.edges.remoting, running.node._failed
         assert remoting is not None and failed is not None
         remoting._heartbeats.expire = broken  # type: ignore[method-assign]
         eventually(failed.done, "the node hears of it")

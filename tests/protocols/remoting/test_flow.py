@@ -21,13 +21,13 @@ BODY = bytes(MIB)
 
 
 def room_of(node: RunningNode) -> Room:
-    assert node.node.remoting is not None
-    return node.node.remoting._room
+    assert node.node.edges is not None
+    return node.node.edges.remoting._room
 
 
 def connections(node: RunningNode) -> list[Connection]:
-    assert node.node.remoting is not None
-    return list(node.node.remoting._connections)
+    assert node.node.edges is not None
+    return list(node.node.edges.remoting._connections)
 
 
 def send_frame(opaque: int = 7, body: bytes = BODY) -> bytes:

@@ -153,7 +153,7 @@ def test_who_does_not_prove_it_does_nothing(
 
 def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, other: SignedWire) -> None:
     """Every request the broker knows, about somebody else's topic and group."""
-    remoting = node.node.remoting
+    remoting = node.node.edges.remoting
     assert remoting is not None
     before = node.broker.parts.writer.next_seq
     let_through = set()
@@ -259,7 +259,7 @@ def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
     seq = int(half.ext["msgId"][-16:], 16)
     for wire, name in ((other, "b"), (shop, "a")):
         wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": name, "producerDataSet": [{"groupName": "payers"}]})
-    remoting = node.node.remoting
+    remoting = node.node.edges.remoting
     assert remoting is not None
     found = node.broker.transactions.find_half(seq)
     assert found is not None
@@ -280,7 +280,9 @@ def test_a_heartbeat_for_another_s_group_or_topic_is_refused(node: RunningNode, 
         return other.ask(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [told]}).code
 
     assert beat("workers", "news") == beat("readers", "orders") == DENIED
-    assert node.node.remoting is not None and not node.node.remoting.context.sessions.consumer_ids("readers")
+    assert node.node.edges is not None and not node.node.edges.remoting.context.sessions.consumer_ids(
+        "readers"
+    )
     assert beat("readers", "news") == ResponseCode.SUCCESS
     assert other.ask(RequestCode.UNREGISTER_CLIENT, clientID="c", consumerGroup="workers").code == DENIED
 
@@ -336,7 +338,7 @@ def test_an_account_that_goes_is_out_with_its_next_request(tmp_path: Path) -> No
 
 
 def test_who_signs_nothing_does_not_keep_a_connection(node: RunningNode, shop: SignedWire) -> None:
-    remoting = node.node.remoting
+    remoting = node.node.edges.remoting
     assert remoting is not None
     assert sent(shop).code == ResponseCode.SUCCESS
     [signed] = remoting._connections
@@ -354,7 +356,7 @@ def test_who_signs_nothing_does_not_keep_a_connection(node: RunningNode, shop: S
 
 
 def test_the_table_names_only_what_there_is(node: RunningNode) -> None:
-    remoting = node.node.remoting
+    remoting = node.node.edges.remoting
     assert remoting is not None
     assert set(NEEDS) <= {int(code) for code in remoting._dispatch._handlers} | {10, 310, 320}
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker.filters import sql_grammar, tags
-from timeball.broker.filters.sql_conditions import Condition
-from timeball.broker.filters.sql_values import TRUE, Values
+from timeball.broker.filters import tags
 from timeball.broker.filters.tags import EVERYTHING, BoolArray, Filter
 from timeball.errors import InvalidFilter
 from timeball.log.queue_entry import EntryArray
+
+if TYPE_CHECKING:
+    from timeball.broker.filters.sql_conditions import Condition
 
 TAG, SQL92 = "TAG", "SQL92"
 # Of all texts kept: some 8 MB of filters, in each of the four rooms that keep some.
@@ -31,6 +34,8 @@ class SqlFilter:
         return np.ones(len(entries), dtype=np.bool_)  # properties do not stand in the index
 
     def exact(self, rows: pa.RecordBatch) -> BoolArray:
+        from timeball.broker.filters.sql_values import TRUE, Values
+
         matches: BoolArray = self._condition.truth(Values(rows, self._names)) == TRUE
         return matches
 
@@ -50,6 +55,9 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
             return EVERYTHING
         return tags.TagMaskFilter(wanted) if bit_mask else tags.TagFilter(wanted)
     if expression_type == SQL92:
+        # A start is over sooner without it (protocols/edges.py): a parser of SQL takes 40 ms to make.
+        from timeball.broker.filters import sql_grammar
+
         return SqlFilter(*sql_grammar.parse(text or ""))
     raise InvalidFilter(f"expression type {expression_type[:80]!r}: it is {TAG} or {SQL92}")
 

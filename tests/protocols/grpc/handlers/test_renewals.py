@@ -311,8 +311,8 @@ def test_the_watch_renews_by_itself_over_the_wire(tmp_path: Path) -> None:
             node.loop.call_soon_threadsafe(node.broker.ticker.wake)
 
         node.run(send())
-        assert node.node.grpc is not None
-        kept = node.node.grpc._renewals
+        assert node.node.edges is not None
+        kept = node.node.edges.grpc._renewals
         stream = wire.telemetry(consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER))
         (message,) = wire.receive(GROUP, TOPIC, auto_renew=True, invisible_ms=None)
         for _ in range(2):

@@ -15,8 +15,8 @@ from timeball.protocols.grpc.session import Client
 
 
 def known(node: RunningNode, name: str) -> Client | None:
-    assert node.node.grpc is not None
-    return node.node.grpc.context.sessions.get(name)
+    assert node.node.edges is not None
+    return node.node.edges.grpc.context.sessions.get(name)
 
 
 def test_settings_are_answered_first(node: RunningNode, wire: Wire) -> None:

@@ -183,8 +183,8 @@ def test_a_deaf_producer_is_not_asked(tmp_path: Path) -> None:
 
 
 async def _asked_deaf(node: RunningNode) -> None:
-    assert node.node.grpc is not None
-    [client] = node.node.grpc.context.sessions.all()
+    assert node.node.edges is not None
+    [client] = node.node.edges.grpc.context.sessions.all()
     [(seq, _)] = node.broker.transactions.open()
     [room] = [one for one in node.broker.transaction_checks.askers if isinstance(one, Transactions)]
     found = node.broker.transactions.find_half(seq)

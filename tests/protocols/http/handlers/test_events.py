@@ -70,8 +70,8 @@ def tail(
 
 
 def room(node: RunningNode) -> requests.Room:
-    assert node.node.http is not None
-    return node.node.http.room
+    assert node.node.edges is not None
+    return node.node.edges.http.room
 
 
 def streams(node: RunningNode) -> int:
@@ -152,7 +152,8 @@ def test_a_client_that_does_not_read_is_closed(
         eventually(sent_and_closed, "a client that reads nothing is closed")
         eventually(lambda: room(node).sent.held_bytes == 0, "nothing is held for it")
         eventually(
-            lambda: node.node.http is not None and node.node.http.connections == 1, "its connection is gone"
+            lambda: node.node.edges is not None and node.node.edges.http.connections == 1,
+            "its connection is gone",
         )
 
 
@@ -195,6 +196,6 @@ def test_a_broker_that_stops_ends_its_tails(tmp_path: Path) -> None:
         client.send("stopping", {"body": "x"})
         with tail(node, "stopping") as seen:
             next(seen.blocks())
-            assert node.node.http is not None
-            node.run(node.node.http.close())
+            assert node.node.edges is not None
+            node.run(node.node.edges.http.close())
             assert streams(node) == 0

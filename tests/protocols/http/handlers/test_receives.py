@@ -37,8 +37,12 @@ def test_what_a_client_that_has_gone_was_to_get_comes_to_another(node: RunningNo
     node.run(node.broker.create_topic("left"))
     with socket.create_connection(("127.0.0.1", node.node.http_port)) as gone:
         gone.sendall(b"GET /v1/topics/left/messages?group=workers&wait=60s HTTP/1.1\r\nHost: x\r\n\r\n")
-        eventually(lambda: node.node.http is not None and node.node.http.room.calls, "the poll is there")
-    eventually(lambda: node.node.http is not None and not node.node.http.room.calls, "the poll has ended")
+        eventually(
+            lambda: node.node.edges is not None and node.node.edges.http.room.calls, "the poll is there"
+        )
+    eventually(
+        lambda: node.node.edges is not None and not node.node.edges.http.room.calls, "the poll has ended"
+    )
     client.send("left", {"body": "x"})
     assert [one["attempt"] for one in client.receive("left").value["messages"]] == [1]
 

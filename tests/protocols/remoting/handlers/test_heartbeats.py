@@ -69,7 +69,7 @@ def cpp(**consumer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("word", ["²", "9" * 5_000, "X" * 5_000])
 def test_a_word_that_looks_like_a_number_is_a_word(node: RunningNode, wire: Wire, word: str) -> None:
     wire.ask_ok(BEAT, cpp(messageModel=word))
-    remoting = node.node.remoting
+    remoting = node.node.edges.remoting
     assert remoting is not None
     group = remoting.context.sessions.group("g")
     assert group is not None and group.how.message_model == word[:64]
@@ -84,7 +84,7 @@ def test_the_answer_tells_a_version_that_clients_trust(wire: Wire) -> None:
 def test_a_java_consumer_is_in_its_group(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(BEAT, java())
     assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["127.0.0.1@1#2"]}
-    clients = node.node.remoting.context.sessions
+    clients = node.node.edges.remoting.context.sessions
     assert clients.subscription("g", "orders") == Subscription("orders", "A || B", "TAG", 1_700_000_000_000)
     assert clients.group("g").how.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
     assert len(clients.producers("CLIENT_INNER_PRODUCER")) == 1
@@ -92,7 +92,7 @@ def test_a_java_consumer_is_in_its_group(node: RunningNode, wire: Wire) -> None:
 
 def test_a_cpp_consumer_means_the_same(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(BEAT, cpp())
-    clients = node.node.remoting.context.sessions
+    clients = node.node.edges.remoting.context.sessions
     how = clients.group("g").how
     assert (how.consume_type, how.message_model) == ("CONSUME_PASSIVELY", "CLUSTERING")
     assert how.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
@@ -102,7 +102,7 @@ def test_a_cpp_consumer_means_the_same(node: RunningNode, wire: Wire) -> None:
 @pytest.mark.parametrize("model", ["Clustering", "CLUSTERING", 1, "1"])
 def test_words_and_numbers_name_one_model(node: RunningNode, wire: Wire, model: object) -> None:
     wire.ask_ok(BEAT, java(messageModel=model))
-    assert node.node.remoting.context.sessions.group("g").how.message_model == "CLUSTERING"
+    assert node.node.edges.remoting.context.sessions.group("g").how.message_model == "CLUSTERING"
 
 
 def test_a_client_without_groups_is_welcome(wire: Wire) -> None:
@@ -207,7 +207,7 @@ def test_a_client_may_ask_about_nothing(wire: Wire) -> None:
 def test_a_heartbeat_that_makes_no_sense_changes_nothing(node: RunningNode, wire: Wire, body: bytes) -> None:
     answer = wire.ask(BEAT, body)
     assert answer.code in (ResponseCode.INVALID_PARAMETER, ResponseCode.MESSAGE_ILLEGAL)
-    assert node.node.remoting.context.sessions._groups == {}
+    assert node.node.edges.remoting.context.sessions._groups == {}
     assert node.node.broker.parts.groups.all() == []
     wire.ask_ok(BEAT, java())
 

@@ -80,8 +80,8 @@ def ways(node: RunningNode) -> tuple[int, int]:
 
 def went(node: RunningNode, before: tuple[int, int], plain: int, other: int) -> bool:
     """Whether so many more went each way; Python's codec has no plain way."""
-    assert node.node.remoting is not None
-    if node.node.remoting.codec is PYTHON:
+    assert node.node.edges is not None
+    if node.node.edges.remoting.codec is PYTHON:
         plain, other = 0, plain + other
     return ways(node) == (before[0] + plain, before[1] + other)
 
@@ -121,7 +121,7 @@ def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
     def broken(*_: object) -> int:
         raise RuntimeError("a fault of ours")
 
-    assert node.node.remoting is not None
+    assert node.node.edges is not None
     with Wire.to(node) as wire:
         sent(wire, b"first")
         before = ways(node)
@@ -130,7 +130,7 @@ def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
         assert bodies(pulled(wire)) == [b"first"]
         assert went(node, before, 0, 1)
     assert ("plain pull failed topic=orders queue=0" in caplog.text) == (
-        node.node.remoting.codec is not PYTHON
+        node.node.edges.remoting.codec is not PYTHON
     )
 
 
@@ -399,8 +399,8 @@ def test_only_so_many_grants_are_kept(node: RunningNode, wire: Wire, monkeypatch
     sent(wire)
     for group in ("a", "b", "c", "a"):
         assert len(bodies(pulled(wire, consumerGroup=group))) == 1
-    assert node.node.remoting is not None
-    assert len(node.node.remoting._pulls._grants) <= 2
+    assert node.node.edges is not None
+    assert len(node.node.edges.remoting._pulls._grants) <= 2
 
 
 @pytest.mark.skipif(COMPILED is None, reason="only the compiled codec makes plain pulls")

@@ -178,8 +178,8 @@ def test_a_batch_is_for_ordinary_messages(wire: Wire, topic: str, sys_flag: int)
 def test_what_cannot_be_made_a_batch_is_answered_and_does_not_come_up_again(
     node: RunningNode, wire: Wire
 ) -> None:
-    assert node.node.remoting is not None
-    columns = node.node.remoting._sends._rows
+    assert node.node.edges is not None
+    columns = node.node.edges.remoting._sends._rows
     real = columns._row
 
     def careless(*args: Any) -> Any:
@@ -201,8 +201,8 @@ def test_an_answer_that_fails_leaves_nobody_waiting(
     assert (
         sent(wire).code == 0
     )  # the topic is made: from here on the compiled codec reads and answers, if it runs
-    assert node.node.remoting is not None
-    sends = node.node.remoting._sends
+    assert node.node.edges is not None
+    sends = node.node.edges.remoting._sends
     monkeypatch.setattr(module, "encode_reply", broken)
     monkeypatch.setattr(sends, "_codec", replace(sends._codec, encode_replies=broken))
     with caplog.at_level("ERROR"):

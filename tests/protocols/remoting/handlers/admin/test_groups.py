@@ -192,7 +192,7 @@ def test_all_producers(node: RunningNode, client: Wire) -> None:
 
 
 def test_a_language_nobody_knows_is_another(node: RunningNode, client: Wire) -> None:
-    (member,) = node.node.remoting.context.sessions.producers("p")
+    (member,) = node.node.edges.remoting.context.sessions.producers("p")
     member.language = 99
     found = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
     assert found["connectionSet"][0]["language"] == "OTHER"
