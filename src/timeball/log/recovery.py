@@ -76,7 +76,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
         is_needed = following.first_seq > known_durable
         if is_needed or not frame_index.load(files, segment, following.first_seq):
             _scan_sealed(segment, following)
-    damage = _scan_last(begun[-1])
+    damage, written_end = _scan_last(begun[-1])
     # A checkpoint is written after the log was synced, so a log that ends before it has lost acknowledged rows.
     if begun[-1].next_seq < known_durable:
         raise Corrupt(
@@ -85,7 +85,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
             "if there was one"
         )
     last, file = begun[-1], files.open(begun[-1].name)
-    cut_bytes = _cut(file, last)
+    cut_bytes = _cut(file, last, written_end)
     # Before the writer's first frame, whose `synced_to` claims that all bytes before it are on the disk.
     file.sync()
     return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
@@ -181,17 +181,18 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
         )
 
 
-def _scan_last(segment: Segment) -> str:
-    """Add all whole frames to `segment`; return what stands behind them, for error messages."""
+def _scan_last(segment: Segment) -> tuple[str, int]:
+    """Add all whole frames to `segment`; return what stands behind them, for error messages, and where that ends."""
     found = _read_frames(segment)
+    end = last_written(segment.buffer, segment.end)
     # Looked for after a clean end too: zeros in the middle of acknowledged frames look like the end of the log.
-    proof = proof_behind(segment.buffer, segment.end, segment.next_seq)
+    proof = proof_behind(segment.buffer, segment.end, segment.next_seq) if end > segment.end else None
     if proof is not None:
         raise Corrupt(
             f"{segment.name}: {found}; the frame at byte {proof.position} (seq {proof.first_seq}) proves that it was "
             "acknowledged: restore this file from a copy"
         )
-    return found
+    return found, end
 
 
 def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
@@ -248,15 +249,16 @@ def last_written(buffer: pa.Buffer, start: int) -> int:
     for end in range(buffer.size, start, -step):
         begin_at = max(start, end - step)
         part = view[begin_at:end]
-        if part.any():
+        # As words, of which there are fewer to look at: a start looks at nearly all of a segment.
+        odd = part.size % 8
+        if part[:odd].any() or part[odd:].view(np.uint64).max(initial=0):
             # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
             return begin_at + int(np.flatnonzero(part.copy())[-1]) + 1
     return start
 
 
-def _cut(file: File, segment: Segment) -> int:
-    """Overwrite the torn tail with zeros, without a sync; return its length."""
-    end = last_written(segment.buffer, segment.end)
+def _cut(file: File, segment: Segment, end: int) -> int:
+    """Overwrite the torn tail, which ends there, with zeros, without a sync; return its length."""
     size = end - segment.end
     if size:
         logger.warning(
