@@ -181,8 +181,8 @@ def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[Cam
 @contextmanager
 def _busy(what: str, as_json: bool) -> Iterator[None]:
     """Show on a terminal's stderr what is being done."""
-    if as_json or not err.is_terminal:
+    if as_json or not err().is_terminal:
         yield
         return
-    with err.status(what):
+    with err().status(what):
         yield

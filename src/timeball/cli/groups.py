@@ -45,7 +45,7 @@ def groups(
         table.add_column(name, justify="left" if name in ("group", "topic") else "right")
     for state in found:
         _add(table, state, by_topic=group is not None)
-    out.print(table)
+    out().print(table)
 
 
 def _add(table: Table, state: GroupState, *, by_topic: bool) -> None:

@@ -19,6 +19,7 @@ from typer.main import get_group
 from timeball.cli import log_lines
 from timeball.cli.exit_codes import explain
 from timeball.cli.output import print_note
+from timeball.cli.parameters import plain_parameters
 
 EPILOG = (
     "Exit codes: 0 done, 1 a check did not hold, 2 usage, 3 broker out of reach, "
@@ -60,6 +61,11 @@ class Commands(TyperGroup):
         names: Any = dict.fromkeys(COMMANDS)  # without the commands: for the list, and "Did you mean …?"
         self.commands = names
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options in front of the command."""
+        plain_parameters(self, ctx)  # not before: Typer adds some of its own to a group that is made
+        return super().parse_args(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return one command; None when there is none of this name."""
         if cmd_name not in COMMANDS:
@@ -70,7 +76,7 @@ class Commands(TyperGroup):
             alone.add_typer(module.app, name=cmd_name, rich_help_panel=part)
         else:
             alone.command(cmd_name, rich_help_panel=part)(getattr(module, cmd_name.replace("-", "_")))
-        return get_group(alone).commands[cmd_name]
+        return plain_parameters(get_group(alone).commands[cmd_name], ctx)
 
 
 def _no_options() -> None:

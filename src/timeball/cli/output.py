@@ -6,15 +6,33 @@ progress and notes go to stderr, and progress bars only to a terminal.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+# Imported when a command prints by it: a broker does not, and starts sooner without.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+@functools.cache
+def out() -> Console:
+    """Return the console of results."""
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False)
+
+
+@functools.cache
+def err() -> Console:
+    """Return the console of all else."""
+    from rich.console import Console
+
+    return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_json(document: object) -> None:
@@ -40,18 +58,20 @@ def show(document: object, lines: Iterable[str], *, as_json: bool) -> None:
 
 def print_note(text: str) -> None:
     """One line for the person at the terminal: never part of a result."""
-    err.print(text, markup=False)
+    err().print(text, markup=False)
 
 
 def progress_bar(*, quiet: bool = False) -> Progress:
     """A progress display on stderr; silent when stderr is no terminal or the caller asks for silence."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=err,
-        disable=quiet or not err.is_terminal,
+        console=err(),
+        disable=quiet or not err().is_terminal,
         transient=True,
     )
 

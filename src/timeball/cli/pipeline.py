@@ -190,7 +190,7 @@ def status(
     if not found:
         print_line(f"no job has run with its checkpoints in {folder}")
         return
-    out.print(_table(found))
+    out().print(_table(found))
     for document in found:
         # A line of its own: in a column it would be folded, and a search would not find it.
         if document["error"]:

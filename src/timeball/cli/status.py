@@ -40,7 +40,7 @@ def status(
             _print(endpoint, ball.status(), as_json=as_json)
             return
         try:
-            with Live(console=out, auto_refresh=False, screen=out.is_terminal and not as_json) as live:
+            with Live(console=out(), auto_refresh=False, screen=out().is_terminal and not as_json) as live:
                 while True:
                     found = ball.status()
                     if as_json:
@@ -56,7 +56,7 @@ def _print(endpoint: str, found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        out.print(_table(endpoint, found))
+        out().print(_table(endpoint, found))
 
 
 def _table(endpoint: str, found: dict[str, Any]) -> Table:

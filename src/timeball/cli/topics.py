@@ -57,4 +57,4 @@ def _print(rows: list[dict[str, object]], columns: list[str], *, as_json: bool) 
         values = (row[name] for name in columns)
         table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in values))
     if rows:
-        out.print(table)
+        out().print(table)
