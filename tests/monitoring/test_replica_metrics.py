@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from timeball.monitoring.replica_figures import ROLES, PeerFigures, ReplicaFigures, collect
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+from timeball.monitoring.replica_metrics import ROLES, collect
 
 
 def samples(figures: ReplicaFigures) -> dict[tuple[str, str], float]:

@@ -24,7 +24,8 @@ from prometheus_client import ProcessCollector
 
 from timeball.errors import Unauthorized
 from timeball.monitoring.metrics import CONTENT_TYPE, as_text
-from timeball.monitoring.replica_figures import ReplicaFigures, collect
+from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.replica_metrics import collect
 
 logger = logging.getLogger(__name__)
 

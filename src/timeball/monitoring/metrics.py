@@ -25,7 +25,7 @@ from timeball.broker.shares import shares
 from timeball.clock import BOUNDS_NS
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.message import DLQ_PREFIX
-from timeball.monitoring import pipeline_metrics, replica_figures
+from timeball.monitoring import pipeline_metrics, replica_metrics
 from timeball.monitoring.histograms import buckets, durations, histogram
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.push_figures import PushFigures
@@ -83,7 +83,7 @@ class Metrics:
 
     def _replica(self) -> Iterator[Metric]:
         if self.replica is not None:
-            yield from replica_figures.collect(self.replica.figures())
+            yield from replica_metrics.collect(self.replica.figures())
 
     async def _messages(self) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.parts.rates

@@ -3,12 +3,15 @@
 `hour_log` always runs, as it keeps the pending table under every strategy, and so do the delay levels; another strategy
 runs beside them and keeps the promises that are sent. A state saved by another strategy, or for another ring, or with
 files that do not match their checksums is not used: then the log is read once from the oldest promise on.
+
+The modules of a strategy are imported when it is chosen: a start is over sooner without those of the others.
 """
 
 from __future__ import annotations
 
 import logging
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,13 +21,10 @@ from timeball.files import Files
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.level_cascade import backlog as cascade
-from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
-from timeball.schedule.level_cascade.placement import lead_ms_of
 from timeball.schedule.outcomes import Outcomes
-from timeball.schedule.timer_wheel import backlog as wheel
-from timeball.schedule.timer_wheel.backlog import TimerWheel, WheelState
-from timeball.schedule.timer_wheel.ring import Slots
+
+if TYPE_CHECKING:
+    from timeball.schedule.timer_wheel.ring import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,17 @@ def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> m
 
 def _checked(settings: Settings, files: Files, found: dict[str, object]) -> msgspec.Struct:
     if settings.strategy == "timer_wheel":
+        from timeball.schedule.timer_wheel import backlog as wheel
+        from timeball.schedule.timer_wheel.backlog import WheelState
+
         wheel_state = msgspec.convert(found, WheelState)
         wheel.check(files, slots_of(settings), wheel_state)
         return wheel_state
+    from timeball.schedule.level_cascade import backlog as cascade
+    from timeball.schedule.level_cascade.backlog import CascadeState
+
     cascade_state = msgspec.convert(found, CascadeState)
-    cascade.check(files, cascade_state, lead_ms_of(settings.gather_ahead_ms))
+    cascade.check(files, cascade_state, ahead_ms_of(settings))
     return cascade_state
 
 
@@ -62,6 +68,8 @@ def build(
 ) -> Backlog | None:
     """Return the backlog with files of its own that the settings name; None for `hour_log`."""
     if settings.strategy == "timer_wheel":
+        from timeball.schedule.timer_wheel.backlog import TimerWheel
+
         return TimerWheel(
             files,
             reader,
@@ -72,19 +80,26 @@ def build(
             ahead_ms=settings.gather_ahead_ms,
         )
     if settings.strategy == "level_cascade":
+        from timeball.schedule.level_cascade.backlog import LevelCascade
+
         return LevelCascade(files, reader, outcomes, ahead_ms=settings.gather_ahead_ms)
     return None
 
 
 def ahead_ms_of(settings: Settings) -> int:
     """Return how long before their instants promises are opened."""
-    ahead_ms = settings.gather_ahead_ms
+    if settings.strategy != "level_cascade":
+        return settings.gather_ahead_ms
+    from timeball.schedule.level_cascade.placement import lead_ms_of
+
     # The cascade opens its queues half the lead ahead, and needs more of it than a short setting gives.
-    return lead_ms_of(ahead_ms) if settings.strategy == "level_cascade" else ahead_ms
+    return lead_ms_of(settings.gather_ahead_ms)
 
 
 def slots_of(settings: Settings) -> Slots:
     """Return the ring that the settings ask for."""
+    from timeball.schedule.timer_wheel.ring import Slots
+
     return Slots.of(
         precision_ms=settings.timer_precision_ms,
         wheel_ms=settings.timer_wheel_ms,

@@ -14,7 +14,7 @@ from tests.protocols.http.client import Client
 from timeball.errors import DiskFailed, OverLimit, Unauthorized
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import requests
-from timeball.protocols.http.requests import problem_of
+from timeball.protocols.http.problems import problem_of
 
 SEND = "/v1/topics/hostile/messages"
 JSON_HEADERS = "Content-Type: application/json\r\nConnection: close\r\n"

@@ -10,7 +10,8 @@ import asyncio
 import re
 from importlib.resources import files
 
-from timeball.protocols.http.requests import Answer, Call, Handler, problem
+from timeball.protocols.http.problems import Answer, problem
+from timeball.protocols.http.requests import Call, Handler
 
 PACKAGE = "timeball.dashboard"  # data and no code, so named and not imported
 TYPES = {

@@ -22,8 +22,9 @@ from timeball.protocols.http.dashboard import Dashboard
 from timeball.protocols.http.handlers.operators import Status
 from timeball.protocols.http.handlers.routes import routes as routes_of
 from timeball.protocols.http.openapi import document
+from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.recovering import BACKLOG, listen
-from timeball.protocols.http.requests import Answer, Call, Endpoint, Handler, Room, not_found
+from timeball.protocols.http.requests import Call, Endpoint, Handler, Room, not_found
 from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from timeball.config import Settings
 from timeball.errors import SetupError
 from timeball.protocols.http.answers_codec import Health
 from timeball.protocols.http.codec import JSON, encode
-from timeball.protocols.http.requests import PROBLEM, problem
+from timeball.protocols.http.problems import PROBLEM, problem
 from timeball.security import Security
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from timeball import limits
 from timeball.access import Caller
-from timeball.errors import OverLimit, StorageError, TimeballError, Unauthorized
+from timeball.errors import OverLimit
 from timeball.protocols.byte_shares import ByteShares
-from timeball.protocols.error_codes import Refused, codes_of, log_failure, sentence
+from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.http.codec import JSON, check_type, decode, encode
+from timeball.protocols.http.problems import Answer, problem, problem_of
 from timeball.security import Security
 
 logger = logging.getLogger(__name__)
@@ -36,17 +37,6 @@ STREAMS_MAX = (
 TAKEN_S = 20.0  # for a client to read what is before the next part of a stream
 BODY_S = 20.0
 ANSWER_S = 60.0
-PROBLEM = "application/problem+json"
-
-
-class Answer(NamedTuple):
-    """A status, and what becomes the JSON beneath it, or bytes as they are; `size_bytes` counts while it is written."""
-
-    status: int
-    value: Any
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    media_type: str = JSON
-    size_bytes: int = 0
 
 
 class Stream(NamedTuple):
@@ -251,36 +241,3 @@ async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
     start: Message = {"type": "http.response.start", "status": answer.status, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": b"" if is_head else data})
-
-
-# ---- problems -----------------------------------------------------------------------------------------------------
-
-
-def problem(status: int, code: str, detail: str, *, allow: str = "", **more: Any) -> Answer:
-    """Return a problem document; `more`: members that say something about this problem alone."""
-    headers: tuple[tuple[bytes, bytes], ...] = ((b"allow", allow.encode()),) if allow else ()
-    if status == 401:
-        headers = ((b"www-authenticate", b'Bearer realm="timeball"'),)
-    elif status in (429, 503):
-        headers = ((b"retry-after", b"1"),)
-    value = {
-        "type": f"urn:timeball:{code}",
-        "title": code,
-        "status": status,
-        "code": code,
-        "detail": detail,
-        **more,
-    }
-    return Answer(status, value, headers, PROBLEM)
-
-
-def problem_of(error: BaseException) -> Answer:
-    """Return the problem document of an error; a fault of ours is named, and its text kept for the broker's log."""
-    if isinstance(error, Refused):
-        return problem(error.protocol_code, "bad_request", sentence(error))
-    if not isinstance(error, TimeballError):
-        return problem(500, "error", sentence(error))
-    # The log has stopped: the request was right, and another broker may take it.
-    status = 503 if isinstance(error, StorageError) else codes_of(error).http
-    assert status != 401 or isinstance(error, Unauthorized)
-    return problem(status, error.code, sentence(error))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from timeball.broker.service import Broker
 from timeball.protocols.http import answers_codec, codec
-from timeball.protocols.http.requests import Answer, Call, Handler, Paths, read
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Handler, Paths, read
 from timeball.wire import CampaignChange
 
 

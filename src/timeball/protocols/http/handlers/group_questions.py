@@ -6,7 +6,8 @@ from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import AnyQuestion
 from timeball.broker.service import Broker
 from timeball.errors import NotFound, NotLeader
-from timeball.protocols.http.requests import Answer, Call, Paths, read
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Paths, read
 
 
 class GroupQuestions:

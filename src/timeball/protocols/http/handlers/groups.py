@@ -6,7 +6,8 @@ from timeball import limits
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.protocols.http import answers_codec, codec
-from timeball.protocols.http.requests import Answer, Call, Paths, read
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Paths, read
 
 PAGE_ROWS = 50
 

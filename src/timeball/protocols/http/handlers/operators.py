@@ -11,7 +11,8 @@ from timeball.errors import NotFound, Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
 from timeball.protocols.http.answers_codec import Health, Jobs, Leads, ReplicaGroups, TopicDeleted, TopicSize
-from timeball.protocols.http.requests import Answer, Call, Paths, read
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Paths, read
 
 # The figures of the broker and of its process, for a caller who may look.
 Status = Callable[[Caller], dict[str, object]]

@@ -23,7 +23,8 @@ from timeball.errors import InvalidMessage, InvalidReceipt, OutOfRange
 from timeball.message import RETRY_PREFIX
 from timeball.protocols.http import codec
 from timeball.protocols.http.codec import Answered, AnsweredMany
-from timeball.protocols.http.requests import Answer, Call, Gone, Paths, read
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Gone, Paths, read
 from timeball.protocols.receipt_handles import ReceiptHandles
 
 LEASE_MS = 60_000

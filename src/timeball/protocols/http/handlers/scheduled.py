@@ -7,7 +7,8 @@ from typing import Any
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage
 from timeball.protocols.http import answers_codec, codec
-from timeball.protocols.http.requests import Answer, Call, Paths, problem, read
+from timeball.protocols.http.problems import Answer, problem
+from timeball.protocols.http.requests import Call, Paths, read
 from timeball.wire import UNAVAILABLE, Verdict
 
 # Of a cancel or a move: why it was not granted, as a status. A verdict that is not here was granted.

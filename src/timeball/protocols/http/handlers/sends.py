@@ -12,7 +12,8 @@ from timeball.broker.ingress import Piece, settle
 from timeball.broker.service import Broker
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import codec, send_codec
-from timeball.protocols.http.requests import Answer, Call, Paths
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Paths
 from timeball.trace_context import of_headers, with_contexts
 
 SMALL_BYTES = 64 * 1024  # decoded on the loop; more in a thread

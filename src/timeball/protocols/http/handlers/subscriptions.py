@@ -9,7 +9,8 @@ from timeball.broker.service import Broker
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.http import codec
 from timeball.protocols.http.answers_codec import SubscriptionDeleted
-from timeball.protocols.http.requests import Answer, Call, Paths
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Paths
 from timeball.protocols.http.subscription_codec import SubscribedMany, Subscribing, subscribed
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from timeball.broker.service import Broker
 from timeball.protocols.http import waiting_codec
-from timeball.protocols.http.requests import Answer, Call, Paths
+from timeball.protocols.http.problems import Answer
+from timeball.protocols.http.requests import Call, Paths
 
 
 class WaitingMessages:
