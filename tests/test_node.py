@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +42,23 @@ def refused(data: Path, text: str, **settings: int) -> None:
             await node.start()
 
     asyncio.run(main())
+
+
+# Libraries of what clients need; a start releases what is due before it imports them.
+LATE = {"deltalake", "google.protobuf", "jh2", "lark", "prometheus_client", "starlette", "uvicorn"}
+
+
+def imported(module: str) -> set[str]:
+    """Those of them that a new process has after it has imported a module."""
+    code = f"import sys, {module}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return LATE & set(done.stdout.split())
+
+
+def test_the_first_release_waits_for_no_library_of_the_edges() -> None:
+    """With a control: the edges import all of them."""
+    assert imported("timeball.node") == set()
+    assert imported("timeball.protocols.edges") == LATE
 
 
 # ---- start and stop -----------------------------------------------------------------------------------------

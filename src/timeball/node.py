@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import psutil
 
 from timeball import __version__
 from timeball.access import ANONYMOUS, Caller
@@ -159,6 +158,9 @@ class Node:
             self._run_until_stop(self._loop_lag.run())
             self.metrics = await in_thread(self._threads[2], self._metrics)
             if listen:
+                await in_thread(self._threads[2], import_module, "timeball.protocols.edges")
+            await self.broker.mover.follow()
+            if listen:
                 await self._listen(recovering)
         except BaseException:  # of any kind: the folder must not stay claimed
             recovering.close()
@@ -176,7 +178,6 @@ class Node:
         self._ticker_tasks.append(task)
 
     async def _listen(self, recovering: Recovering) -> None:
-        await in_thread(self._threads[2], import_module, "timeball.protocols.edges")
         from timeball.protocols.edges import Edges
 
         edges = Edges(self.broker, self.metrics, self.status, self.security)
@@ -230,7 +231,7 @@ class Node:
         self.broker = self.build_broker(
             parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
         )
-        self.broker.mover.follow_later(found.behind)
+        self.broker.mover.follow_later(found.bring_up)
         await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
         await writer.flushed()  # what was in flight is served from now on: no later start may find it
@@ -240,8 +241,9 @@ class Node:
         from timeball.monitoring.metrics import Metrics
 
         return Metrics(
-            self.broker, __version__, self._loop_lag, self.files.free_bytes, self._connections, self._replica
-        )
+            self.broker, __version__, self._loop_lag, self.files.free_bytes,
+            lambda: self.edges.connections if self.edges is not None else {}, self._replica,
+        )  # fmt: skip
 
     async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
         parts, waiting, now_ms = self.broker.parts, found.waiting, self.broker.parts.clock.now_ms()
@@ -252,6 +254,7 @@ class Node:
         restore(parts.backlog, state, found.settled, waiting, now_ms)
         if parts.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
             logger.info("promises of another --strategy moved to the pending table promises=%d", len(waiting))
+            await self.broker.mover.follow()
             await self.broker.mover.adopt(waiting)
 
     async def _apply_log(self) -> tuple[Opened, Applying, msgspec.Struct | None]:
@@ -359,11 +362,10 @@ class Node:
         assert self._failed is not None
         self._failed.add_done_callback(tell)
 
-    def _connections(self) -> dict[str, int]:
-        return self.edges.connections if self.edges is not None else {}
-
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """The broker's figures and the process's."""
+        import psutil
+
         with lent(RESERVE_OF_LIBRARIES):
             memory = psutil.Process().memory_info()
         return {

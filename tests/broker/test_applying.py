@@ -56,7 +56,7 @@ def lists(found: Recovered | Any) -> dict[str, Any]:
         **{
             name: getattr(found, name)
             for name in Recovered.__slots__
-            if name not in ("settled", "waiting", "leases")
+            if name not in ("settled", "waiting", "leases", "bring_up")
         },
     }
 
@@ -96,6 +96,7 @@ def applied(
         applying.apply(first + int(share * (last - first)))
     applying.apply(last)
     found = applying.finish(Catalog(files), 0)
+    found.bring_up()
     return {**lists(found), **caches(tables, applying.ledger)}
 
 
@@ -155,6 +156,7 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     plain.fold()
     applying = apply_log(starting_point(None, opened.segments), reader, Tables(files, 2))
     found = applying.finish(Catalog(files), 0)
+    found.bring_up()
     waiting = tail.waiting(plain.settled(), ledger.watermark)
     assert [column.tolist() for column in (waiting.due_ms, waiting.seq, waiting.row_seq)] == lists(found)[
         "waiting"

@@ -19,7 +19,8 @@ from timeball.files import Files, RealFiles
 from timeball.limits import DAY_MS, HOUR_MS
 from timeball.table import catalog as catalog_module
 from timeball.table.attachment import Attachment, FileEntry
-from timeball.table.catalog import APP_ID, DELTA_LOG, Catalog, TableState
+from timeball.table.catalog import DELTA_LOG, Catalog, TableState
+from timeball.table.delta_rs import APP_ID
 from timeball.table.layout import FOLDER
 
 DUES = [NOW_MS + hour * HOUR_MS for hour in (1, 2, 3)]

@@ -4,7 +4,7 @@ A start applies the whole log in one step. A follower of a replicated log applie
 a takeover has nothing left to replay. Both get the same state: the same rows, in any steps, add up to the same facts.
 
     apply    rows -> topics and queue indexes, META tables, attaches, leases, promises that wait, settled pairs
-    finish   the data files are checked, the Delta log is brought up, and all is put together as `Recovered`
+    finish   the data files are checked, and all is put together as `Recovered`
 
 A committed snapshot says all that the rows before it said (log/checkpoint.py). Once its row is applied it becomes the
 starting point, and what it covers is dropped: memory holds what waits, and what was settled since the last snapshot.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -63,7 +64,7 @@ class Recovered:
     snapshot_seq: int
     log_from_seq: int  # by the last snapshot: retention may have let go what stands below
     resumes: bool  # whether the strategy may go on with the state it saved
-    behind: Callable[[], object] | None  # brings up a table whose object store did not answer
+    bring_up: Callable[[], None]  # the Delta log, to the commit log; in the table's thread
 
 
 class Applying:
@@ -124,24 +125,25 @@ class Applying:
     def finish(self, catalog: Catalog, now_ms: int) -> Recovered:
         """Return the promises that wait and all else that a broker begins with; call it once, and `apply` no more.
 
-        The pending table's Delta log is brought up to the commit log. Raises Corrupt when a data file is missing.
+        Raises Corrupt when a data file is missing. The table's Delta log is a cache, and is brought up later.
         """
         assert self.applied_seq == self.reader.next_seq, "rows that are not applied would be forgotten"
         replayed, ledger = self._replayed, self.ledger
         files = list(replayed.files.values())
         attach_seq, watermark, attaches = ledger.attach_seq, ledger.watermark, replayed.attaches
 
-        def bring_up() -> None:
-            # Before the Delta log is changed: a file that is missing must stop the start while all is as it was.
-            catalog.check_data(files)
-            catalog.bring_up(files, attaches, attach_seq, watermark, now_ms)
-
-        behind = None
+        steps = [partial(catalog.bring_up, files, attaches, attach_seq, watermark, now_ms)]
         try:
-            bring_up()
+            # A file that is missing must stop the start while all is as it was.
+            catalog.check_data(files)
         except Unavailable as error:
             logger.warning("pending table is behind the log reason=%s", error)
-            behind = bring_up
+            steps.insert(0, partial(catalog.check_data, files))
+
+        def bring_up() -> None:
+            for step in steps:
+                step()
+
         # The rest of the tail, before the starting point, is read only when no files of the strategy hold it.
         if not self._resumes:
             self.read_tail()
@@ -162,7 +164,7 @@ class Applying:
             self.snapshot_seq,
             facts.log_from_seq,
             self._resumes,
-            behind,
+            bring_up,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -165,9 +165,16 @@ class TableChanges:
         self.is_unfinished = False
         return version
 
-    def follow_later(self, bring_up: Callable[[], object] | None) -> None:
-        """Begin with a table that could not follow the log, if there is something that brings it up."""
-        self.behind, self.is_unfinished = bring_up, bring_up is not None
+    def follow_later(self, bring_up: Callable[[], object]) -> None:
+        """Begin with a table that may be behind the log, until `catch_up` has called this."""
+        self.behind, self.is_unfinished = bring_up, True
+
+    async def follow(self) -> None:
+        """Bring up the table for the first time; when its object store does not answer, that is done later."""
+        try:
+            await self.catch_up()
+        except Unavailable as error:
+            logger.warning("pending table is behind the log reason=%s", error)
 
     async def catch_up(self) -> None:
         """Bring up a table that could not follow the log; raise Unavailable when it still cannot."""
@@ -178,9 +185,7 @@ class TableChanges:
 
     def _check_finished(self) -> None:
         if self.behind is not None:
-            raise Unavailable(
-                "the pending table is behind the log until its object store answers; ask again later"
-            )
+            raise Unavailable("the pending table is behind the log until its store answers; ask again later")
         if self.is_unfinished:
             raise Unavailable("an attach has failed half way and the broker stops; start it again")
 
@@ -216,21 +221,15 @@ class TableChanges:
 
         def write() -> list[FileEntry]:
             rows = take_promises(parts.reader, np.sort(waiting.row_seq))
-            return compact.write_files(
-                parts.files, pa.Table.from_batches([compact.as_table_rows(rows)]), now_ms
-            )
+            table = pa.Table.from_batches([compact.as_table_rows(rows)])
+            return compact.write_files(parts.files, table, now_ms)
 
         entries = await self._loop.run_in_executor(parts.background, write)
         await self.attach(
             Attachment(
-                job="compact",
-                job_id=compact.JOB_ID,
-                epoch=to_seq,
-                files=entries,
-                from_seq=from_seq,
-                to_seq=to_seq,
+                job="compact", job_id=compact.JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq,
             )
-        )
+        )  # fmt: skip
 
     async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
         """Move the tail's promises to the pending table; None when there is nothing to move.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
-# Not needed by name: its parser takes 40 ms to make, and the first subscription must not hold up what is due.
-import timeball.broker.filters.sql_grammar  # noqa: F401
+# Not needed by name, but soon: the first subscription must not hold up what is due, nor must the table of promises.
+import timeball.broker.filters.sql_grammar
+import timeball.table.delta_rs  # noqa: F401
 from timeball.broker.service import Broker
 from timeball.errors import SetupError
 from timeball.monitoring.metrics import Metrics

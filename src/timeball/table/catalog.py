@@ -20,16 +20,12 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
-from deltalake.exceptions import DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction
 
 from timeball import descriptors, limits
 from timeball.descriptors import RESERVE_OF_LIBRARIES
@@ -38,15 +34,13 @@ from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN
 
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
+
 logger = logging.getLogger(__name__)
 
 DELTA_LOG = f"{FOLDER}/_delta_log"
-APP_ID = "timeball"
 CHECKPOINT_EVERY = 100  # Delta commits; a reader then opens the table from one file instead of hundreds
-DELTA_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field(PARTITION_COLUMN, pa.string())])
-
-_ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs draws its causes as a coloured tree, one a line
-_NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
 class Folder(Protocol):
@@ -100,28 +94,25 @@ class Catalog:
 
     def open(self) -> TableState:
         """Open or create the table; a newest commit that a power cut left unreadable is dropped (step 3 repeats it)."""
+        self._table = None
         self._files.make_dir(KEYS_FOLDER)
         self._drop_torn_commits()
+        from timeball.table import delta_rs
+
         try:
-            self._table = DeltaTable(self.uri, storage_options=self._options)
-        except (TableNotFoundError, DeltaError) as error:
-            if self._files.list_dir(DELTA_LOG) and not isinstance(error, TableNotFoundError):
+            self._table = delta_rs.open_table(self.uri, self._options)
+        except delta_rs.DeltaError as error:
+            if self._files.list_dir(DELTA_LOG):
                 raise Corrupt(f"the pending table cannot be opened: {error}") from error
-            self._table = DeltaTable.create(
-                self.uri,
-                DELTA_SCHEMA,
-                mode="ignore",
-                partition_by=[PARTITION_COLUMN],
-                name="pending",
-                description="Promises that wait; one row each, sorted by due_ms within a file",
-                post_commithook_properties=_NO_HOOKS,
-                storage_options=self._options,
-            )
+        if self._table is None:
+            self._table = delta_rs.create_table(self.uri, self._options)
             self._make_durable()
         return self.state()
 
     def state(self) -> TableState:
         """Live files of the newest version."""
+        from timeball.table.delta_rs import APP_ID
+
         table = self._opened()
         self._version = int(table.version())
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
@@ -194,7 +185,7 @@ class Catalog:
             return f"the entry of version {state.version} is missing"
         if table.metadata().partition_columns != [PARTITION_COLUMN]:
             return f"it is partitioned by {table.metadata().partition_columns}"
-        if pa.schema(table.schema()).names != DELTA_SCHEMA.names:
+        if pa.schema(table.schema()).names != [*TABLE_SCHEMA.names, PARTITION_COLUMN]:
             return "it has other columns"
         if state.attach_seq != attach_seq:
             return f"it stands at the TABLE row {state.attach_seq}, the log at {attach_seq}"
@@ -237,33 +228,14 @@ class Catalog:
             return self._commit(attachment, attach_seq, removed, now_ms)
 
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
+        from timeball.table import delta_rs
+
         table = self._opened()
         table.update_incremental()
-        if (table.transaction_version(APP_ID) or 0) >= attach_seq:
+        if (table.transaction_version(delta_rs.APP_ID) or 0) >= attach_seq:
             return int(table.version())
-        actions: list[AddAction | RemoveAction] = [_add_action(entry, now_ms) for entry in attachment.files]
-        actions += [
-            RemoveAction(
-                path=entry.path,
-                data_change=attachment.job != "rewrite" or bool(attachment.ranges),
-                deletion_timestamp=now_ms,
-                size=entry.size_bytes,
-                partition_values={PARTITION_COLUMN: entry.bucket},
-            )
-            for entry in removed
-        ]
         self._files.external(FOLDER)
-        table.create_write_transaction(
-            actions,
-            "append",
-            DELTA_SCHEMA,
-            partition_by=[PARTITION_COLUMN],
-            commit_properties=CommitProperties(
-                custom_metadata={"watermark": str(attachment.to_seq), "job": attachment.job},
-                app_transactions=[Transaction(APP_ID, attach_seq)],
-            ),
-            post_commithook_properties=_NO_HOOKS,
-        )
+        delta_rs.commit(table, attachment, attach_seq, removed, now_ms)
         table.update_incremental()
         version = self._version = int(table.version())
         if version % CHECKPOINT_EVERY == 0:
@@ -369,30 +341,10 @@ class Catalog:
 
         A full disk is DiskFailed too: the TABLE row is decided, so no caller can be asked to try again later.
         """
+        from timeball.table.delta_rs import DeltaError, said
+
         try:
             yield
         except (OSError, DeltaError) as error:
             failure = f"{DELTA_LOG}: {doing} failed: {said(error)}"
             raise DiskFailed(f"{failure}; mend the disk, then start again") from error
-
-
-def said(error: Exception) -> str:
-    """Return what delta-rs says, in one line."""
-    return " ".join(_ORNAMENTS.sub(" ", str(error)).split())
-
-
-def _add_action(entry: FileEntry, now_ms: int) -> AddAction:
-    stats = {
-        "numRecords": entry.rows,
-        "minValues": {"due_ms": entry.min_due_ms, "seq": entry.min_seq},
-        "maxValues": {"due_ms": entry.max_due_ms, "seq": entry.max_seq},
-        "nullCount": {"due_ms": 0, "seq": 0},
-    }
-    return AddAction(
-        path=entry.path,
-        size=entry.size_bytes,
-        partition_values={PARTITION_COLUMN: entry.bucket},
-        modification_time=now_ms,
-        data_change=True,
-        stats=json.dumps(stats),
-    )

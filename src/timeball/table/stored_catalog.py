@@ -19,14 +19,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, TypeVar
 
-from deltalake.exceptions import DeltaError
-
 from timeball import descriptors
 from timeball.descriptors import RESERVE_OF_LIBRARIES
 from timeball.errors import Corrupt, SetupError, Unavailable
 from timeball.files import Files
 from timeball.table.attachment import Attachment, FileEntry
-from timeball.table.catalog import Catalog, said
+from timeball.table.catalog import Catalog
 from timeball.table.file_cache import FileCache
 from timeball.table.object_store import ANSWER_S, ObjectStore
 
@@ -143,6 +141,8 @@ class StoredCatalog(Catalog):
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
+        from timeball.table.delta_rs import DeltaError, said
+
         try:
             yield
         except (OSError, DeltaError) as error:
