@@ -153,12 +153,11 @@ def waiting_rows(
 def write(folder: Path, rows: pa.Table, now_ms: int) -> list[FileEntry]:
     """Write rows into files of the leader's table; return their entries."""
     entries = []
-    for part in layout.sorted_parts(rows, now_ms):
-        for entry, data in layout.cut_files(part, now_ms):
-            path = folder / layout.FOLDER / entry.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-            entries.append(entry)
+    for entry, data in layout.sorted_files(rows, now_ms):
+        path = folder / layout.FOLDER / entry.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        entries.append(entry)
     return entries
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from timeball.errors import Corrupt
 from timeball.limits import DAY_MS, HOUR_MS
 from timeball.message import TABLE_SCHEMA
 from timeball.table import layout
+from timeball.table.file_keys import FileKeys
 from timeball.table.layout import SEAL, check_seal, encode_file, seal
 
 DUES = st.lists(st.integers(*ALL_ZONES), min_size=1, max_size=60)
@@ -88,27 +90,29 @@ def test_no_rows_are_no_files() -> None:
     st.lists(st.integers(0, 60), max_size=4),
     st.integers(1, 70),
 )
-def test_parts_are_the_sorted_rows_cut_between_buckets(
+def test_rows_in_any_order_become_the_files_of_the_sorted_ones(
     dues: list[int], cuts: list[int], part_rows: int
 ) -> None:
+    """However few are sorted and written at a time: a bucket of more is one file all the same."""
     rows = table_rows(dues, first_seq=7)
     bounds = [0, *sorted(cuts), len(dues)]
     chunked = pa.concat_tables(
         [rows.slice(low, max(0, high - low)) for low, high in itertools.pairwise(bounds)]
     )
+    keys, expected_keys = FileKeys(), FileKeys()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "PART_ROWS", part_rows)
-        parts = list(layout.sorted_parts(chunked, NOW_MS))
-    whole = layout.sort_rows(chunked)
-    assert pa.concat_tables([TABLE_SCHEMA.empty_table(), *parts]).combine_chunks() == whole
-    named = [[name for name, _ in layout.split_by_bucket(part, NOW_MS)] for part in parts]
-    assert [name for names in named for name in names] == [
-        name for name, _ in layout.split_by_bucket(whole, NOW_MS)
-    ]
-    # More than was asked for only where it is one bucket.
-    assert all(
-        part.num_rows <= part_rows or len(names) == 1 for part, names in zip(parts, named, strict=True)
-    )
+        files = list(layout.sorted_files(chunked, NOW_MS, keys))
+    expected = list(layout.cut_files(layout.sort_rows(chunked), NOW_MS, expected_keys))
+    for (entry, data), (other, wanted) in zip(files, expected, strict=True):
+        check_seal(pa.py_buffer(data))
+        found = pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA)
+        assert found.equals(pq.read_table(io.BytesIO(wanted), schema=TABLE_SCHEMA))
+        assert msgspec.structs.replace(entry, path="", size_bytes=0) == msgspec.structs.replace(
+            other, path="", size_bytes=0
+        )
+        assert entry.size_bytes == len(data)
+    assert keys.pairs == expected_keys.pairs
 
 
 def test_a_task_that_is_tried_again_overwrites_nothing() -> None:

@@ -48,6 +48,10 @@ class FileKeys:
         """Return the run of all that was added."""
         return KeyRun.build(*joined(self._parts), self._paths)
 
+    def clear(self) -> None:
+        """Begin another run."""
+        self._paths, self._parts, self.pairs = [], [], 0
+
 
 def run_path() -> str:
     """Return a fresh path for a run, relative to the table: a task that is repeated overwrites nothing."""

@@ -32,7 +32,7 @@ import io
 import itertools
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import google_crc32c
 import numpy as np
@@ -83,21 +83,41 @@ def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
     return [str(np.datetime_as_string(s, unit=u)) for s, u in zip(starts, units, strict=True)]
 
 
-def sorted_parts(rows: pa.Table, now_ms: int) -> Iterator[pa.Table]:
-    """Yield what `sort_rows` returns, cut between buckets, some PART_ROWS rows at a time: one such part is in memory.
-
-    A bucket is never cut, since each part of it would be a file of its own.
-    """
+def sorted_files(
+    rows: pa.Table, now_ms: int, keys: FileKeys | None = None
+) -> Iterator[tuple[FileEntry, bytes]]:
+    """Yield what `cut_files` does of these rows sorted; of them some PART_ROWS and one file are in memory at a time."""
     due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
     order = np.lexsort((seq, due))
     cuts = [*_bucket_cuts(due[order], now_ms).tolist(), len(order)]
     begin = 0
-    for cut, following in itertools.pairwise(cuts):
-        if following - begin > PART_ROWS and cut > begin:
-            yield _rows_at(rows, order[begin:cut])
-            begin = cut
-    if begin < len(order):
-        yield _rows_at(rows, order[begin:])
+    for cut, following in itertools.pairwise([*cuts, len(order) + PART_ROWS + 1]):
+        # Cut between buckets alone, since each part of one would be a file of its own.
+        if following - begin <= PART_ROWS or cut == begin:
+            continue
+        positions = order[begin:cut]
+        if len(positions) > PART_ROWS:  # one bucket
+            yield _large_file(rows, positions, now_ms, keys)
+        else:
+            yield from cut_files(_rows_at(rows, positions), now_ms, keys)
+        begin = cut
+
+
+def _large_file(
+    rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None
+) -> tuple[FileEntry, bytes]:
+    """Return the entry and the content of the file of one bucket, written PART_ROWS rows at a time."""
+    parts = (_rows_at(rows, positions[at : at + PART_ROWS]) for at in range(0, len(positions), PART_ROWS))
+    places: list[pa.Table] = []
+
+    def noted(part: pa.Table) -> pa.Table:
+        places.append(part.select(["due_ms", "seq", "unique_key", "keys"]))
+        return part
+
+    data = _encoded(map(noted, parts), len(positions))
+    placed = pa.concat_tables(places)
+    (bucket,) = bucket_names(_values(placed.slice(0, 1), "due_ms"), now_ms)
+    return _described(bucket, placed, data, keys), data
 
 
 def _rows_at(rows: pa.Table, positions: Int64Array) -> pa.Table:
@@ -144,17 +164,22 @@ def group_rows(rows: int) -> int:
 
 def encode_file(rows: pa.Table) -> bytes:
     """A sealed Parquet file of sorted rows: zstd level 1, statistics on the columns we search by."""
+    return _encoded([rows], rows.num_rows)
+
+
+def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(
-        rows.select(TABLE_SCHEMA.names),
+    with pq.ParquetWriter(
         sink,
+        TABLE_SCHEMA,
         compression="zstd",
         compression_level=1,
-        row_group_size=group_rows(rows.num_rows),
         use_dictionary=["topic", "tag", "born_host"],
         write_statistics=["due_ms", "seq", "topic"],
         write_page_checksum=True,  # a rotten page is an error when it is read, never a message
-    )
+    ) as writer:
+        for part in parts:
+            writer.write_table(part.select(TABLE_SCHEMA.names), row_group_size=group_rows(rows))
     return seal(sink.getvalue())
 
 
@@ -180,10 +205,14 @@ def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iter
     """
     for bucket, part in split_by_bucket(rows, now_ms):
         data = encode_file(part)
-        entry = describe(bucket, part, len(data))
-        if keys is not None:
-            keys.add(entry.path, part.column("unique_key"), part.column("keys"))
-        yield entry, data
+        yield _described(bucket, part, data, keys), data
+
+
+def _described(bucket: str, rows: pa.Table, data: bytes, keys: FileKeys | None) -> FileEntry:
+    entry = describe(bucket, rows, len(data))
+    if keys is not None:
+        keys.add(entry.path, rows.column("unique_key"), rows.column("keys"))
+    return entry
 
 
 def _values(table: pa.Table, name: str) -> Int64Array:

@@ -43,8 +43,9 @@ class Figures:
 
 
 _NONE: Int64Array = np.empty(0, np.int64)
-# A frame with more rows is a batch as it is, a view of the mapped log: joining would copy every body.
-COALESCE_ROWS = 8_192
+# A frame with more rows is a batch as it is, a view of the mapped log: joining copies every body, and a run keeps all
+# of them until its end.
+COALESCE_ROWS = 512
 RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
 
 
@@ -86,23 +87,22 @@ def write_files(
     if rows.num_rows == 0:
         return entries
     keys = FileKeys()
-    for part in layout.sorted_parts(rows, now_ms):
-        # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
-        for entry, data in layout.cut_files(part, now_ms, keys):
-            name = f"{layout.FOLDER}/{entry.path}"
-            files.make_dir(name.rpartition("/")[0])
-            if begun is not None:
-                begun.append(entry)
-            file = files.create(name)
-            try:
-                # Without a sync: the attach syncs each file before its row is written (catalog.sync_data).
-                file.write_at(0, data)
-            finally:
-                file.close()
-            entries.append(entry)
+    # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
+    for entry, data in layout.sorted_files(rows, now_ms, keys):
+        name = f"{layout.FOLDER}/{entry.path}"
+        files.make_dir(name.rpartition("/")[0])
+        if begun is not None:
+            begun.append(entry)
+        file = files.create(name)
+        try:
+            # Without a sync: the attach syncs each file before its row is written (catalog.sync_data).
+            file.write_at(0, data)
+        finally:
+            file.close()
+        entries.append(entry)
         if keys.is_full:
             _write_keys(files, keys)
-            keys = FileKeys()
+            keys.clear()
     _write_keys(files, keys)
     return entries
 
