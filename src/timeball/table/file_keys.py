@@ -15,6 +15,7 @@ from timeball.key_hash import KeyRun, Pairs, hash_keys, joined
 KEYS = "_keys"  # the folder, in the table's; Delta tools leave those that begin with '_' alone
 SUFFIX = ".keys"
 RUN_PAIRS = 1 << 20  # a writer begins another run behind so many: they are sorted in memory
+HASHED_ROWS = 65_536
 ROW_BITS = 32
 ROW_MASK = (1 << ROW_BITS) - 1
 
@@ -29,10 +30,13 @@ class FileKeys:
 
     def add(self, path: str, unique_key: pa.ChunkedArray, keys: pa.ChunkedArray) -> None:
         """Add the keys of all rows of a file, in the order of its rows."""
-        hashes, rows = hash_keys(*(_one_chunk(column) for column in (unique_key, keys)))
-        self._parts.append((hashes, rows | len(self._paths) << ROW_BITS))
+        # Some at a time: to hash a key takes several times its memory.
+        for at in range(0, len(unique_key), HASHED_ROWS):
+            some = (_one_chunk(column.slice(at, HASHED_ROWS)) for column in (unique_key, keys))
+            hashes, rows = hash_keys(*some)
+            self._parts.append((hashes, rows + at | len(self._paths) << ROW_BITS))
+            self.pairs += len(rows)
         self._paths.append(path)
-        self.pairs += len(rows)
 
     @property
     def is_full(self) -> bool:

@@ -32,7 +32,7 @@ import io
 import itertools
 import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import google_crc32c
 import numpy as np
@@ -84,9 +84,12 @@ def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
 
 
 def sorted_files(
-    rows: pa.Table, now_ms: int, keys: FileKeys | None = None
+    rows: pa.Table, now_ms: int, keys: FileKeys | None = None, copied: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[FileEntry, bytes]]:
-    """Yield what `cut_files` does of these rows sorted; of them some PART_ROWS and one file are in memory at a time."""
+    """Yield what `cut_files` does of these rows sorted; some PART_ROWS rows and one file are in memory at a time.
+
+    `copied` is called when a part of `rows` has been.
+    """
     due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
     order = np.lexsort((seq, due))
     cuts = [*_bucket_cuts(due[order], now_ms).tolist(), len(order)]
@@ -97,20 +100,23 @@ def sorted_files(
             continue
         positions = order[begin:cut]
         if len(positions) > PART_ROWS:  # one bucket
-            yield _large_file(rows, positions, now_ms, keys)
+            yield _large_file(rows, positions, now_ms, keys, copied)
         else:
-            yield from cut_files(_rows_at(rows, positions), now_ms, keys)
+            part = _rows_at(rows, positions)
+            copied()
+            yield from cut_files(part, now_ms, keys)
         begin = cut
 
 
 def _large_file(
-    rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None
+    rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None, copied: Callable[[], None]
 ) -> tuple[FileEntry, bytes]:
     """Return the entry and the content of the file of one bucket, written PART_ROWS rows at a time."""
     parts = (_rows_at(rows, positions[at : at + PART_ROWS]) for at in range(0, len(positions), PART_ROWS))
     places: list[pa.Table] = []
 
     def noted(part: pa.Table) -> pa.Table:
+        copied()
         places.append(part.select(["due_ms", "seq", "unique_key", "keys"]))
         return part
 
@@ -129,7 +135,9 @@ def _rows_at(rows: pa.Table, positions: Int64Array) -> pa.Table:
     parts = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
     begins = ends - [batch.num_rows for batch in batches]
     found = [
-        batch.take(pa.array(part - begin)) for batch, part, begin in zip(batches, parts, begins, strict=True)
+        batch.take(pa.array(part - begin))
+        for batch, part, begin in zip(batches, parts, begins, strict=True)
+        if len(part)
     ]
     joined = pa.Table.from_batches(found, rows.schema).combine_chunks()
     return joined.take(pa.array(np.searchsorted(ascending, positions)))
@@ -180,7 +188,7 @@ def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
     ) as writer:
         for part in parts:
             writer.write_table(part.select(TABLE_SCHEMA.names), row_group_size=group_rows(rows))
-    return seal(sink.getvalue())
+    return _sealed(sink)
 
 
 def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
@@ -231,11 +239,19 @@ PARQUET_MAGIC = b"PAR1"
 
 def seal(data: bytes) -> bytes:
     """A finished Parquet file, sealed."""
-    length, magic = TRAILER.unpack_from(data, len(data) - TRAILER.size)
-    begin = len(data) - TRAILER.size - length
-    assert magic == PARQUET_MAGIC and begin > 0, "only a whole Parquet file can be sealed"
-    footer = data[begin:]
-    return b"".join([data[:begin], SEAL.pack(MAGIC, google_crc32c.value(footer)), footer])
+    return _sealed(io.BytesIO(data))
+
+
+def _sealed(file: io.BytesIO) -> bytes:
+    # In place: a file may have hundreds of megabytes, of which each copy would count.
+    with file.getbuffer() as view:
+        length, magic = TRAILER.unpack_from(view, len(view) - TRAILER.size)
+        begin = len(view) - TRAILER.size - length
+        assert magic == PARQUET_MAGIC and begin > 0, "only a whole Parquet file can be sealed"
+        footer = bytes(view[begin:])
+    file.seek(begin)
+    file.write(SEAL.pack(MAGIC, google_crc32c.value(footer)) + footer)
+    return file.getvalue()
 
 
 def sealed_bytes(end: pa.Buffer) -> int:
