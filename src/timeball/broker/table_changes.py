@@ -54,12 +54,8 @@ class TableChanges:
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
         self.parts.ledger.check_reserve(rows)
-        row = build_rows(
-            1,
-            kind=int(Kind.TABLE),
-            body=att.encode(att.Reservation(rows)),
-            store_ms=self.parts.clock.now_ms(),
-        )
+        body, now_ms = att.encode(att.Reservation(rows)), self.parts.clock.now_ms()
+        row = build_rows(1, kind=int(Kind.TABLE), body=body, store_ms=now_ms)
         # Behind the row itself: its frame uses up the numbers, so no other row can get them.
         first_seq = self.parts.writer.next_seq + 1
         _, durable = self.parts.writer.append(
@@ -100,9 +96,8 @@ class TableChanges:
             await self._check_files(attachment, now_ms)
             # Before the row: once the log says that a file is attached, a power cut must not take the file.
             await in_thread(parts.table_thread, parts.catalog.sync_data, attachment.files)
-            return await self._attach_checked(
-                attachment, now_ms, parts.campaigns.attached(attachment, now_ms)
-            )
+            state = parts.campaigns.attached(attachment, now_ms)
+            return await self._attach_checked(attachment, now_ms, state)
 
     async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
         await in_thread(self.parts.table_thread,
@@ -170,7 +165,7 @@ class TableChanges:
         self.behind, self.is_unfinished = bring_up, True
 
     async def follow(self) -> None:
-        """Bring up the table for the first time; when its object store does not answer, that is done later."""
+        """Bring up the table; when its object store does not answer, that is done later."""
         try:
             await self.catch_up()
         except Unavailable as error:
@@ -207,9 +202,7 @@ class TableChanges:
     def _check_compacts(self) -> None:
         schedule = self.parts.settings.strategy
         if schedule != "hour_log":
-            raise RequestError(
-                f"nothing is compacted with --strategy {schedule}: scheduled messages wait in its own files"
-            )
+            raise RequestError(f"nothing is compacted with --strategy {schedule}: it has files of its own")
 
     async def adopt(self, waiting: Waiting) -> None:
         """Move promises that another schedule kept, and may have written again, to the pending table.
@@ -237,18 +230,26 @@ class TableChanges:
         `even_without_promises` moves the watermark all the same, so that retention may let the rows before it go.
         """
         self._check_compacts()
+        ledger, end_seq, attached = self.parts.ledger, self.parts.reader.next_seq, None
         try:
-            return await self._compact(even_without_promises=even_without_promises)
+            # A run holds its rows in memory. What comes meanwhile is left for the next time.
+            while ledger.watermark < end_seq:
+                is_followed = ledger.watermark + compact.RUN_ROWS_MAX < end_seq
+                found = await self._compact(even_without_promises=even_without_promises or is_followed)
+                if found is None:
+                    break
+                attached = found
         except Exception:  # of any kind: counted, and raised again
             self.compactions.failures += 1
             raise
+        return attached
 
     async def _compact(self, *, even_without_promises: bool) -> Attached | None:
         self._check_store()
         async with self._compact_lock:
             parts, began_ns = self.parts, self.parts.clock.clock.monotonic_ns()
-            from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
-            to_seq = min(to_seq, from_seq + compact.RUN_ROWS_MAX)
+            from_seq = parts.ledger.watermark
+            to_seq = min(parts.reader.next_seq, from_seq + compact.RUN_ROWS_MAX)
             if to_seq <= from_seq:
                 return None
             # Read after `to_seq` was durable: only then does it speak of every promise before it.

@@ -8,6 +8,7 @@ one for files of any writer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -43,10 +44,10 @@ class Figures:
 
 
 _NONE: Int64Array = np.empty(0, np.int64)
-# A frame with more rows is a batch as it is, a view of the mapped log: joining copies every body, and a run keeps all
-# of them until its end.
-COALESCE_ROWS = 512
-RUN_ROWS_MAX = 2_000_000  # sequence numbers in one run; bounds its memory to some hundreds of MB
+# A frame with more rows is a batch as it is, a view of the mapped log: joining would copy every body.
+COALESCE_ROWS = 8_192
+UNLOAD_ROWS = 131_072  # some 50 MB
+RUN_ROWS_MAX = 500_000  # sequence numbers in one run; those of small frames are all in memory, some 200 MB
 
 
 def compact(
@@ -63,32 +64,41 @@ def compact(
 
     `settled`: numbers that are left out besides, as they need not wait any more. Most receipts are among them.
     """
-    rows = promises(reader, from_seq, to_seq, settled_before_ms, settled)
-    entries = write_files(files, rows, now_ms)
-    for segment in reader.segments.all:
-        # What was read once would count as the broker's memory until the segment goes.
-        if segment.first_seq < to_seq and segment.next_seq > from_seq:
-            files.unload(segment.buffer)
+
+    def unload() -> None:
+        # Pages of the log that were read would count as the broker's memory until their segment goes.
+        for segment in reader.segments.all:
+            if segment.first_seq < to_seq and segment.next_seq > from_seq:
+                files.unload(segment.buffer)
+
+    rows = promises(reader, from_seq, to_seq, settled_before_ms, settled, unload)
+    entries = write_files(files, rows, now_ms, unload=unload)
+    unload()
     return Attachment(
         job="compact", job_id=JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq
     )
 
 
 def write_files(
-    files: Files, rows: pa.Table, now_ms: int, begun: list[FileEntry] | None = None
+    files: Files,
+    rows: pa.Table,
+    now_ms: int,
+    begun: list[FileEntry] | None = None,
+    unload: Callable[[], None] = lambda: None,
 ) -> list[FileEntry]:
     """Sort rows of TABLE_SCHEMA and write a file a bucket; an attach makes them durable and part of the table.
 
     A run of their keys is written besides (table/key_index.py).
 
-    `begun` gets the entry of each file before it is there, for a caller who removes them after a failure.
+    `begun` gets the entry of each file before it is there, for a caller who removes them after a failure. `unload` is
+    called when some rows have been copied, which may be views of a mapped file.
     """
     entries: list[FileEntry] = []
     if rows.num_rows == 0:
         return entries
     keys = FileKeys()
     # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
-    for entry, data in layout.sorted_files(rows, now_ms, keys):
+    for entry, data in layout.sorted_files(rows, now_ms, keys, unload):
         name = f"{layout.FOLDER}/{entry.path}"
         files.make_dir(name.rpartition("/")[0])
         if begun is not None:
@@ -114,10 +124,15 @@ def _write_keys(files: Files, keys: FileKeys) -> None:
 
 
 def promises(
-    reader: LogReader, from_seq: int, to_seq: int, settled_before_ms: int, settled: Int64Array
+    reader: LogReader,
+    from_seq: int,
+    to_seq: int,
+    settled_before_ms: int,
+    settled: Int64Array,
+    unload: Callable[[], None],
 ) -> pa.Table:
     """Return TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
-    parts = []
+    parts, read_rows = [], 0
     for found in reader.coalesced(from_seq, to_seq, KINDS, COALESCE_ROWS):
         rows = as_promises(versions_in(found))
         # Promises due before that are settled. Cancelled ones of later instants may go along: the log settles them.
@@ -125,6 +140,10 @@ def promises(
         waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():
             parts.append(as_table_rows(rows.filter(pa.array(waiting)) if not np.all(waiting) else rows))
+        read_rows += found.num_rows
+        if read_rows >= UNLOAD_ROWS:
+            unload()
+            read_rows = 0
     # With the schema, as there may be no parts: a tail whose promises are all settled.
     return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
