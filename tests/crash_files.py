@@ -189,7 +189,7 @@ class CrashFiles(Power):
         with self.running():
             return CrashFile(self, self._inode(name), name)
 
-    def map_readonly(self, name: str) -> pa.Buffer:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         """See Files."""
         with self.running():
             return pa.py_buffer(self._inode(name).view())

@@ -191,6 +191,22 @@ def test_what_is_warmed_is_in_the_cache_of_the_system(tmp_path: Path) -> None:
     file.close()
 
 
+def test_what_is_mapped_at_random_reads_the_same_and_nothing_is_read_ahead(tmp_path: Path) -> None:
+    files = RealFiles(tmp_path)
+    files.replace("a", b"0123456789")
+    maps = [files.map_readonly("a", at_random=at_random) for at_random in (False, True)]
+    flags = dict[int, list[str]]()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            address = int(line.partition("-")[0], 16)
+        elif line.startswith("VmFlags:"):
+            flags[address] = line.split()
+    assert ["rr" in flags[mapped.address] for mapped in maps] == [False, True]
+    assert bytes(maps[0]) == bytes(maps[1]) == b"0123456789"
+    files.replace("none", b"")
+    assert files.map_readonly("none", at_random=True).size == 0
+
+
 def test_what_is_unloaded_reads_as_before_and_is_no_memory_of_the_process(tmp_path: Path) -> None:
     files, size_bytes = RealFiles(tmp_path), 4 * 1024 * 1024
     file, data = files.create("log"), os.urandom(size_bytes)

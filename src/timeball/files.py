@@ -84,8 +84,8 @@ class Files(Protocol):
     def open(self, name: str) -> File:
         """Open an existing file for writing."""
 
-    def map_readonly(self, name: str) -> pa.Buffer:
-        """The whole file as an Arrow buffer that stays valid after removal of the name."""
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
+        """The whole file, valid after removal of the name. `at_random`: a page here and there, none read ahead."""
 
     def unload(self, mapped: pa.Buffer) -> None:
         """Let this process's memory go of what it has read of a `map_readonly`; the system's cache keeps it."""
@@ -298,16 +298,18 @@ class RealFiles:
         """See Files."""
         return RealFile(self.root / name, create=False)
 
-    def map_readonly(self, name: str) -> pa.Buffer:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         """See Files."""
         with _typed(f"mapping {name}"):
             fd = _open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                size_bytes = os.fstat(fd).st_size
-                # mmap takes no empty range.
-                return _Mapping(fd, size_bytes).buffer() if size_bytes else pa.py_buffer(b"")
+                size_bytes = os.fstat(fd).st_size  # mmap takes no empty range
+                mapped = _Mapping(fd, size_bytes).buffer() if size_bytes else pa.py_buffer(b"")
             finally:
                 os.close(fd)
+        if at_random and size_bytes:
+            _madvise(mapped.address, size_bytes, mmap.MADV_RANDOM)
+        return mapped
 
     def unload(self, mapped: pa.Buffer) -> None:
         """See Files. Of a shared mapping this drops page tables alone: the next read finds the same bytes."""

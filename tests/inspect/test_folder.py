@@ -316,7 +316,7 @@ def test_retention_may_take_a_segment_away_while_we_list() -> None:
 
         gone: list[str]
 
-        def map_readonly(self, name: str) -> pa.Buffer:
+        def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
             if name.endswith(".log") and self.gone:
                 self.remove(self.gone.pop(0))
             return super().map_readonly(name)
@@ -334,7 +334,7 @@ def test_a_listing_that_never_holds_ends() -> None:
     class Restless(CrashFiles):
         """Every file is gone when it is looked at."""
 
-        def map_readonly(self, name: str) -> pa.Buffer:
+        def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
             raise NotFound(name)
 
     files, _ = three_segments()
@@ -347,7 +347,7 @@ def test_a_commit_that_is_finished_while_we_look_is_no_damage() -> None:
     class Writing(CrashFiles):
         """At the first look the middle frame is half written; when its follower is seen, it is whole."""
 
-        def map_readonly(self, name: str) -> pa.Buffer:
+        def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
             now = super().map_readonly(name)
             self.looks = getattr(self, "looks", 0) + name.endswith(".log")
             if self.looks != 1:
