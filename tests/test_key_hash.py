@@ -44,6 +44,14 @@ FROZEN = {
 texts = st.lists(st.none() | st.text(max_size=40), max_size=20)
 
 
+@pytest.fixture(params=[-1, 20], ids=["columns", "text by text"], autouse=True, scope="module")
+def few(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to hash a column, whatever its length."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_hash, "FEW", request.param)
+        yield
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), FROZEN.items(), ids=["empty", "letter", "key", "message id", "unicode"]
 )
