@@ -30,6 +30,8 @@ CACHE_BYTES_MAX = 32 * 1024 * 1024
 FRAME_BYTES = 13 * 1024
 CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES
 
+_NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes as long as to read some
+
 T = TypeVar("T")
 Place = tuple[int, int]  # ordinal of the segment, position of the frame in it
 
@@ -182,7 +184,7 @@ class LogReader:
     def read_rows(self, seqs: Int64Array) -> pa.RecordBatch:
         """Return READ_SCHEMA rows with exactly these sequence numbers, in the order given; raises OutOfRange."""
         if len(seqs) == 0:
-            return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+            return _NO_ROWS
         # Sorted, so that each frame is decoded once, however many of its rows are asked for, in any order.
         order = np.argsort(seqs, kind="stable")
         wanted = seqs[order]
