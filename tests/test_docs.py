@@ -28,6 +28,7 @@ from timeball.schedule.level_cascade import queue
 from timeball.schedule.level_cascade.backlog import CascadeState
 from timeball.schedule.timer_wheel import ring, timer_log
 from timeball.schedule.timer_wheel.backlog import WheelState
+from timeball.table import identities
 from timeball.table.attachment import Attachment, FileEntry
 
 
@@ -215,6 +216,7 @@ DRAWN = [
     ("queue-index", queue_file),
     ("checkpoint", checkpoint),
     ("key-run", inspect.getmodule(KeyRun)),
+    ("pending-table", identities),
     ("frame-index", frame_index),
     ("timer-wheel", ring),
     ("timer-wheel", timer_log),

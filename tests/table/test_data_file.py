@@ -20,9 +20,10 @@ from tests.table.test_layout import order
 
 from timeball.errors import Corrupt, NotFound
 from timeball.message import TABLE_SCHEMA
-from timeball.table import data_file
+from timeball.table import data_file, identities
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, Position
+from timeball.table.identities import ID_COLUMNS
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 EVERYTHING: tuple[Position, Position] = ((-(1 << 62), 0), (1 << 62, 0))
@@ -141,7 +142,7 @@ def test_who_walks_leaves_it_open_and_who_looks_up_leaves_it_as_it_was() -> None
         lambda: file.row_count_up_to(BEGIN_MS, BEGIN_MS), lambda: file.first_due_from(BEGIN_MS), file.check,
     ]  # fmt: skip
     look_ups = [
-        lambda: file.rows_at(np.array([7]), ["seq"]),
+        lambda: file.identities_at([7]),
         file.key_columns,
         lambda: file.find_seqs(np.array([7])),
     ]
@@ -178,7 +179,9 @@ def test_a_closed_file_leaves_nothing_for_the_collector_of_cycles() -> None:
 
 def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
     entry, data, _ = whole
-    file = DataFile(OneFile(damaged(data, len(data) // 3, 0)), entry)
+    numbers = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0)
+    last = numbers.dictionary_page_offset or numbers.data_page_offset
+    file = DataFile(OneFile(damaged(data, last + numbers.total_compressed_size - 1, 0)), entry)
     with pytest.raises(Corrupt):
         file.find_seqs(np.arange(3 * GROUP_ROWS))
     assert not file.is_open
@@ -188,12 +191,20 @@ def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, li
 
 
 @settings(max_examples=40)
-@given(st.sets(st.integers(0, 3 * GROUP_ROWS - 1), min_size=1))
-def test_rows_at_places_of_the_file(places: set[int]) -> None:
-    file = one_file(table_rows([BEGIN_MS + i for i in range(3 * GROUP_ROWS)]))
-    found = file.rows_at(np.array(sorted(places)), ["seq", "unique_key"])
-    assert found.column("seq").to_pylist() == [place + 1 for place in sorted(places)]
-    assert ids(found) == [f"id{place + 1}" for place in sorted(places)]
+@given(st.sets(st.integers(0, 3 * GROUP_ROWS - 1), min_size=1), st.booleans())
+def test_identities_at_places_of_the_file(places: set[int], has_them: bool) -> None:
+    """Also of a file without them, which is read by its row groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identities, "BLOCK_ROWS", 4)
+        if not has_them:
+            patch.setattr(identities, "encode", lambda rows: b"")
+        rows = table_rows(
+            [BEGIN_MS + i for i in range(3 * GROUP_ROWS)], number=[None, 7] * (3 * GROUP_ROWS // 2)
+        )
+        file = one_file(rows)
+    right = rows.select(ID_COLUMNS).to_pylist()
+    assert file.identities_at(sorted(places)) == [right[place] for place in sorted(places)]
+    assert not file.is_open
 
 
 @settings(max_examples=40)
@@ -214,7 +225,7 @@ class OneFile(CrashFiles):
         super().__init__()
         self._data = pa.py_buffer(data)
 
-    def map_readonly(self, name: str) -> pa.Buffer:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         return self._data
 
 
@@ -228,7 +239,10 @@ def whole() -> tuple[FileEntry, bytes, list[pa.Table]]:
 def answers(file: DataFile) -> list[pa.Table]:
     windows = [EVERYTHING, ((BEGIN_MS + 1, 4), (BEGIN_MS + 6, 0))]
     found = [file.rows_between(low, high) for low, high in windows]
-    return [*found, file.find_seqs(np.array([9, 20]))]
+    known = pa.Table.from_pylist(
+        file.identities_at([n for n in (0, 9, 20) if n < file.entry.rows]), identities.ID_SCHEMA
+    )
+    return [*found, file.find_seqs(np.array([9, 20])), known]
 
 
 def damaged(data: bytes, at: int, bit: int) -> bytes:

@@ -21,8 +21,9 @@ from timeball.files import Files
 from timeball.key_hash import KeyRun, hash_text
 from timeball.table import key_index
 from timeball.table.attachment import FileEntry
-from timeball.table.data_file import ID_COLUMNS, DataFile
+from timeball.table.data_file import DataFile
 from timeball.table.file_set import FileSet
+from timeball.table.identities import ID_COLUMNS
 from timeball.table.key_index import TableKeys
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
@@ -87,12 +88,10 @@ class Table:
 
 def found(index: TableKeys, live: FileSet, texts: Sequence[str]) -> list[int]:
     rows = index.find_keys(live, hashes(texts))
-    assert rows.column_names == ID_COLUMNS
+    assert all(list(row) == ID_COLUMNS for row in rows)
     # As a caller does: a hash is a filter only.
     return sorted(
-        row["seq"]
-        for row in rows.to_pylist()
-        if {row["unique_key"], *(row["keys"] or "").split(" ")} & set(texts)
+        row["seq"] for row in rows if {row["unique_key"], *(row["keys"] or "").split(" ")} & set(texts)
     )
 
 
@@ -201,16 +200,22 @@ def test_a_look_up_asks_the_runs_and_reads_the_rows_found_and_no_other_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = many(5)
-    index, live, opened = TableKeys(table.files), table.live, []
+    index, live, asked, parsed = TableKeys(table.files), table.live, [], []
     index.bring_up(live)
-    check = DataFile.check
-    monkeypatch.setattr(DataFile, "check", lambda file: (opened.append(file.entry.path), check(file)))
+    identities_at, check = DataFile.identities_at, DataFile.check
+    monkeypatch.setattr(
+        DataFile,
+        "identities_at",
+        lambda file, at: (asked.append(file.entry.min_seq), identities_at(file, at))[1],
+    )
+    monkeypatch.setattr(DataFile, "check", lambda file: (parsed.append(file.entry.path), check(file)))
     assert found(index, live, ["id4"]) == [4]
-    assert len(opened) == 1
-    assert found(index, live, ["id5"]) == [5]
-    assert len(opened) == 1, "it stays open for a while"
     assert found(index, live, ["nothing"]) == []
-    assert len(opened) == 1
+    assert asked == [4] and parsed == []
+    [rows] = index.rows_of(live, np.array([BEGIN_MS]), np.array([4]))
+    assert rows.column("seq").to_pylist() == [4] and len(parsed) == 1
+    index.rows_of(live, np.array([BEGIN_MS]), np.array([4]))
+    assert len(parsed) == 1, "it stays open for a while"
 
 
 def test_the_files_that_were_used_longest_ago_are_closed() -> None:
@@ -218,7 +223,7 @@ def test_the_files_that_were_used_longest_ago_are_closed() -> None:
         table = many(9)
         index, live = TableKeys(table.files), table.live
         for seq in range(1, 28):
-            assert found(index, live, [f"id{seq}"]) == [seq]
+            assert index.find_seqs(live, np.array([seq])).num_rows == 1
             assert 1 <= index._open_groups == sum(file.group_count() for file in index._open.values()) <= 3
 
 

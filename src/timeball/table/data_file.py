@@ -20,23 +20,23 @@ import pyarrow.parquet as pq
 from timeball.errors import Corrupt
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry, Ranges, overlap
+from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, Row, is_there
 from timeball.table.layout import FOLDER, check_seal, sealed_bytes
 
 Position = tuple[int, int]  # (due_ms, seq)
 
 _CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
-ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 _TOPIC = TABLE_SCHEMA.get_field_index("topic")
 END_BYTES = 64 * 1024  # holds the footer of a file of a million rows
 _SOME_ROWS = 4_096  # decoded at a time where bodies are among the columns
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
-_NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS]).empty_table()
+_NO_ROWS = ID_SCHEMA.empty_table()
 
 
 class DataFiles(Protocol):
     """The data folder, or copies of files in an object store (file_cache.py)."""
 
-    def map_readonly(self, name: str) -> pa.Buffer | pa.NativeFile:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer | pa.NativeFile:
         """Return the file of this name in the data folder, which stays valid after removal of the name.
 
         Or, of one in an object store, a file that is read by ranges.
@@ -105,20 +105,31 @@ class DataFile:
             first = int(due[np.searchsorted(due, due_ms, side="left")])
         return first
 
-    def rows_at(self, rows: Int64Array, columns: list[str]) -> pa.Table:
-        """These columns of the rows at these places of the file, ascending."""
+    def identities_at(self, places: list[int]) -> list[Row]:
+        """The identifying columns of the rows at these places, without the footer where that is possible."""
+        name = f"{FOLDER}/{self.entry.path}"
+        # Of a file that is not in memory some pages, and not all of it, as a system may read ahead megabytes.
+        data = self._files.map_readonly(name, at_random=True)
+        try:
+            found = _identities(data, self.entry.size_bytes)
+            if found is not None and found.rows != self.entry.rows:
+                raise Corrupt(f"it has {found.rows} identities, its attach says {self.entry.rows} rows")
+            if found is not None:
+                return found.rows_at(places)
+        except Corrupt as error:
+            raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
+        return self._rows_at(np.unique(places))
+
+    def _rows_at(self, places: Int64Array) -> list[Row]:
+        """The same, ascending, from its row groups."""
+        found = []
         with self._briefly():
             self._open()
-            groups = np.unique(np.searchsorted(self._group_starts, rows, side="right") - 1)
-            parts = []
-            for group in groups.tolist():
-                start = self._group_starts[group]
-                inside = rows[(rows >= start) & (rows < self._group_starts[group + 1])] - start
-                found = self._read([group], columns)
-                # The usual look-up is for one row, of which a slice costs a tenth of `take`.
-                is_one = len(inside) == 1
-                parts.append(found.slice(int(inside[0]), 1) if is_one else found.take(pa.array(inside)))
-            return pa.concat_tables(parts)
+            groups = np.searchsorted(self._group_starts, places, side="right") - 1
+            for group in np.unique(groups).tolist():
+                inside = places[groups == group] - self._group_starts[group]
+                found += self._read([group], ID_COLUMNS).take(pa.array(inside)).to_pylist()
+        return found
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
         """The identifying columns of the rows with these numbers; reads the numbers of row groups that may hold one."""
@@ -296,8 +307,28 @@ def check_all(data: pa.Buffer) -> None:
         parquet = _parse(data)
         for group in range(parquet.num_row_groups):
             parquet.read_row_group(group, use_threads=False)
+        found = _identities(data, data.size)
+        if found is not None:
+            found.check()
     except (OSError, pa.ArrowInvalid) as error:
         raise Corrupt(str(error)) from error
+
+
+def _identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identities | None:
+    """Return the identities of a file of so many bytes; None when it has none. Raises Corrupt."""
+    if isinstance(data, pa.Buffer):
+        found_bytes, end, read_at = data.size, data.slice(max(0, data.size - END_BYTES)), data.slice
+    else:
+        found_bytes, end = data.size(), _end_of(data)
+
+        def read_at(begin: int, size: int) -> pa.Buffer:
+            inside = begin - (found_bytes - end.size)
+            return end.slice(inside, size) if inside >= 0 else pa.py_buffer(data.read_at(size, begin))
+
+    if found_bytes != size_bytes:
+        raise Corrupt(f"it has size_bytes {found_bytes}, its attach says {size_bytes}")
+    at = found_bytes - sealed_bytes(end)
+    return Identities(read_at, at) if is_there(read_at, at) else None
 
 
 def _parse(data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:

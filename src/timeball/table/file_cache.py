@@ -95,22 +95,24 @@ class FileCache:
         """Return whether a file can be mapped without the store."""
         return path in self._local
 
-    def map_readonly(self, name: str) -> pa.Buffer:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         """Return a data file by its name in the data folder; raise Unavailable, Corrupt, NotFound."""
         path = name.partition("/")[2]
         for _ in range(3):
             self.fetch(path, patiently=False)
             try:
-                return self._files.map_readonly(name)
+                return self._files.map_readonly(name, at_random=at_random)
             except NotFound:
                 self._forget(path)  # it had to make room meanwhile
         raise Unavailable(f"{name} is fetched and evicted in turn: raise --table-cache-bytes")
 
-    def open_ranged(self, name: str, size_bytes_min: int) -> pa.Buffer | pa.NativeFile:
+    def open_ranged(
+        self, name: str, size_bytes_min: int, *, at_random: bool = False
+    ) -> pa.Buffer | pa.NativeFile:
         """Return a copy, if there is one or the file is small, or else the file in the store, read by ranges."""
         path = name.partition("/")[2]
         if path in self._local or path in self._left:
-            return self.map_readonly(name)
+            return self.map_readonly(name, at_random=at_random)
         self.check_answers()
         file = self._ask(partial(self._store.open, name))
         size_bytes = file.size()
@@ -352,6 +354,6 @@ class Ranged:
     def __init__(self, cache: FileCache, size_bytes_min: int = RANGED_BYTES_MIN) -> None:
         self._cache, self._size_bytes_min = cache, size_bytes_min
 
-    def map_readonly(self, name: str) -> pa.Buffer | pa.NativeFile:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer | pa.NativeFile:
         """See FileCache.open_ranged."""
-        return self._cache.open_ranged(name, self._size_bytes_min)
+        return self._cache.open_ranged(name, self._size_bytes_min, at_random=at_random)

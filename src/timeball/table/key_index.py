@@ -8,8 +8,9 @@ A cache: the log says which files live, the files what is in them. A run is used
 that is missing or damaged is made again, from the files. So a merge needs no order of steps: the new run is there, or
 the old ones are, or both are, which say the same.
 
-A few files stay open, those used last: a footer costs more than the look-up. They are no one else's, since Arrow's
-reader fails when two threads use it.
+What a look-up by key wants of a row stands in its file once more, in small blocks (identities.py). For all else a few
+files stay open, those used last: a footer costs more than the look-up. They are no one else's, since Arrow's reader
+fails when two threads use it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import pyarrow as pa
 from timeball.errors import Corrupt, OverLimit
 from timeball.files import Files
 from timeball.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
-from timeball.message import TABLE_SCHEMA, Int64Array
+from timeball.message import Int64Array
 from timeball.table.attachment import FileEntry
-from timeball.table.data_file import ID_COLUMNS, DataFile, DataFiles
+from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_cache import FileCache, Ranged
 from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, run_path
 from timeball.table.file_set import FileSet
+from timeball.table.identities import ID_SCHEMA, Row
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ SIZE_RATIO = 8
 SMALL_PAIRS = 65_536  # runs up to this size are alike
 OPEN_GROUPS_MAX = 1_024  # row groups of the files that stay open: 14 KB each
 
-_NO_ROWS = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS]).empty_table()
+_NO_ROWS = ID_SCHEMA.empty_table()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +71,18 @@ class TableKeys:
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 
-    def find_keys(self, live: FileSet, hashes: UInt64Array) -> pa.Table:
-        """Return the identifying columns of the rows with a key that may be one of those hashed.
+    def find_keys(self, live: FileSet, hashes: UInt64Array) -> list[Row]:
+        """Return the identities of the rows with a key that may be one of those hashed.
 
         Raises Corrupt when a file cannot be read, NotFound when one of them has left the table and is gone.
         """
         with self._lock:
             hits = self._hits(live, hashes)
-            parts = [self._file(entry).rows_at(np.unique(rows), ID_COLUMNS) for entry, rows in hits]
-        return pa.concat_tables(parts) if parts else _NO_ROWS
+        return [
+            row
+            for entry, places in hits
+            for row in DataFile(self._data, entry).identities_at(sorted(set(places)))
+        ]
 
     def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
         """Return the same of the rows with these numbers; reads the numbers of files that may hold them."""

@@ -15,13 +15,14 @@ come near is still served by binary search. Rewriting it into hours only keeps t
 Parquet has checksums for pages and none for the footer, on which everything depends: one bit of it decides which row
 groups are read, hence which promises are seen, and a reader given a wrong one may abort the process instead of
 raising. So each file has a *seal*, and no footer of ours is parsed before it has been checked. Readers find the footer
-from the end of the file and never look between it and the last page, where the seal stands:
+from the end of the file and never look between it and the last page, where the seal stands, behind the identities of
+the rows (identities.py):
 
-        +------- … -------+-----------+----------+-------- … --------+--------+--------+
-        | "PAR1", pages   | "TBSEAL1" | crc32c   | footer (thrift)   | length | "PAR1" |
-        +------- … -------+-----------+----------+-------- … --------+--------+--------+
-                            8 bytes     8 bytes    length bytes        4        4
-                                                   `------------ covered by crc32c ----'
+        +------- … -------+----- … -----+-----------+----------+-------- … --------+--------+--------+
+        | "PAR1", pages   | identities  | "TBSEAL1" | crc32c   | footer (thrift)   | length | "PAR1" |
+        +------- … -------+----- … -----+-----------+----------+-------- … --------+--------+--------+
+                                          8 bytes     8 bytes    length bytes        4        4
+                                                                 `------------ covered by crc32c ----'
 
 Pure functions on column batches; the caller writes the bytes, to a folder of ours or to an object store.
 """
@@ -42,12 +43,13 @@ import pyarrow.parquet as pq
 from timeball import limits
 from timeball.errors import Corrupt
 from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.table import identities
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import KEYS, FileKeys
 
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
-# A look-up of one row opens a file, at some 15 us a row group, and decodes one group: 0.5 ms for 2,048 rows, 1.3 ms for
+# A read of few rows opens a file, at some 15 us a row group, and decodes one group: 0.5 ms for 2,048 rows, 1.3 ms for
 # 8,192. So a large file has larger groups; slices of a file that tasks share begin at multiples of the larger size.
 ROW_GROUP_ROWS, SMALL_GROUP_ROWS = 8_192, 2_048
 SMALL_FILE_ROWS = 65_536
@@ -171,12 +173,12 @@ def group_rows(rows: int) -> int:
 
 
 def encode_file(rows: pa.Table) -> bytes:
-    """A sealed Parquet file of sorted rows: zstd level 1, statistics on the columns we search by."""
+    """A sealed Parquet file of sorted rows: zstd level 1, statistics on columns we search by, identities."""
     return _encoded([rows], rows.num_rows)
 
 
 def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
-    sink = io.BytesIO()
+    sink, ids = io.BytesIO(), identities.Encoder()
     with pq.ParquetWriter(
         sink,
         TABLE_SCHEMA,
@@ -188,7 +190,8 @@ def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
     ) as writer:
         for part in parts:
             writer.write_table(part.select(TABLE_SCHEMA.names), row_group_size=group_rows(rows))
-    return _sealed(sink)
+            ids.add(part)
+    return _sealed(sink, ids.finish())
 
 
 def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
@@ -242,7 +245,8 @@ def seal(data: bytes) -> bytes:
     return _sealed(io.BytesIO(data))
 
 
-def _sealed(file: io.BytesIO) -> bytes:
+def _sealed(file: io.BytesIO, before: bytes = b"") -> bytes:
+    """Return it sealed; `before`: bytes that stand before the seal."""
     # In place: a file may have hundreds of megabytes, of which each copy would count.
     with file.getbuffer() as view:
         length, magic = TRAILER.unpack_from(view, len(view) - TRAILER.size)
@@ -250,7 +254,7 @@ def _sealed(file: io.BytesIO) -> bytes:
         assert magic == PARQUET_MAGIC and begin > 0, "only a whole Parquet file can be sealed"
         footer = bytes(view[begin:])
     file.seek(begin)
-    file.write(SEAL.pack(MAGIC, google_crc32c.value(footer)) + footer)
+    file.write(before + SEAL.pack(MAGIC, google_crc32c.value(footer)) + footer)
     return file.getvalue()
 
 

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_fails_only_who_needs_it(monkeypatch: pytest.
 
         def rotten(self: TableKeys, live: object, hashes: object) -> object:
             rows = find_keys(self, live, hashes)  # type: ignore[arg-type]
-            if rows.num_rows:
+            if rows:
                 raise Corrupt("a page of it does not match its checksum; restore this file from a copy")
             return rows
 

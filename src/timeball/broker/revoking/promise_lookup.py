@@ -192,7 +192,7 @@ class Search:
     def search_names(self) -> None:
         """Search the files for the ids and keys."""
         hashes = hash_text(pa.array([*self._ids, *self._keys], pa.string()))
-        for row in self._file_keys.find_keys(self._live, hashes).to_pylist():
+        for row in self._file_keys.find_keys(self._live, hashes):
             for name in self._names(row):
                 self._add_filed(name, row)
 

@@ -1,0 +1,102 @@
+"""Identities of rows in blocks: what was put in comes out, by place, and a byte that is not its own is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.table.small_table import NOW_MS, table_rows
+
+from timeball.errors import Corrupt
+from timeball.table import identities
+from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, encode, is_there
+
+BEFORE = b"pages of a Parquet file"
+# Ids of ours, those of others, and what is nearly one of ours.
+TEXT = st.none() | st.text(max_size=12) | st.text("0123456789abcdefgA", min_size=31, max_size=33)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identities, "BLOCK_ROWS", 4)
+        patch.setattr(identities, "_PART_ROWS", 8)
+        yield
+
+
+def opened(data: bytes) -> Identities:
+    """Identities as they stand in a file, behind something else."""
+    whole = BEFORE + data
+    return Identities(pa.py_buffer(whole).slice, len(whole))
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(0, 1 << 60), TEXT, TEXT), min_size=1, max_size=14),
+    st.lists(st.integers(0, 13), max_size=6),
+)
+def test_a_row_is_what_was_written(
+    rows: list[tuple[int | None, str | None, str | None]], asked: list[int]
+) -> None:
+    numbers, ids, keys = zip(*rows, strict=True)
+    table = table_rows([NOW_MS + n for n in range(len(rows))], number=numbers, unique_key=ids, keys=keys)
+    found, right = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
+    places = [place for place in asked if place < len(rows)]
+    assert found.rows == len(rows)
+    assert found.rows_at(places) == [right[place] for place in places]
+    found.check()
+    with pytest.raises(Corrupt, match="was asked for"):
+        found.rows_at([len(rows)])
+
+
+@pytest.mark.parametrize("digits", ["0123456789abcdef", "ABCDEF0123456789", "0123456789abcdeg", "é" * 8])
+def test_ids_of_ours_take_half_as_much(digits: str) -> None:
+    names = [digits[n:] + digits + digits[:n] for n in range(16)]
+    sliced = table_rows([NOW_MS] * 16, unique_key=names).slice(3, 12)
+    found = opened(encode(sliced))
+    assert [row["unique_key"] for row in found.rows_at(range(12))] == names[3:15]
+    packed = found._block(0).column("id16")
+    assert packed.null_count == (0 if digits == "0123456789abcdef" else 4)
+
+
+def test_columns_of_other_types_become_those_of_the_table() -> None:
+    rows = table_rows([NOW_MS] * 5)
+    wider = rows.set_column(2, "topic", rows.column("topic").cast(pa.large_string()))
+    assert encode(wider) == encode(rows)
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    data = encode(table_rows([NOW_MS + n for n in range(9)]))
+    right = opened(data).rows_at(range(9))
+    for at in range(len(data) - len(identities.MAGIC)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(Corrupt):
+                assert opened(bytes(damaged)).rows_at(range(9)) == right
+    for at in range(len(data) - len(identities.MAGIC), len(data)):
+        assert not is_there(pa.py_buffer(data[:at] + b"?" + data[at + 1 :]).slice, len(data))
+
+
+def test_what_is_short_is_refused() -> None:
+    data = encode(table_rows([NOW_MS + n for n in range(9)]))
+    for size in range(identities.TRAILER.size, len(data)):
+        with pytest.raises(Corrupt, match="shorter"):
+            Identities(pa.py_buffer(data[-size:]).slice, size)
+    assert not is_there(pa.py_buffer(b"").slice, 0)
+
+
+def test_without_its_checksum_a_block_that_rotted_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the bits above: with all checksums equal, another row is found, and no one is told."""
+    monkeypatch.setattr(identities.google_crc32c, "value", lambda data: 0)
+    monkeypatch.setattr(identities.google_crc32c, "extend", lambda crc, data: 0)
+    data = encode(table_rows([NOW_MS + n for n in range(9)]))
+    block_rows_at = len(data) - identities.TRAILER.size + 16
+    moved = data[:block_rows_at] + b"\x03" + data[block_rows_at + 1 :]
+    assert opened(moved).rows_at([3]) != opened(data).rows_at([3])
+
+
+def test_they_are_the_columns_that_tell_a_promise() -> None:
+    assert ID_SCHEMA.names == ID_COLUMNS
