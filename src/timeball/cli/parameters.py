@@ -1,7 +1,7 @@
 """Options read without Typer's validators, whose library takes as long to import as numpy and Arrow together.
 
 Typer reads every parameter by a model of Pydantic, also one that was not given. Texts, whole numbers, paths and what
-has a parser of ours need none. All else, and each value that is refused, is left to Typer, which says what is wrong.
+has a parser of ours need none. All else, and each value that is refused, is left to Typer, which names the fault.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The edges of one broker, and all that they import: a third of a second, which no promise that is due must wait for.
 
-The node imports this module in a thread, when what is due is released already.
+The node imports this module in a thread, after its ticker has begun to release.
 """
 
 from __future__ import annotations

@@ -227,10 +227,8 @@ class Loaded:
                 if not keep.all():
                     run, promised_ms = run.filtered(keep), promised_ms[keep]
             # Promised for later, and due all the same: a clock was set back (delay_levels).
-            rows, recorded_ms = run.rows, promised_ms
-            if last_ms > now_ms:
-                rows = run.rows_as_due()
-                recorded_ms = pairs_of(rows)[0]
+            rows = run.rows if last_ms <= now_ms else run.rows_as_due()
+            recorded_ms = promised_ms if rows is run.rows else pairs_of(rows)[0]
             # In flight from here on: a cancel that comes now is too late, and recovery looks for the release record.
             self._outcomes.hand_out(promised_ms, run.seq, recorded_ms)
             return rows

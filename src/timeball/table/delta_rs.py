@@ -1,7 +1,7 @@
 """The pending table as delta-rs reads and writes it.
 
-Imported when the table is opened, and not before: it takes longer to import than most logs to read, and what is due is
-released before a start looks at the table.
+Imported when the table is opened, and not before: it takes longer to import than most logs to read, and a start
+releases due promises before it looks at the table.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ a data file (layout.py), where readers of Parquet never look, so they come, move
 A block is the message of a record batch in Arrow's IPC format, without its schema: ID_COLUMNS, then `id16`, which holds
 the id in place of unique_key where that is 32 hexadecimal digits in lower case, as ours are. Its bytes are sorted by
 their place modulo 8, all those at place 0 first, since numbers that are alike then give long runs; and compressed with
-LZ4 (a raw block). It has `block_rows` rows, the last one what is left, in the order of the file. Its entry says where
+LZ4 (a raw block). It has `block_rows` rows, the last one fewer, in the order of the file. Its entry says where
 it begins behind the first one (8 bytes), its bytes here, its bytes decompressed, and the CRC-32C of its bytes here and
 of these three fields (4 each). All blocks together have `block_bytes`. The last checksum is of the three fields before
 it.
