@@ -11,10 +11,7 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.http.client import Client
 
-from timeball.errors import DiskFailed, OverLimit, Unauthorized
-from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import requests
-from timeball.protocols.http.problems import problem_of
 
 SEND = "/v1/topics/hostile/messages"
 JSON_HEADERS = "Content-Type: application/json\r\nConnection: close\r\n"
@@ -162,16 +159,3 @@ def test_random_bytes_harm_no_other(node: RunningNode, client: Client) -> None:
     assert seen, "the harness saw no answer"
     assert not [status for status in seen if status >= 500]
     assert client.ask("POST", SEND, {"body": "well", "delay": "1h"}).status == 201
-
-
-def test_each_error_has_its_problem() -> None:
-    for error, status, code in (
-        (OverLimit("x"), 429, "over_limit"),
-        (Unauthorized("x"), 401, "unauthorized"),
-        (DiskFailed("x"), 503, "disk_failed"),
-        (Refused(415, "x"), 415, "bad_request"),
-        (KeyError("secret"), 500, "error"),
-    ):
-        answer = problem_of(error)
-        assert (answer.status, answer.value["code"]) == (status, code)
-        assert "secret" not in answer.value["detail"]

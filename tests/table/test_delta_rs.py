@@ -1,0 +1,47 @@
+"""The pending table as delta-rs has it: none, a new one, one with an attach, and one that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.table.small_table import NOW_MS
+
+from timeball.table import delta_rs
+from timeball.table.attachment import Attachment, FileEntry
+
+FILE = FileEntry(
+    path="bucket=2026-11-26/a.parquet", bucket="2026-11-26", rows=3, size_bytes=9,
+    min_due_ms=1, max_due_ms=4, min_seq=2, max_seq=5,
+)  # fmt: skip
+
+
+def test_a_table_is_opened_only_when_there_is_one(tmp_path: Path) -> None:
+    assert delta_rs.open_table(str(tmp_path), None) is None
+    delta_rs.create_table(str(tmp_path), None)
+    table = delta_rs.open_table(str(tmp_path), None)
+    assert table is not None
+    assert table.version() == 0
+
+
+def test_an_attach_is_an_entry_with_its_row(tmp_path: Path) -> None:
+    table = delta_rs.create_table(str(tmp_path), None)
+    attach = Attachment(job="compact", job_id="j", epoch=1, files=[FILE], to_seq=6)
+    delta_rs.commit(table, attach, 77, [], NOW_MS)
+    found = delta_rs.open_table(str(tmp_path), None)
+    assert found is not None
+    assert found.transaction_version(delta_rs.APP_ID) == 77
+    assert found.file_uris() == [f"{tmp_path}/{FILE.path}"]
+    gone = Attachment(job="rewrite", job_id="j", epoch=2, removes=[FILE.path])
+    delta_rs.commit(found, gone, 78, [FILE], NOW_MS)
+    found.update_incremental()
+    assert found.file_uris() == []
+
+
+def test_a_table_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+    delta_rs.create_table(str(tmp_path), None)
+    (entry,) = (tmp_path / "_delta_log").glob("*.json")
+    entry.write_text("not an entry")
+    with pytest.raises(delta_rs.DeltaError) as failure:
+        delta_rs.open_table(str(tmp_path), None)
+    assert "\n" not in delta_rs.said(failure.value)
