@@ -99,17 +99,17 @@ class Steps:
         now_ns = self.clock.monotonic_ns()
         took_s, self._last_ns = (now_ns - self._last_ns) / 1e9, now_ns
         if not self.quiet:
-            err.print(f"[green]✓[/green] {text} [dim]({took_s:.1f} s)[/dim]")
+            err().print(f"[green]✓[/green] {text} [dim]({took_s:.1f} s)[/dim]")
         return took_s
 
     def left_out(self, text: str) -> None:
         """Say that there is no such step here, and why."""
         if not self.quiet:
-            err.print(f"[dim]– {text}[/dim]")
+            err().print(f"[dim]– {text}[/dim]")
 
     def busy(self, text: str) -> AbstractContextManager[object]:
         """A sign of life on a terminal, for a step that shows nothing by itself."""
-        return err.status(text) if err.is_terminal and not self.quiet else nullcontext()
+        return err().status(text) if err().is_terminal and not self.quiet else nullcontext()
 
     @property
     def total_s(self) -> float:
@@ -146,10 +146,10 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
     pictures = draw(run, outcome, day_name, out_folder)
     if not quiet:
         table = outcome_table(outcome, waits.rows, waits.ram_bytes, books.summary)
-        out.print(table)
-        out.print(answer_table(answer))
-        out.print(f"pictures: {', '.join(map(str, pictures))}", markup=False)
-        out.print(f"the whole took {steps.total_s:.0f} s", markup=False)
+        out().print(table)
+        out().print(answer_table(answer))
+        out().print(f"pictures: {', '.join(map(str, pictures))}", markup=False)
+        out().print(f"the whole took {steps.total_s:.0f} s", markup=False)
     return DemoReport(
         day=chosen.isoformat(),
         strategy=work.strategy,

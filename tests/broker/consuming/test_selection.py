@@ -61,7 +61,7 @@ def test_bytes_are_bounded_but_the_first_row_always_goes(sizes: list[int], back:
             w.done(offset)
         again = sorted(w.returned)
         got: list[int] = []
-        while offsets := selection(64).lease(w, None):
+        while offsets := selection(64).lease(w, EVERYTHING):
             assert len(offsets) == 1 or sum(4 * sizes[o] for o in offsets) <= 12
             got += offsets
         assert got == again and everything.found == []
@@ -69,20 +69,20 @@ def test_bytes_are_bounded_but_the_first_row_always_goes(sizes: list[int], back:
 
 def test_what_has_come_back_goes_first_and_what_is_done_ahead_not_at_all() -> None:
     w = leases_of_queue(index=index([10] * 6))
-    selection(2).lease(w, None)
+    selection(2).lease(w, EVERYTHING)
     w.give_back(1)
     w.ack_ahead(3)
-    assert selection(3).lease(w, None) == [1, 2, 4]
-    assert selection(3).lease(w, None) == [5]
+    assert selection(3).lease(w, EVERYTHING) == [1, 2, 4]
+    assert selection(3).lease(w, EVERYTHING) == [5]
 
 
 def test_in_order_nothing_while_something_is_in_hand_unless_it_is_the_same_attempt() -> None:
     w = leases_of_queue(index=index([10] * 4))
-    assert selection(2, in_order=True, attempt_id="x").lease(w, None) == [0, 1]
+    assert selection(2, in_order=True, attempt_id="x").lease(w, EVERYTHING) == [0, 1]
     w.done(0)
-    assert selection(2, 2, in_order=True).lease(w, None) == []
-    assert selection(2, 2, in_order=True, attempt_id="y").lease(w, None) == []
-    assert selection(2, 2, in_order=True, attempt_id="x").lease(w, None) == [1, 2]
+    assert selection(2, 2, in_order=True).lease(w, EVERYTHING) == []
+    assert selection(2, 2, in_order=True, attempt_id="y").lease(w, EVERYTHING) == []
+    assert selection(2, 2, in_order=True, attempt_id="x").lease(w, EVERYTHING) == [1, 2]
     assert w.in_flight[1].pop_ms == 2 and w.in_flight[1].times == 0
 
 
@@ -98,13 +98,13 @@ def test_more_that_nobody_has_looked_at_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_a_queue_whose_beginning_is_gone_goes_on_where_it_begins() -> None:
     w = leases_of_queue(index=index([10] * 5))
     w.index.hide(3)
-    assert selection().lease(w, None) == [3, 4]
+    assert selection().lease(w, EVERYTHING) == [3, 4]
 
 
 def test_a_full_window_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 2)
     w = leases_of_queue(index=index([10] * 5))
-    assert selection().lease(w, None) == [0, 1]
-    assert selection().lease(w, None) == []
+    assert selection().lease(w, EVERYTHING) == [0, 1]
+    assert selection().lease(w, EVERYTHING) == []
     w.give_back(0)
-    assert selection().lease(w, None) == [0]
+    assert selection().lease(w, EVERYTHING) == [0]

@@ -15,7 +15,7 @@ from starlette.datastructures import QueryParams
 from timeball import limits
 from timeball.access import Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
-from timeball.broker.filters import SQL92, TAG, Filter
+from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
@@ -99,14 +99,14 @@ class Receives:
         wanted = self._wanted(query, request.topic, topic)
         return await self._broker.consuming.receive(replace(request, wanted=wanted), wait_ms)
 
-    def _wanted(self, query: QueryParams, name: str, topic: Topic | None) -> Filter | None:
-        """Return the filter of a receive, None for all messages; raise InvalidFilter, InvalidMessage."""
+    def _wanted(self, query: QueryParams, name: str, topic: Topic | None) -> Filter:
+        """Return the filter of a receive; raise InvalidFilter, InvalidMessage."""
         tag, sql = query.get("tag", ""), query.get("sql", "")
         if tag and sql:
             raise InvalidMessage("tag and sql: give one of them")
         # What is in a retry topic passed the filter when it was handed out first.
         if not (tag or sql) or name.startswith(RETRY_PREFIX):
-            return None
+            return EVERYTHING
         bit_mask = topic is not None and topic.filter_type == "MULTI_TAG"
         return self._filters.get(tag or sql, SQL92 if sql else TAG, bit_mask=bit_mask)
 
