@@ -132,7 +132,9 @@ def test_a_message_says_of_each_row_what_its_values_say(values: list[LogRow], da
         for row in values
     ]
     assert [entry[:3] for entry in in_message.entries()] == list(zip(instants, seqs, sizes, strict=True))
-    assert [of.value(at) for *_, of, at in in_message.entries()] == as_values.values == in_message.values
+    assert in_message.values == as_values.values
+    for rows in (in_message, as_values):
+        assert few_rows.NumberedRows.gathered(rows.entries(), rows.pairs).values == as_values.values
 
 
 @compiled

@@ -48,11 +48,16 @@ def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
 class WheelMachine(RuleBasedStateMachine):
     """Adds, takes and asks in any order."""
 
-    @initialize(arrivals_max=st.sampled_from([1, 8, 4_096]), few_max=st.sampled_from([1, 8, 4_096]))
-    def open(self, arrivals_max: int, few_max: int) -> None:
+    @initialize(
+        arrivals_max=st.sampled_from([1, 8, 4_096]),
+        few_max=st.sampled_from([1, 8, 4_096]),
+        of_slot_max=st.sampled_from([1, 8, 4_096]),
+    )
+    def open(self, arrivals_max: int, few_max: int, of_slot_max: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(wheel_module, "ARRIVALS_MAX", arrivals_max)
         self.patch.setattr(wheel_module, "FEW_MAX", few_max)
+        self.patch.setattr(wheel_module, "FEW_OF_SLOT_MAX", of_slot_max)
         self.wheel = DueWheel()
         self.waiting: list[Pair] = []
         self.gone: list[Pair] = []

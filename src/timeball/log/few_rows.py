@@ -164,31 +164,26 @@ class NumberedRows:
         return rows
 
     @classmethod
-    def gathered(cls, rows: Sequence[tuple[NumberedRows, int]], pairs: Pairs) -> NumberedRows:
-        """Return some rows, by position, of others as values; `pairs` has their instants and numbers."""
-        return cls([of.value(at) for of, at in rows], pairs)
-
-    def value(self, at: int) -> ReadRow:
-        """Return the values of one row."""
-        if self._values is not None:
-            return self._values[at]
-        row: ReadRow = LOG_ENCODER.row(self._message, self._which[at], self._seqs[at])
-        return row
+    def gathered(cls, entries: Sequence[Entry], pairs: Pairs) -> NumberedRows:
+        """Return the rows of these entries as values; `pairs` has their instants and numbers."""
+        return cls(
+            [held if at < 0 else LOG_ENCODER.row(held, at, seq) for _, seq, _, held, at in entries], pairs
+        )
 
     def entries(self) -> list[Entry]:
-        """Return where each row is."""
+        """Return each row by itself."""
         if self._values is None:
             message, texts = self._message, _LARGE_TEXTS
             return [
                 (
-                    LOG_ENCODER.number(message, row, _LOG_DUE_MS),
-                    seq, LOG_ENCODER.text_bytes(message, row, texts), self, at,
+                    LOG_ENCODER.number(message, row, _LOG_DUE_MS), seq,
+                    LOG_ENCODER.text_bytes(message, row, texts), message, row,
                 )
-                for at, (seq, row) in enumerate(zip(self._seqs, self._which, strict=True))
+                for seq, row in zip(self._seqs, self._which, strict=True)
             ]  # fmt: skip
         return [
-            (row[_DUE_MS], row[0], sum([len(row[1 + text] or "") for text in _LARGE_TEXTS]), self, at)
-            for at, row in enumerate(self._values)
+            (row[_DUE_MS], row[0], sum([len(row[1 + text] or "") for text in _LARGE_TEXTS]), row, -1)
+            for row in self._values
         ]
 
     @property
@@ -199,7 +194,10 @@ class NumberedRows:
     @property
     def values(self) -> list[ReadRow]:
         """Return the rows, a value for each column."""
-        return [self.value(at) for at in range(self.num_rows)] if self._values is None else self._values
+        if self._values is not None:
+            return self._values
+        row_of, message = LOG_ENCODER.row, self._message
+        return [row_of(message, row, seq) for seq, row in zip(self._seqs, self._which, strict=True)]
 
     @property
     def batch(self) -> pa.RecordBatch:
@@ -235,8 +233,9 @@ class NumberedRows:
         return self.of(self._message, [self._seqs[at] for at in kept], [self._which[at] for at in kept])
 
 
-# Of a row: its instant and number, about how many bytes its large texts have, and the rows and the position it is at.
-Entry: TypeAlias = tuple[int, int, int, NumberedRows, int]
+# A row by itself: its instant and number, about how many bytes its large texts have, the message that it stands in, and
+# where; or the row and -1. Of texts and numbers alone, so that the collector of garbage does not look at thousands.
+Entry: TypeAlias = tuple[int, int, int, Any, int]
 ReadRows: TypeAlias = "pa.RecordBatch | NumberedRows"
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import struct
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,9 @@ ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
 # Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
 ARRIVAL_BATCHES_MAX = 256
 FEW_MAX = 65_536  # rows in the heap: some 200 bytes each besides their messages
+FEW_OF_SLOT_MAX = (
+    12_288  # of one slot: from there on columns cost less, as very many may be due in one instant
+)
 RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
 OPEN_RUNS_MAX = 4  # runs that come into the slot in use before they are merged
 
@@ -152,6 +156,8 @@ class DueWheel:
         self._arrivals_first_ms = FAR_MS
         # A heap by (due_ms, seq), with each row's bytes and where it is.
         self._few: list[Entry] = []
+        self._few_of: Counter[int] = Counter()  # how many of them are of each slot
+        self._few_slot = -FAR_MS  # the slot of which one was handed out last
         self._columns_first_ms = FAR_MS  # the earliest instant of the others
         self._size = 0
         self.size_bytes = 0  # about how much memory the rows take that are not handed out
@@ -164,8 +170,9 @@ class DueWheel:
     def add(self, rows: ReadRows) -> None:
         """Add READ_SCHEMA rows in any order."""
         if isinstance(rows, NumberedRows):
-            if len(self._few) < FEW_MAX:
-                self._add_few(rows)
+            entries = rows.entries()
+            if len(self._few) < FEW_MAX and self._few_of[entries[0][0] // SLOT_MS] < FEW_OF_SLOT_MAX:
+                self._add_few(entries)
                 return
             rows = rows.batch
         if rows.num_rows == 0:
@@ -183,7 +190,7 @@ class DueWheel:
     def add_run(self, run: Run | FewRun) -> None:
         """Add rows that are sorted already, as a gather's are."""
         if isinstance(run, FewRun):
-            self._add_few(run.rows)
+            self._add_few(run.rows.entries())
             return
         if len(run.due) == 0:
             return
@@ -250,11 +257,12 @@ class DueWheel:
         # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
         return parts[0] if len(parts) == 1 else Run.of([part.rows for part in parts])
 
-    def _add_few(self, rows: NumberedRows) -> None:
-        for entry in rows.entries():
+    def _add_few(self, entries: list[Entry]) -> None:
+        for entry in entries:
             heapq.heappush(self._few, entry)
+            self._few_of[entry[0] // SLOT_MS] += 1
             self.size_bytes += ROW_BYTES + entry[2]
-        self._size += rows.num_rows
+        self._size += len(entries)
         self._keep_first()
 
     def _take_few(self, before_ms: int, limit: int) -> FewRun:
@@ -262,12 +270,19 @@ class DueWheel:
         taken: list[Entry] = []
         while few and few[0][0] < before_ms and len(taken) < limit:
             taken.append(heapq.heappop(few))
-        due_ms, seqs, sizes, rows, at = zip(*taken, strict=True)
+        due_ms, seqs, sizes, _, _ = zip(*taken, strict=True)
+        for ms in due_ms:
+            self._few_of[ms // SLOT_MS] -= 1
+        if due_ms[-1] // SLOT_MS != self._few_slot:
+            self._few_slot, self._few_of = (
+                due_ms[-1] // SLOT_MS,
+                +self._few_of,
+            )  # without what has become zero
         self._size -= len(taken)
         self.size_bytes -= ROW_BYTES * len(taken) + sum(sizes)
         self._keep_first()
         pairs = np.array(due_ms, dtype=np.int64), np.array(seqs, dtype=np.int64)
-        return FewRun(*pairs, NumberedRows.gathered(list(zip(rows, at, strict=True)), pairs))
+        return FewRun(*pairs, NumberedRows.gathered(taken, pairs))
 
     def _keep_first(self) -> None:
         self.first_due_ms = min(self._columns_first_ms, self._few[0][0] if self._few else FAR_MS)
