@@ -109,7 +109,9 @@ class Scheduler:
         # An opening reads a list of files in another thread: none of them may leave the table meanwhile.
         while id(table) in self._openings or not table.may_attach(attachment):
             if id(table) not in self._openings:
-                self._start_opening(table, self._now_ms)
+                # As far as sends have opened it, which read the clock later than the last tick: else this goes round
+                # until the next one.
+                self._start_opening(table, max(self._now_ms, table.opened_ms - self._ahead_ms))
             await asyncio.wait([self._openings[id(table)][0]])
         table.attach(attachment)
         self.outcomes.add_late(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)

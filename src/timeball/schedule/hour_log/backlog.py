@@ -112,6 +112,11 @@ class HourLog(Backlog):
 
     # -- the table -------------------------------------------------------------------------------------------
 
+    @property
+    def opened_ms(self) -> int:
+        """Return the instant up to which it has been opened."""
+        return self._opened_ms
+
     def may_attach(self, attachment: Attachment) -> bool:
         """Return whether all that the files to be removed hold of the opened time has been opened."""
         return not self.pending.has_unopened(attachment.removes, self._opened_ms)
