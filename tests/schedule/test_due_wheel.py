@@ -161,6 +161,21 @@ def test_what_has_come_for_a_slot_is_in_it_when_it_is_first_in_use() -> None:
     assert len(wheel._slots[1]) == 1, "it has come later, and waits until it is due"
 
 
+@pytest.mark.parametrize("opens_ms", [0, 500])
+def test_rows_that_count_as_due_before_they_were_promised_do_so_in_merged_runs(opens_ms: int) -> None:
+    """As those of a delay level do when the clock was set back."""
+    wheel, dues = DueWheel(), [500, 510, 505, 520, 515, 530]
+    wheel.add(rows([opens_ms], 1))
+    assert wheel.take_due(opens_ms + 1, 1) is not None, "the slot is in use, or will be"
+    for seq, due in enumerate(dues, 2):
+        wheel.add_run(Run.at(np.array([due]), np.array([seq]), rows([due + 400], seq)))
+    run = wheel.take_due(600, 10)
+    assert run is not None
+    assert run.due.tolist() == sorted(dues)
+    assert run.promised_ms.tolist() == [due + 400 for due in sorted(dues)]
+    assert read_batch(run.rows)["due_ms"].to_pylist() == run.promised_ms.tolist()
+
+
 def test_a_slot_is_merged_whole_only_when_it_is_first_in_use() -> None:
     wheel = DueWheel()
     wheel.add_run(Run.of([rows([1_000, 1_500], 1)]))

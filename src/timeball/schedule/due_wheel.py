@@ -94,6 +94,24 @@ class Run:
             due, numbers, rows = due[order], numbers[order], rows.take(pa.array(order))
         return cls(due, numbers, int64(rows.column("due_ms")), rows)
 
+    @classmethod
+    def joined(cls, runs: list[Run]) -> Run:
+        """Return as one run those rows of these that have not been handed out; each stays due when its run says."""
+        due, seq, promised_ms = (
+            np.concatenate([getattr(run, name)[run.cursor :] for run in runs])
+            for name in ("due", "seq", "promised_ms")
+        )
+        rows = pa.concat_batches([run.rows.slice(run.cursor) for run in runs])
+        if not _is_sorted(due, seq):
+            order = np.lexsort((seq, due))
+            due, seq, promised_ms, rows = (
+                due[order],
+                seq[order],
+                promised_ms[order],
+                rows.take(pa.array(order)),
+            )
+        return cls(due, seq, promised_ms, rows)
+
     def part(self, begin: int, end: int) -> Run:
         """Return a view of some rows."""
         # The cursor of the new run is 0: what was handed out of the old one lies outside [begin, end).
@@ -157,7 +175,6 @@ class DueWheel:
         # A heap by (due_ms, seq), with each row's bytes and where it is.
         self._few: list[Entry] = []
         self._few_of: Counter[int] = Counter()  # how many of them are of each slot
-        self._few_slot = -FAR_MS  # the slot of which one was handed out last
         self._columns_first_ms = FAR_MS  # the earliest instant of the others
         self._size = 0
         self.size_bytes = 0  # about how much memory the rows take that are not handed out
@@ -226,11 +243,7 @@ class DueWheel:
         self._keep_columns_first()
         if len(taken) == 1:
             return taken[0]
-        rows = pa.concat_batches([run.rows for run in taken])  # slots follow each other: still sorted
-        due, seq, promised_ms = (
-            np.concatenate([getattr(run, name) for run in taken]) for name in ("due", "seq", "promised_ms")
-        )
-        return Run(due, seq, promised_ms, rows)
+        return Run.joined(taken)
 
     def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
         runs = self._slots[slot]
@@ -255,7 +268,7 @@ class DueWheel:
             del self._slots[slot]
             heapq.heappop(self._used)
         # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
-        return parts[0] if len(parts) == 1 else Run.of([part.rows for part in parts])
+        return parts[0] if len(parts) == 1 else Run.joined(parts)
 
     def _add_few(self, entries: list[Entry]) -> None:
         for entry in entries:
@@ -271,13 +284,10 @@ class DueWheel:
         while few and few[0][0] < before_ms and len(taken) < limit:
             taken.append(heapq.heappop(few))
         due_ms, seqs, sizes, _, _ = zip(*taken, strict=True)
-        for ms in due_ms:
-            self._few_of[ms // SLOT_MS] -= 1
-        if due_ms[-1] // SLOT_MS != self._few_slot:
-            self._few_slot, self._few_of = (
-                due_ms[-1] // SLOT_MS,
-                +self._few_of,
-            )  # without what has become zero
+        for slot, count in Counter(ms // SLOT_MS for ms in due_ms).items():
+            self._few_of[slot] -= count
+            if not self._few_of[slot]:
+                del self._few_of[slot]
         self._size -= len(taken)
         self.size_bytes -= ROW_BYTES * len(taken) + sum(sizes)
         self._keep_first()
@@ -326,7 +336,7 @@ def _with_small_ones_merged(runs: list[Run]) -> list[Run]:
     # Large runs are gathers of thousands of rows: merging them would copy every body again.
     large = [run for run in runs if _left(run) >= ARRIVALS_MAX]
     merged = small[: len(small) * 3 // 4]
-    return [*large, *small[len(merged) :], Run.of([run.rows.slice(run.cursor) for run in merged])]
+    return [*large, *small[len(merged) :], Run.joined(merged)]
 
 
 def _left(run: Run) -> int:
@@ -339,7 +349,7 @@ def _opened(runs: list[Run]) -> list[Run]:
     if len(small) < 2:
         return runs
     large = [run for run in runs if _left(run) >= ARRIVALS_MAX]
-    return [Run.of([run.rows.slice(run.cursor) for run in small]), *large]
+    return [Run.joined(small), *large]
 
 
 def _fewer(runs: list[Run]) -> list[Run]:
@@ -348,7 +358,7 @@ def _fewer(runs: list[Run]) -> list[Run]:
         return runs
     runs = sorted(runs, key=_left)
     largest = [] if _left(runs[-1]) < ARRIVALS_MAX else [runs.pop()]
-    return [Run.of([run.rows.slice(run.cursor) for run in runs]), *largest]
+    return [Run.joined(runs), *largest]
 
 
 def _cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:
