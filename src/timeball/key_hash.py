@@ -43,8 +43,8 @@ UInt64Array = npt.NDArray[np.uint64]
 _TOP = (1 << 64) - 1
 K0, K1, K2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9
 _K0, _K1, _K2 = np.uint64(K0), np.uint64(K1), np.uint64(K2)
-# Rows up to which text by text is faster, at some 3 us a text: whole columns cost 100 us whatever their length. A
-# look-up, and the row of the cancel before it, are so few.
+# Up to so many rows `hash_text` and `hash_keys` hash text by text, at 3 us each: numpy's calls take 100 us for a column
+# of any length. A look-up asks for so few, and the log's index adds the one row of the cancel before it.
 FEW = 32
 
 

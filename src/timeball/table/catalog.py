@@ -94,11 +94,11 @@ class Catalog:
 
     def open(self) -> TableState:
         """Open or create the table; a newest commit that a power cut left unreadable is dropped (step 3 repeats it)."""
+        from timeball.table import delta_rs
+
         self._table = None
         self._files.make_dir(KEYS_FOLDER)
         self._drop_torn_commits()
-        from timeball.table import delta_rs
-
         try:
             self._table = delta_rs.open_table(self.uri, self._options)
         except delta_rs.DeltaError as error:

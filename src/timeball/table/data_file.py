@@ -106,7 +106,7 @@ class DataFile:
         return first
 
     def identities_at(self, places: list[int]) -> list[Row]:
-        """The identifying columns of the rows at these places, without the footer where that is possible."""
+        """Return the identifying columns of the rows at these places, by the footer only where blocks are missing."""
         name = f"{FOLDER}/{self.entry.path}"
         # Of a file that is not in memory some pages, and not all of it, as a system may read ahead megabytes.
         data = self._files.map_readonly(name, at_random=True)
@@ -121,7 +121,7 @@ class DataFile:
         return self._rows_at(np.unique(places))
 
     def _rows_at(self, places: Int64Array) -> list[Row]:
-        """The same, ascending, from its row groups."""
+        """Return the same from the row groups of the file, in its order."""
         found = []
         with self._briefly():
             self._open()

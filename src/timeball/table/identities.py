@@ -126,7 +126,7 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
 
 
 class Identities:
-    """Those of one file, read as they are asked for."""
+    """Reads the identities of one file, block by block."""
 
     def __init__(self, read_at: ReadAt, end: int) -> None:
         """`end`: where they end in the file. Reads what stands behind the blocks; raises Corrupt."""
