@@ -235,6 +235,8 @@ def test_nobody_answers(node: RunningNode, wire: Wire) -> None:
         asked.result(60)
     assert not connection._asked
     eventually(lambda: not opened(node), "forgotten")
+    with pytest.raises(Unavailable, match="gone"):
+        asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop).result(60)
 
 
 def test_one_connection_too_many(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ class Connection(asyncio.Protocol):
                 waiting_bytes,
             )
             transport.abort()
-            self.flow.has_written()  # nothing any more
+            self.flow.lost()  # at once: until the transport is closed others would go without its share
 
     def send(self, command: Command) -> None:
         """Send an answer, or a request that needs no answer."""
@@ -321,6 +321,8 @@ class Connection(asyncio.Protocol):
 
     async def request(self, command: Command, timeout_s: float) -> Command:
         """Send a request of ours and wait for its answer; raises Unavailable."""
+        if not self.is_open:
+            raise Unavailable(f"{self.name} has gone away")
         command.opaque, command.version = next(self._opaques), BROKER_VERSION
         future: asyncio.Future[Command] = self._loop.create_future()
         self._asked[command.opaque] = future

@@ -38,7 +38,11 @@ def test_a_new_group_begins_at_the_beginning_while_there_is_one(node: RunningNod
     assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "0"
     assert wire.ask(QUERY, **queue(setZeroIfNotFound=False)).code == ResponseCode.QUERY_NOT_FOUND
     index = node.broker.parts.topics.get("orders").queues[0].index
-    node.loop.call_soon_threadsafe(setattr, index, "min_offset", 1)
+
+    async def remove() -> None:
+        index.min_offset = 1
+
+    node.run(remove())
     assert wire.ask(QUERY, **queue()).code == ResponseCode.QUERY_NOT_FOUND
 
 
