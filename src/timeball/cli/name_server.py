@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from timeball.cli import log_lines
+from timeball.cli import event_loop, log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
 from timeball.config import Settings
@@ -27,7 +25,8 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
     if not settings.cluster:
         raise SetupError("--cluster: name the cluster whose groups are looked up")
     log_lines.configure(settings.log_level, settings.log_format)
-    asyncio.run(_run(settings, as_json))
+    with event_loop.runner() as runner:
+        runner.run(_run(settings, as_json))
 
 
 async def _run(settings: Settings, as_json: bool) -> None:

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from timeball.cli import log_lines
+from timeball.cli import event_loop, log_lines
 from timeball.cli.output import print_json, print_line
 from timeball.config import Settings
 from timeball.errors import SetupError, StorageError
@@ -33,7 +33,8 @@ def run_replica(settings: Settings, as_json: bool) -> None:
     use_system_pool()
     collect_cycles_rarely()
     allow_many()
-    asyncio.run(_run(settings, as_json))
+    with event_loop.runner() as runner:
+        runner.run(_run(settings, as_json))
 
 
 async def _run(settings: Settings, as_json: bool) -> None:

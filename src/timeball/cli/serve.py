@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from timeball.cli import log_lines
+from timeball.cli import event_loop, log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
 from timeball.config import Settings
@@ -49,7 +49,8 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
         run_replica(settings, as_json)
         return
-    asyncio.run(run_broker(settings, as_json))
+    with event_loop.runner() as runner:
+        runner.run(run_broker(settings, as_json))
 
 
 async def run_broker(settings: Settings, as_json: bool, start_client: StartClient | None = None) -> None:

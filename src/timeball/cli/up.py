@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from timeball.cli import event_loop
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import (
     SPARK_AS_IT_IS,
@@ -82,7 +83,8 @@ def up(
         command = pipeline_command(settings, endpoint, None if no_spark else spark, jobs)
         return _start_pipeline(settings, command, _speaker(as_json), no_spark=no_spark)
 
-    asyncio.run(run_broker(settings, as_json, start_pipeline))
+    with event_loop.runner() as runner:
+        runner.run(run_broker(settings, as_json, start_pipeline))
 
 
 def _start_pipeline(
