@@ -9,7 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball import limits
+from timeball.broker.few_sends import rows_in
 from timeball.errors import InvalidMessage, OverLimit
+from timeball.log.few_rows import MessageEncoder
+from timeball.message import SendRow
+from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import SEND_SCHEMA, SendColumns
 
 
@@ -162,3 +166,90 @@ def test_lying_batches_are_refused_unread(topic: bytes) -> None:
     assert received(HONEST).column("topic").to_pylist() == ["lying-one"]
     with pytest.raises(InvalidMessage, match="not a sound record batch"):
         adopt(received(topic))
+
+
+# ---- a few rows, read in C -------------------------------------------------------------------------------------
+
+compiled = pytest.mark.skipif(MessageEncoder is None, reason="built without a compiler")
+OF_ROWS = [name for name in SEND_SCHEMA.names if name != "delay_ms"]
+VALUES: dict[pa.DataType, st.SearchStrategy[object]] = {
+    pa.int32(): st.integers(-(2**31), 2**31 - 1),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.string(): st.text(max_size=6),
+    pa.binary(): st.binary(max_size=6),
+}
+
+
+@st.composite
+def few_rows(draw: st.DrawFn) -> pa.RecordBatch:
+    count, columns = draw(st.integers(1, 16)), {}
+    for name in dict.fromkeys([*draw(st.lists(st.sampled_from(OF_ROWS))), "body", "topic"]):
+        kind = SEND_SCHEMA.field(name).type
+        value = VALUES[kind] if name in ("topic", "body") else st.none() | VALUES[kind]
+        columns[name] = pa.array(draw(st.lists(value, min_size=count, max_size=count)), kind)
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def message(rows: pa.RecordBatch) -> tuple[bytes, bytes]:
+    ((header, body),) = ipc.parts(rows, 1 << 20)
+    return bytes(header), bytes(body)
+
+
+def read(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
+    return SendColumns(schema, "auto").rows(memoryview(header), [body[:3], body[3:]])
+
+
+def reference(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
+    return rows_in(SendColumns(schema).adopt(ipc.batch(memoryview(header), memoryview(body), schema)))
+
+
+@compiled
+@given(few_rows())
+def test_a_few_rows_are_what_pyarrow_reads(rows: pa.RecordBatch) -> None:
+    header, body = message(rows)
+    found = read(header, body, rows.schema)
+    assert found is not None and found == reference(header, body, rows.schema)
+    assert SendColumns(rows.schema, "python").rows(memoryview(header), [body]) is None
+
+
+@compiled
+@given(few_rows(), st.data())
+def test_any_bytes_are_as_pyarrow_reads_them_or_left_to_it(rows: pa.RecordBatch, data: st.DataObject) -> None:
+    parts = [bytearray(part) for part in message(rows)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = data.draw(st.sampled_from(parts))
+        at = data.draw(st.integers(0, len(part) - 1))
+        if data.draw(st.booleans()):
+            part[at] = data.draw(st.integers(0, 255))
+        else:  # a number of the header, or an end of a text
+            at -= at % 4
+            part[at : at + 4] = data.draw(st.integers(-2, 90)).to_bytes(4, "little", signed=True)
+    header, body = map(bytes, parts)
+    found = read(header, body, rows.schema)
+    assert found is None or found == reference(header, body, rows.schema)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pa.record_batch({"topic": ["t"] * 17, "body": [b"x"] * 17}),
+        pa.record_batch({"topic": ["t"], "body": [b"x" * 70_000]}),
+        pa.record_batch({"topic": ["t"], "body": [b"x"], "delay_ms": [5]}),
+        pa.record_batch({"topic": ["t"], "body": ["text"]}),
+        pa.record_batch({"topic": pa.array([None], pa.string()), "body": [b"x"]}),
+        pa.record_batch({"topic": pa.array(["t"], pa.large_string()), "body": [b"x"]}),
+    ],
+    ids=["many", "large", "of a relative delay", "converted", "without a topic", "of large texts"],
+)
+def test_what_is_left_to_pyarrow(rows: pa.RecordBatch) -> None:
+    assert read(*message(rows), rows.schema) is None
+
+
+@compiled
+def test_a_text_that_is_no_text_is_left_to_pyarrow() -> None:
+    raw = pa.record_batch({"topic": pa.array([b"\xff\xfe"]), "body": [b"x"]})
+    schema = pa.schema([("topic", pa.string()), ("body", pa.binary())])
+    assert read(*message(raw), schema) is None
+    with pytest.raises(InvalidMessage, match="not a sound record batch"):
+        reference(*message(raw), schema)

@@ -241,8 +241,8 @@ class Edge(Protocol):
 class Piece(msgspec.Struct, gc=False):
     """The messages of one request: they stand side by side in one batch, so all of them are in the log or none is.
 
-    `rows` are SendRows whose topics the policy has decided about, or a batch of SEND_COLUMNS
-    that it still has to decide about for `caller`.
+    `rows` are SendRows, or a batch of SEND_COLUMNS; the policy decides about their topics for `caller`. None: it has
+    decided about them.
     """
 
     edge: Edge
@@ -277,17 +277,16 @@ class Ingress:
 
     def put(self, piece: Piece) -> None:
         """Add a piece; raises OverLimit. Its edge is told the outcome."""
-        key: Hashable = True
+        caller = piece.caller
+        # Only requests of one caller share a decision of the policy, and only columns of one schema can be joined.
+        key: Hashable = True if caller is None or caller is ANONYMOUS else caller
         if isinstance(piece.rows, pa.RecordBatch):
             is_small = piece.count <= SMALL_ROWS and piece.size_bytes <= SMALL_BYTES
-            # Only columns of one schema can be joined, and only requests of one caller share a decision of the
-            # policy.
-            key = (piece.rows.schema, piece.caller) if is_small else None
+            key = (piece.rows.schema, caller) if is_small else None
         self._batcher.put(piece, piece.count, piece.size_bytes, key)
 
     def _begin(self, pieces: list[Piece]) -> Begun:
-        is_decided = not isinstance(pieces[0].rows, pa.RecordBatch)
-        return self.accept(joined(pieces), ANONYMOUS if is_decided else pieces[0].caller)
+        return self.accept(joined(pieces), pieces[0].caller or ANONYMOUS)
 
 
 def joined(pieces: list[Piece]) -> Sends:

@@ -5,6 +5,8 @@ cdef enum:
     COLUMNS_MAX = 64
     TEXT = -1
     BINARY = -2
+    PREFIX_BYTES = 8  # before the metadata: a mark, and its length
+    SENT_ROWS_MAX = 16  # of a client's message: its rows may come to share a batch of columns, which they then cost more
 
 
 cdef struct Column:
@@ -22,5 +24,6 @@ cdef class MessageEncoder:
     cdef Py_ssize_t columns
     cdef Column column[COLUMNS_MAX]
 
+    cdef Py_ssize_t open_sent(self, bytes header, bytes body) except -2
     cdef int open(self, bytes message, Py_ssize_t at) except -1
     cdef bytes lay_out(self, Py_ssize_t count)

@@ -1,6 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """A few rows, tuples of Python's values, as the Arrow message of a frame, and back: few_rows.py says of which layout.
 
+A message that a client wrote is read as well, if pyarrow wrote it so: its numbers and buffers are believed only once
+they have been compared with what came.
+
 pyarrow makes the same of them in two steps, an array of structs and its serialisation, at some thirty times the cost
 for one row. What is not of its column's very type is left to pyarrow, which alone names faults.
 """
@@ -8,7 +11,7 @@ for one row. What is not of its column's very type is left to pyarrow, which alo
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int8_t, int32_t, int64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) noexcept
@@ -77,6 +80,85 @@ cdef class MessageEncoder:
             size += text_at(&self.column[column], at, &begin)
         return size
 
+    def sent_rows(self, bytes header not None, bytes body not None, list order not None, list required not None):
+        """Return the rows of a message that a client wrote, each a value for every column of `order`; None for -1.
+
+        None for what pyarrow is to read, which alone names faults: another layout than that of its own messages,
+        buffers that are not sound, a text that is no UTF-8, a row without a value in a `required` column.
+        """
+        cdef Py_ssize_t count = self.open_sent(header, body), at, each
+        cdef list found = [], row
+        for each in required:
+            if count < 0 or self.column[each].nulls:
+                return None
+        try:
+            for at in range(count):
+                row = []
+                for each in order:
+                    row.append(None if each < 0 else value_at(&self.column[each], at))
+                found.append(tuple(row))
+        except UnicodeDecodeError:
+            return None
+        return found
+
+    cdef Py_ssize_t open_sent(self, bytes header, bytes body) except -2:
+        """Find the columns of a message that a client wrote; return how many rows it has, -1 for what is not sound."""
+        cdef Py_ssize_t size = len(header), head_bytes = len(self.head), buffers = 2 * self.columns, at, each
+        cdef Py_ssize_t count, done = 0, nulls
+        cdef Column* column
+        if size > head_bytes - PREFIX_BYTES or size + 8 <= head_bytes - PREFIX_BYTES:  # padding aside
+            return -1
+        for each in range(self.columns):
+            buffers += self.column[each].width <= 0
+        given, wanted = PyBytes_FromStringAndSize(NULL, head_bytes), PyBytes_FromStringAndSize(NULL, head_bytes)
+        cdef char* told = PyBytes_AsString(given)
+        cdef char* form = PyBytes_AsString(wanted)
+        memcpy(told, PyBytes_AsString(self.head), PREFIX_BYTES)
+        memcpy(told + PREFIX_BYTES, PyBytes_AsString(header), size)
+        memset(told + PREFIX_BYTES + size, 0, head_bytes - PREFIX_BYTES - size)
+        # The same bytes but for the numbers, so they stand where those of the form do.
+        memcpy(form, PyBytes_AsString(self.head), head_bytes)
+        memcpy(form + self.rows_at, told + self.rows_at, 8)
+        memcpy(form + self.body_at, told + self.body_at, 8)
+        memcpy(form + self.nodes_at, told + self.nodes_at, 16 * self.columns)
+        memcpy(form + self.buffers_at, told + self.buffers_at, 16 * buffers)
+        if memcmp(form, told, head_bytes) or get64(told + self.body_at) != len(body):
+            return -1
+        count = get64(told + self.rows_at)
+        if not 0 < count <= SENT_ROWS_MAX:
+            return -1
+        cdef char* begin = PyBytes_AsString(body)
+        cdef char* node = told + self.nodes_at
+        cdef char* buffer = told + self.buffers_at
+        cdef Buffer found
+        for each in range(self.columns):
+            column = &self.column[each]
+            nulls = get64(node + 8)
+            if get64(node) != count or not 0 <= nulls <= count:
+                return -1
+            node += 16
+            if not next_buffer(&buffer, len(body), &done, &found) or (nulls and 8 * found.size < count):
+                return -1
+            column.nulls, column.valid = nulls, begin + found.at if nulls else NULL
+            if nulls:
+                for at in range(count):
+                    nulls -= not (column.valid[at >> 3] >> (at & 7)) & 1
+                if nulls:
+                    return -1
+            if not next_buffer(&buffer, len(body), &done, &found):
+                return -1
+            column.values = begin + found.at
+            if column.width > 0:
+                if found.size < column.width * count:
+                    return -1
+                continue
+            if found.size < 4 * (count + 1) or not next_buffer(&buffer, len(body), &done, &found):
+                return -1
+            column.data = begin + found.at
+            if not are_ends(column.values, count, found.size):
+                return -1
+        return count
+
     cdef int open(self, bytes message, Py_ssize_t at) except -1:
         """Find the columns of a message that was written here; the row must be one of it."""
         cdef char* data = PyBytes_AsString(message)
@@ -133,6 +215,33 @@ cdef class MessageEncoder:
                 column.data = body + done
                 buffer = place(buffer, &done, column.size)
         return message
+
+
+cdef struct Buffer:
+    Py_ssize_t at, size
+
+
+cdef bint next_buffer(char** described, Py_ssize_t room, Py_ssize_t* done, Buffer* found) noexcept:
+    """Read where the next buffer of a client's message lies; return whether it lies in the body, behind the last one."""
+    cdef int64_t at = get64(described[0]), size = get64(described[0] + 8)
+    described[0] += 16
+    if at < done[0] or at > room or size < 0 or size > room - at:
+        return False
+    found.at, found.size = at, size
+    done[0] = at + size
+    return True
+
+
+cdef bint are_ends(const char* ends, Py_ssize_t count, Py_ssize_t size) noexcept:
+    """Return whether texts that end there lie one behind the other in so many bytes."""
+    cdef int32_t last = 0, end
+    cdef Py_ssize_t at
+    for at in range(count + 1):
+        memcpy(&end, ends + 4 * at, 4)
+        if end < last or end > size:
+            return False
+        last = end
+    return True
 
 
 cdef inline void put64(char* to, int64_t number) noexcept:

@@ -14,19 +14,26 @@ before anything reads through them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits, rules
+from timeball.config import CodecChoice
 from timeball.errors import InvalidMessage, OverLimit
-from timeball.message import SEND_COLUMNS, TABLE_SCHEMA
+from timeball.log.few_rows import encoder_of
+from timeball.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
 
 # Without RocketMQ's delay levels, and without a host, which admission fills in.
 SEND_SCHEMA = pa.schema(
     [(name, kind) for name, kind in SEND_COLUMNS.items() if name not in ("born_host", "delay_level")]
 )
 REQUIRED = ("topic", "body")
+FEW_BYTES_MAX = 64 * 1024  # of a message that is read as rows
 RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
 
@@ -35,8 +42,8 @@ class SendColumns:
 
     rows_min = 1
 
-    def __init__(self, schema: pa.Schema) -> None:
-        """Check names and types; raises InvalidMessage naming the column."""
+    def __init__(self, schema: pa.Schema, codec: CodecChoice = "python") -> None:
+        """Check names and types; raises InvalidMessage naming the column. `codec`: what reads rows (`rows`)."""
         names = list(schema.names)
         unknown = sorted({repr(name[:80]) for name in names if name not in SEND_SCHEMA.names})
         if unknown:
@@ -54,6 +61,19 @@ class SendColumns:
         self._target = pa.schema([SEND_SCHEMA.field(name) for name in names])
         self._exact = all(field.type == SEND_SCHEMA.field(field.name).type for field in schema)
         self._required = [names.index(name) for name in REQUIRED]
+        # A row has no relative delay: what is due a while after admission goes as columns.
+        is_of_rows = self._exact and codec == "auto" and "delay_ms" not in names
+        self._reader = _reader_of(tuple(names)) if is_of_rows else None
+        self._order = [names.index(name) if name in names else -1 for name in SEND_NAMES]
+
+    def rows(self, header: memoryview, body: Sequence[bytes | memoryview]) -> list[SendRow] | None:
+        """Return the rows of a small sound batch (the event loop's thread); None for what `adopt` is to judge."""
+        if self._reader is None or len(header) + sum(map(len, body)) > FEW_BYTES_MAX:
+            return None
+        found: list[SendRow] | None = self._reader.sent_rows(
+            bytes(header), b"".join(body), self._order, self._required
+        )
+        return found
 
     def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit."""
@@ -111,6 +131,12 @@ class ReleaseColumns:
                 raise InvalidMessage(f"column {name!r} has rows without a value")
         rules.check_columns({"body": batch.column("body")})
         return pa.RecordBatch.from_arrays(batch.columns, schema=TABLE_SCHEMA)
+
+
+@lru_cache(maxsize=64)
+def _reader_of(names: tuple[str, ...]) -> Any:
+    """Return what reads rows of these columns; None where there was no compiler."""
+    return encoder_of(pa.schema([SEND_SCHEMA.field(name) for name in names]))
 
 
 def _refuse_rows(rows: int) -> None:

@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from timeball.access import Caller
 from timeball.errors import InvalidMessage, Unavailable
+from timeball.message import SendBatch
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, size_of
 from timeball.protocols.byte_shares import ByteShares
@@ -64,9 +65,9 @@ class Shared(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A sound batch or the refusal that answers it, the bytes that it counts, and its key ("" for none)."""
+    """A sound batch, as columns or a few rows, or the refusal that answers it; its bytes, and its key ("" for none)."""
 
-    batch: pa.RecordBatch | bytes
+    batch: SendBatch | bytes
     size_bytes: int
     key: str
 
@@ -197,6 +198,11 @@ class Upload(FlightCall):
         try:
             if self._is_stopping:
                 raise Unavailable(STOPPING)
+            # Most messages of producers hold a row: columns would cost as much as all the rest.
+            if isinstance(self._columns, SendColumns) and not message.metadata:
+                rows = self._columns.rows(message.header, message.body)
+                if rows is not None:
+                    return _Entry(rows, message.size_bytes, "")
             batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema))
             size_bytes = size_of(batch)
             key = codec.idempotency_key(message.metadata)

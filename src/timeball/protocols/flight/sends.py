@@ -40,9 +40,13 @@ class Sends:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
-    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a batch with the types of SEND_SCHEMA; its slot will be settled. `key`: for idempotency."""
-        piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
+    def put(self, batch: Any, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Hand over a few rows, or a batch with the types of SEND_SCHEMA; its slot will be settled.
+
+        `key`: for idempotency; with one a batch it is.
+        """
+        count = len(batch) if isinstance(batch, list) else batch.num_rows
+        piece = _Piece(self, batch, count, slot.size_bytes, 0, caller, slot)
         try:
             if key:
                 self._broker.keyed_sends.put(piece, key)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from timeball import limits
@@ -168,7 +169,7 @@ class FlightEdge:
     def _choose(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, Columns]:
         """Return who takes the batches of a DoExchange; raise NotFound, Forbidden."""
         if path == SEND_PATH:
-            return self._sends, SendColumns
+            return self._sends, partial(SendColumns, codec=self._broker.parts.settings.codec)
         if path == SOURCE_PATH:
             return self._sourced, SourceColumns
         if path == RELEASE_PATH:
