@@ -48,6 +48,8 @@ class Selection:
         """Lease from this queue what it has and the bounds allow; return the positions."""
         if not queue.returned and queue.next_offset >= queue.index.max_offset and not self._in_order:
             return []  # most of a topic's queues, at most times
+        if self._room <= 0 and not self._in_order:
+            return []  # the queues behind those that have filled the answer
         self.queues.append(queue)
         if self._in_order and not self._may_lease_in_order(queue):
             return []

@@ -11,6 +11,7 @@ behind it checks nothing again.
 from __future__ import annotations
 
 from base64 import b64encode
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -200,9 +201,14 @@ def check_size(what: str, size_bytes: int, size_bytes_max: int) -> None:
         raise OverLimit(f"{what} has {size_bytes} bytes; at most {size_bytes_max}")
 
 
+@cache  # of the few kinds that there are; to look at one takes longer than to decode
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
 def _decode(data: bytes, kind: Any, what: str) -> Any:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:
         raise RequestError(f"{what}: {error}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
