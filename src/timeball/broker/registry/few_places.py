@@ -14,7 +14,7 @@ import numpy as np
 
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.rates import Rates, Stat, of_dead_letter
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topic import Queue, Topic
 from timeball.log.queue_entry import ENTRY
 from timeball.message import DLQ_PREFIX
 
@@ -27,14 +27,22 @@ QueueRows = tuple[
 ]  # a queue, entries whose rows count from 0, bytes of their messages
 
 
+class _Chosen:
+    """What one queue gets: its entries, and the bytes of their messages."""
+
+    __slots__ = ("entries", "queue", "size_bytes")
+
+    def __init__(self, queue: Queue, entries: bytearray, size_bytes: int) -> None:
+        self.queue, self.entries, self.size_bytes = queue, entries, size_bytes
+
+
 class FewPlaces:
     """Places of rows, chosen one after the other; `give_out` once nothing can refuse them any more."""
 
-    __slots__ = ("_dead", "_entries", "_sizes", "_turns")
+    __slots__ = ("_chosen", "_dead", "_turns")
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Topic, int], bytearray] = {}
-        self._sizes: dict[tuple[Topic, int], int] = {}  # bytes of the messages
+        self._chosen: dict[tuple[Topic, int], _Chosen] = {}
         self._turns: dict[Topic, int] = {}
         self._dead: list[str] = []  # a counter's key for each dead letter
 
@@ -43,7 +51,7 @@ class FewPlaces:
         """Return places that have been chosen as `choose` does: see SendRuns (few_sends.py)."""
         places = cls()
         for topic, queue_id, entries, size_bytes in queues:
-            places._entries[topic, queue_id], places._sizes[topic, queue_id] = entries, size_bytes
+            places._chosen[topic, queue_id] = _Chosen(topic.queues[queue_id], entries, size_bytes)
         places._turns = dict(turns)
         return places
 
@@ -51,36 +59,38 @@ class FewPlaces:
         self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None, properties: str | None
     ) -> tuple[int, int]:
         """Return the queue and the offset of a row, which the caller then holds to; `queue_id` -1: any queue."""
+        queues = topic.queues
         if topic.name.startswith(DLQ_PREFIX):
             self._dead.append(of_dead_letter(topic.name, properties))
         if queue_id < 0:
             # Round the queues, from where the last batch ended.
             turn = self._turns.get(topic, topic.turn)
-            width = topic.write_queues or len(topic.queues)
+            width = topic.write_queues or len(queues)
             queue_id = turn % width
             self._turns[topic] = (turn + 1) % width
         # As in `Topics.place`: a queue that is no more gives its rows to another.
-        queue_id %= len(topic.queues)
+        queue_id %= len(queues)
+        chosen = self._chosen.get((topic, queue_id))
+        if chosen is None:
+            chosen = self._chosen[topic, queue_id] = _Chosen(queues[queue_id], bytearray(), 0)
         # Bytes from the start: numpy makes entries of tuples at a microsecond each.
-        entries = self._entries.get((topic, queue_id))
-        if entries is None:
-            entries = self._entries[topic, queue_id] = bytearray()
-            self._sizes[topic, queue_id] = 0
-        offset = topic.queues[queue_id].next_offset + len(entries) // _ENTRY.size
+        entries = chosen.entries
+        offset = chosen.queue.next_offset + len(entries) // _ENTRY.size
         entries += _ENTRY.pack(row, size_bytes, tag_number(topic)(tag) if tag else 0)
-        self._sizes[topic, queue_id] += size_bytes
+        chosen.size_bytes += size_bytes
         return queue_id, offset
 
     def give_out(self) -> None:
         """Give these places to no other row."""
-        for (topic, queue_id), entries in self._entries.items():
-            topic.queues[queue_id].next_offset += len(entries) // _ENTRY.size
+        for chosen in self._chosen.values():
+            chosen.queue.next_offset += len(chosen.entries) // _ENTRY.size
         for topic, turn in self._turns.items():
             topic.turn = turn
 
     def index(self, first_seq: int) -> None:
         """Write the entries; row 0 of the batch is `first_seq`."""
-        for (topic, queue_id), data in self._entries.items():
+        for chosen in self._chosen.values():
+            data = chosen.entries
             # The number of the first row was not known when they were written. The index copies them.
             if len(data) == _ENTRY.size:  # nearly always, and then without a call of numpy
                 _SEQ.pack_into(data, 0, _SEQ.unpack_from(data)[0] + first_seq)
@@ -88,13 +98,13 @@ class FewPlaces:
             else:
                 entries = np.frombuffer(data, ENTRY)
                 entries["seq"] += first_seq
-            topic.queues[queue_id].index.extend(entries)
+            chosen.queue.index.extend(entries)
 
     def count(self, rates: Rates, *, released: bool = False) -> None:
         """Count what came into each topic; `released`: as scheduled messages, too."""
-        for (topic, queue_id), entries in self._entries.items():
-            rows = len(entries) // _ENTRY.size
-            rates.put(topic.name, rows, self._sizes[topic, queue_id])
+        for (topic, _), chosen in self._chosen.items():
+            rows = len(chosen.entries) // _ENTRY.size
+            rates.put(topic.name, rows, chosen.size_bytes)
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, rows)
         if self._dead:
@@ -102,7 +112,7 @@ class FewPlaces:
 
     def queues(self) -> list[tuple[str, int]]:
         """Return the queues that got rows: topic and number."""
-        return [(topic.name, queue_id) for topic, queue_id in self._entries]
+        return [(topic.name, queue_id) for topic, queue_id in self._chosen]
 
 
 def tag_number(topic: Topic) -> Callable[[str], int]:

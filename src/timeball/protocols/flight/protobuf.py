@@ -152,6 +152,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    if at < len(message) and message[at] < 0x80:  # nearly all
+        return message[at], at + 1
     value = 0
     for shift in range(_VARINT_BYTES_MAX):
         if at + shift >= len(message):
@@ -168,6 +170,8 @@ def _tag(number: int, size: int) -> bytes:
 
 
 def _encoded(value: int) -> bytes:
+    if value <= 0x7F:
+        return bytes((value,))
     parts = bytearray()
     while value > 0x7F:
         parts.append(value & 0x7F | 0x80)
