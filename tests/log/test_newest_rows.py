@@ -16,7 +16,7 @@ Append = tuple[int, int, str, bool]  # rows, numbers set aside behind them, in w
 
 APPENDS = st.lists(
     st.tuples(
-        st.integers(1, 3), st.integers(0, 2), st.sampled_from(["values", "pyarrow", "message", "batch"]),
+        st.integers(1, 3), st.integers(0, 2), st.sampled_from(["values", "pyarrow", "message", "batch", "part"]),
         st.booleans(),
     ),
     max_size=40,
@@ -34,6 +34,8 @@ def values(first_seq: int, count: int, is_visible: bool) -> list[LogRow]:
 def in_form(form: str, rows: list[LogRow]) -> Rows:
     if form == "batch":
         return rows_of(rows)
+    if form == "part":  # of columns, as it stands in them
+        return rows_of([*rows, *rows, rows[0]]).slice(len(rows), len(rows))
     if form == "message":  # as an edge that writes it itself
         made = build_by_pyarrow(rows)
         return EncodedRows(made.message, made.queue_ids, made.queue_offsets)

@@ -14,7 +14,9 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 
-from timeball.log.few_rows import EncodedRows, Rows, numbered_value
+import pyarrow as pa
+
+from timeball.log.few_rows import EncodedRows, Rows, as_message, numbered_value
 from timeball.message import ReadRow
 
 BYTES_MAX = 8 * 1024 * 1024  # of all rows, with what their batches keep in memory besides
@@ -28,7 +30,8 @@ class NewestRows:
 
     def __init__(self) -> None:
         self._first_seqs: list[int] = []
-        self._committed: deque[tuple[Rows, int]] = deque()  # with their bytes
+        # How many they are, and their bytes. Columns become their message when one of them is asked for.
+        self._committed: deque[tuple[Rows | bytes, int, int]] = deque()
         self._dropped = 0  # of the first numbers, those whose rows are gone
         self._size_bytes = 0
 
@@ -45,10 +48,10 @@ class NewestRows:
         if size_bytes > APPEND_BYTES_MAX:
             return
         self._first_seqs.append(first_seq)
-        self._committed.append((rows, size_bytes))
+        self._committed.append((rows, rows.num_rows, size_bytes))
         self._size_bytes += size_bytes
         while self._size_bytes > BYTES_MAX or len(self._committed) > COMMITTED_MAX:
-            self._size_bytes -= self._committed.popleft()[1]
+            self._size_bytes -= self._committed.popleft()[2]
             self._dropped += 1
         # Cut when half of the list is of no use, or each row would move all of them.
         if self._dropped > len(self._committed) + 16:
@@ -62,8 +65,11 @@ class NewestRows:
             at = bisect_right(self._first_seqs, seq, lo=self._dropped) - 1
             if at < self._dropped:
                 return None
-            rows, row = self._committed[at - self._dropped][0], seq - self._first_seqs[at]
-            if row >= rows.num_rows:
+            (rows, count, size_bytes), row = self._committed[at - self._dropped], seq - self._first_seqs[at]
+            if row >= count:
                 return None
+            if isinstance(rows, pa.RecordBatch):
+                rows = as_message(rows)
+                self._committed[at - self._dropped] = rows, count, size_bytes
             found.append(numbered_value(rows, row, seq))
         return found
