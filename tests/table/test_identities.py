@@ -57,7 +57,7 @@ def test_ids_of_ours_take_half_as_much(digits: str) -> None:
     sliced = table_rows([NOW_MS] * 16, unique_key=names).slice(3, 12)
     found = opened(encode(sliced))
     assert [row["unique_key"] for row in found.rows_at(range(12))] == names[3:15]
-    packed = found._block(0).column("id16")
+    packed = pa.ipc.read_record_batch(found._block(0), identities._BLOCK_SCHEMA).column("id16")
     assert packed.null_count == (0 if digits == "0123456789abcdef" else 4)
 
 

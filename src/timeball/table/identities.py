@@ -23,6 +23,7 @@ A file without them is read by its row groups. Codec only: no I/O here.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,6 +54,17 @@ _WORD = 8
 _LZ4 = pa.Codec("lz4_raw")
 _ID_DIGITS = 32
 _NO_DIGIT = 255
+# Of a block's message: fields of the tables Message and RecordBatch, and its buffers, of which a text has three.
+_HEADER, _BUFFERS = 2, 2
+_ID16_FORM = struct.Struct("16s")
+_ENDS = struct.Struct("<ii")  # where a text begins and ends
+_FORMS = [
+    {pa.int64(): struct.Struct("<q"), pa.string(): _ENDS}.get(f.type, _ID16_FORM) for f in _BLOCK_SCHEMA
+]
+_BUFFER_COUNTS = [3 if form is _ENDS else 2 for form in _FORMS]
+_FIRST_BUFFERS = list(itertools.accumulate(_BUFFER_COUNTS, initial=0))[:-1]
+_OF_TEXT = {at for at, form in zip(_FIRST_BUFFERS, _FORMS, strict=True) if form is _ENDS}
+_PLACES = struct.Struct(f"<{2 * sum(_BUFFER_COUNTS)}q")
 _DIGITS = np.full(256, _NO_DIGIT, np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
@@ -142,19 +154,15 @@ class Identities:
 
     def rows_at(self, places: Iterable[int]) -> list[Row]:
         """Return the rows at these places of the file, in this order; raise Corrupt."""
-        blocks: dict[int, pa.RecordBatch] = {}
+        blocks: dict[int, _Block] = {}
         found = []
         for place in places:
             if place >= self.rows:
                 raise Corrupt(f"it has {self.rows} identities, and row {place} was asked for")
             block, row = divmod(place, self._block_rows)
             if block not in blocks:
-                blocks[block] = self._block(block)
-            *values, id16 = [column[row].as_py() for column in blocks[block].columns]
-            identity = dict(zip(ID_COLUMNS, values, strict=True))
-            if id16 is not None:
-                identity["unique_key"] = id16.hex()
-            found.append(identity)
+                blocks[block] = _Block(self._block(block))
+            found.append(blocks[block].row(row))
         return found
 
     def check(self) -> None:
@@ -162,18 +170,64 @@ class Identities:
         for block in range(-(-self.rows // self._block_rows)):
             self._block(block)
 
-    def _block(self, block: int) -> pa.RecordBatch:
+    def _block(self, block: int) -> bytes:
+        """Return the message of a block, compared with its checksum."""
         entry = bytes(self._read_at(self._entries + _ENTRY_BYTES * block, _ENTRY_BYTES))
         begin, stored_bytes, raw_bytes = _PLACE.unpack_from(entry)
         if self._begin + begin + stored_bytes > self._entries:
             raise Corrupt(f"block {block} of its identities lies behind their end")
         data = self._read_at(self._begin + begin, stored_bytes)
         crc = google_crc32c.extend(google_crc32c.value(data), entry[: _PLACE.size])
-        # First: Arrow may abort the process on a message that is not what it was.
         if entry[_PLACE.size :] != _CRC.pack(crc):
             raise Corrupt(f"block {block} of its identities does not match its checksum")
-        raw = np.frombuffer(_LZ4.decompress(data, raw_bytes), np.uint8).reshape(_WORD, -1).T.tobytes()
-        return pa.ipc.read_record_batch(pa.py_buffer(raw), _BLOCK_SCHEMA)
+        return np.frombuffer(_LZ4.decompress(data, raw_bytes), np.uint8).reshape(_WORD, -1).T.tobytes()
+
+
+class _Block:
+    """The message of a block, for a row or two of it: to have Arrow open it takes longer than to read ten.
+
+    Its metadata, a flatbuffer, says where its buffers stand (Arrow's format/Message.fbs; flatbuffers, "internals").
+    """
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        body_at = 8 + self._uint32(4)
+        batch_at = self._behind(self._field(self._behind(8), _HEADER))
+        places = _PLACES.unpack_from(message, self._behind(self._field(batch_at, _BUFFERS)) + 4)
+        # In pairs of place and size; of each column its bitmap, which is empty without nulls, comes first.
+        self._bitmaps = [body_at + places[2 * at] if places[2 * at + 1] else -1 for at in _FIRST_BUFFERS]
+        self._values = [body_at + places[2 * at + 2] for at in _FIRST_BUFFERS]
+        self._texts = [body_at + places[2 * at + 4] if at in _OF_TEXT else -1 for at in _FIRST_BUFFERS]
+
+    def row(self, row: int) -> Row:
+        """Return one row."""
+        message, values = self._message, list[Any]()
+        for form, bitmap, at, text in zip(_FORMS, self._bitmaps, self._values, self._texts, strict=True):
+            if bitmap >= 0 and not message[bitmap + (row >> 3)] >> (row & 7) & 1:
+                values.append(None)
+            elif text < 0:
+                values.append(form.unpack_from(message, at + form.size * row)[0])
+            else:
+                begin, end = _ENDS.unpack_from(message, at + 4 * row)
+                values.append(message[text + begin : text + end].decode())
+        *values, id16 = values
+        identity = dict(zip(ID_COLUMNS, values, strict=True))
+        if id16 is not None:
+            identity["unique_key"] = id16.hex()
+        return identity
+
+    def _uint32(self, at: int) -> int:
+        return int.from_bytes(self._message[at : at + 4], "little")
+
+    def _behind(self, at: int) -> int:
+        """Return what the offset at `at` points to."""
+        return at + self._uint32(at)
+
+    def _field(self, table: int, field: int) -> int:
+        """Return where a table has a field."""
+        vtable = table - int.from_bytes(self._message[table : table + 4], "little", signed=True)
+        entry = vtable + 4 + 2 * field
+        return table + int.from_bytes(self._message[entry : entry + 2], "little")
 
 
 def is_there(read_at: ReadAt, end: int) -> bool:
