@@ -19,7 +19,7 @@ from timeball.broker.tables.compact import write_files
 from timeball.errors import Corrupt, NotFound
 from timeball.files import Files
 from timeball.key_hash import KeyRun, hash_text
-from timeball.table import key_index
+from timeball.table import identities, key_index
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 from timeball.table.file_set import FileSet
@@ -39,6 +39,7 @@ def small() -> Iterator[None]:
         patch.setattr(key_hash, "MERGE_PAIRS", 8)
         patch.setattr(key_index, "RUNS_MIN", 3)
         patch.setattr(key_index, "OPEN_GROUPS_MAX", 3)
+        patch.setattr(key_index, "MAPPED_FILES_MAX", 2)
         yield
 
 
@@ -206,7 +207,7 @@ def test_a_look_up_asks_the_runs_and_reads_the_rows_found_and_no_other_file(
     monkeypatch.setattr(
         DataFile,
         "identities_at",
-        lambda file, at: (asked.append(file.entry.min_seq), identities_at(file, at))[1],
+        lambda file, *at: (asked.append(file.entry.min_seq), identities_at(file, *at))[1],
     )
     monkeypatch.setattr(DataFile, "check", lambda file: (parsed.append(file.entry.path), check(file)))
     assert found(index, live, ["id4"]) == [4]
@@ -225,6 +226,35 @@ def test_the_files_that_were_used_longest_ago_are_closed() -> None:
         for seq in range(1, 28):
             assert index.find_seqs(live, np.array([seq])).num_rows == 1
             assert 1 <= index._open_groups == sum(file.group_count() for file in index._open.values()) <= 3
+
+
+def test_few_files_stay_mapped_and_none_that_has_left() -> None:
+    with small():
+        table = many(5)
+        index = TableKeys(table.files)
+        for seq in (1, 4, 7, 4):
+            assert found(index, table.live, [f"id{seq}"]) == [seq]
+        # Those that were mapped last, and not one more.
+        assert [table.entries[path].min_seq for path in index._mapped] == [4, 7]
+        gone = next(iter(index._mapped))
+        del table.entries[gone]
+        index.bring_up(table.live)
+        assert gone not in index._mapped and len(index._mapped) == 1
+        assert found(index, table.live, ["id4"]) == []
+
+
+def test_a_mapped_file_that_rotted_is_an_error_until_a_copy_takes_its_place() -> None:
+    table = many(2)
+    index, path = TableKeys(table.files), next(iter(table.entries))
+    whole = bytes(table.files.map_readonly(f"{FOLDER}/{path}"))
+    at = whole.index(identities.MAGIC) - identities.TRAILER.size - 40  # of its last block
+    rotten = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    table.files.replace(f"{FOLDER}/{path}", rotten)
+    for _ in range(2):
+        with pytest.raises(Corrupt, match=path):
+            found(index, table.live, ["id1"])
+    table.files.replace(f"{FOLDER}/{path}", whole)
+    assert found(index, table.live, ["id1"]) == [1]
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_never_an_empty_answer() -> None:

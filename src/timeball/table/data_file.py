@@ -105,20 +105,33 @@ class DataFile:
             first = int(due[np.searchsorted(due, due_ms, side="left")])
         return first
 
-    def identities_at(self, places: list[int]) -> list[Row]:
-        """Return the identifying columns of the rows at these places, by the footer only where blocks are missing."""
-        name = f"{FOLDER}/{self.entry.path}"
-        # Of a file that is not in memory some pages, and not all of it, as a system may read ahead megabytes.
-        data = self._files.map_readonly(name, at_random=True)
+    def identities_at(self, places: list[int], kept: dict[str, Identities] | None = None) -> list[Row]:
+        """Return the identifying columns of the rows at these places, by the footer only where blocks are missing.
+
+        `kept`: those of files that stay mapped, by path; this file's are added.
+        """
+        path = self.entry.path
         try:
-            found = _identities(data, self.entry.size_bytes)
-            if found is not None and found.rows != self.entry.rows:
-                raise Corrupt(f"it has {found.rows} identities, its attach says {self.entry.rows} rows")
+            found = None if kept is None else kept.get(path)
+            if found is None:
+                found = self._mapped_identities()
+                if found is not None and kept is not None:
+                    kept[path] = found
             if found is not None:
                 return found.rows_at(places)
         except Corrupt as error:
-            raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
+            if kept is not None:
+                kept.pop(path, None)  # a copy may take its place
+            raise Corrupt(f"{FOLDER}/{path}: {error}; restore this file from a copy") from error
         return self._rows_at(np.unique(places))
+
+    def _mapped_identities(self) -> Identities | None:
+        # Of a file that is not in memory some pages, and not all of it, as a system may read ahead megabytes.
+        data = self._files.map_readonly(f"{FOLDER}/{self.entry.path}", at_random=True)
+        found = _identities(data, self.entry.size_bytes)
+        if found is not None and found.rows != self.entry.rows:
+            raise Corrupt(f"it has {found.rows} identities, its attach says {self.entry.rows} rows")
+        return found
 
     def _rows_at(self, places: Int64Array) -> list[Row]:
         """Return the same from the row groups of the file, in its order."""

@@ -140,6 +140,8 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
 class Identities:
     """Reads the identities of one file, block by block."""
 
+    __slots__ = ("_begin", "_block_rows", "_entries", "_read_at", "rows")  # thousands are kept
+
     def __init__(self, read_at: ReadAt, end: int) -> None:
         """`end`: where they end in the file. Reads what stands behind the blocks; raises Corrupt."""
         self._read_at = read_at

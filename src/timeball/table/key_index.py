@@ -8,9 +8,9 @@ A cache: the log says which files live, the files what is in them. A run is used
 that is missing or damaged is made again, from the files. So a merge needs no order of steps: the new run is there, or
 the old ones are, or both are, which say the same.
 
-What a look-up by key wants of a row stands in its file once more, in small blocks (identities.py). For all else a few
-files stay open, those used last: a footer costs more than the look-up. They are no one else's, since Arrow's reader
-fails when two threads use it.
+What a look-up by key wants of a row stands in its file once more, in small blocks (identities.py), and files that were
+asked stay mapped. For all else a few files stay open, those used last: a footer costs more than the look-up. They are
+no one else's, since Arrow's reader fails when two threads use it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_cache import FileCache, Ranged
 from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, run_path
 from timeball.table.file_set import FileSet
-from timeball.table.identities import ID_SCHEMA, Row
+from timeball.table.identities import ID_SCHEMA, Identities, Row
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ RUNS_MIN = 6  # runs of like size before they become one: each pair is then writ
 RUNS_MAX = 256  # merged at once
 SIZE_RATIO = 8
 SMALL_PAIRS = 65_536  # runs up to this size are alike
+# Whose identities stay mapped, 1.5 KB each: to map a file takes as long as to read two rows.
+MAPPED_FILES_MAX = 16_384
 OPEN_GROUPS_MAX = 1_024  # row groups of the files that stay open: 14 KB each
 
 _NO_ROWS = ID_SCHEMA.empty_table()
@@ -68,6 +70,7 @@ class TableKeys:
         self._unreadable: set[str] = set()  # files whose keys could not be read, as the log lines have said
         self._open: OrderedDict[str, DataFile] = OrderedDict()  # the one used last comes last
         self._open_groups = 0
+        self._mapped: dict[str, Identities] = {}  # of files that were asked, by path
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 
@@ -78,11 +81,16 @@ class TableKeys:
         """
         with self._lock:
             hits = self._hits(live, hashes)
-        return [
+        # Not of copies of a store's files, which come and go.
+        kept = self._mapped if self._cache is None else None
+        found = [
             row
             for entry, places in hits
-            for row in DataFile(self._data, entry).identities_at(sorted(set(places)))
+            for row in DataFile(self._data, entry).identities_at(sorted(set(places)), kept)
         ]
+        for path in list(self._mapped)[:-MAPPED_FILES_MAX] if len(self._mapped) > MAPPED_FILES_MAX else ():
+            self._mapped.pop(path, None)
+        return found
 
     def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
         """Return the same of the rows with these numbers; reads the numbers of files that may hold them."""
@@ -143,6 +151,9 @@ class TableKeys:
         with self._lock:
             for path in [path for path in self._open if live.get(path) is None]:
                 self._close(path)
+            # A mapping keeps the room of a file that has left.
+            for path in [path for path in list(self._mapped) if live.get(path) is None]:
+                self._mapped.pop(path, None)
             try:
                 self._cover(live)
             except Corrupt:
