@@ -263,6 +263,8 @@ def test_frames_of_removed_segments_are_forgotten() -> None:
     for ordinal in (1, 2, 3):
         cache.keep((ordinal, 64), "frame")
     held.drop(held.all[:2])
+    # Also one that another thread has opened meanwhile.
+    cache.keep((2, 64), "frame")
     assert [cache.get((ordinal, 64)) for ordinal in (1, 2, 3)] == [None, None, "frame"]
 
 

@@ -172,7 +172,7 @@ class Components:
     ledger: AttachState  # attaches and reservations, as TABLE rows say
     reader_thread: Executor  # one thread: reads log and files for releases and consumers
     table_thread: Executor  # one thread: changes the Delta log; the reader thread, but for an object store
-    lookup_thread: Executor  # one thread: finds promises in files, beside the reader thread
+    lookup_thread: Executor  # one thread: finds promises in log and files, beside the reader thread
     background: Executor  # one thread: compaction and rewriting, which may take seconds
     on_failure: Callable[[BaseException], None]  # stops the broker: memory may be ahead of the files
     file_replication: FileReplication | None = None  # None: this broker is alone

@@ -1,7 +1,7 @@
 """Rows of the log by message id or key, indexed at the first look-up.
 
 Cancels and queries by key are rare beside sends, so a commit pays nothing for them: the first look-up indexes
-what has been appended since the last one, in the calling (reader) thread. A sealed segment's index becomes a
+what has been appended since the last one, in the calling thread. A sealed segment's index becomes a
 key run beside it and is mapped, so memory holds only the active segment's: a table of the newest rows, and sorted runs
 of those before.
 """
@@ -26,7 +26,7 @@ NEWEST_PAIRS_MAX = 4_096
 
 
 class KeyIndex:
-    """Look-ups over all kept segments. Thread safe; meant for the reader thread, since it may have to index."""
+    """Look-ups over all kept segments. Thread safe; not for the event loop, since it may have to index."""
 
     def __init__(self, files: Files, segments: Segments, reader: LogReader) -> None:
         self._files, self._segments, self._reader = files, segments, reader

@@ -46,6 +46,7 @@ class FrameCache(Generic[T]):
     def __init__(self, segments: Segments, frames_max: int) -> None:
         self._frames: OrderedDict[Place, T] = OrderedDict()
         self._frames_max = frames_max
+        self._first_ordinal = 0  # of the segments that were not removed
         self._lock = threading.Lock()
         segments.on_drop.append(self._forget)
 
@@ -64,6 +65,8 @@ class FrameCache(Generic[T]):
     def keep(self, place: Place, frame: T) -> None:
         """Keep a frame, in place of the one that was not used the longest."""
         with self._lock:
+            if place[0] < self._first_ordinal:  # removed while another thread read it
+                return
             self._frames[place] = frame
             if len(self._frames) > self._frames_max:
                 self._frames.popitem(last=False)
@@ -72,6 +75,7 @@ class FrameCache(Generic[T]):
         """Drop the frames of segments that were removed."""
         ordinals = {segment.ordinal for segment in gone}
         with self._lock:
+            self._first_ordinal = max(ordinals) + 1
             for place in [place for place in self._frames if place[0] in ordinals]:
                 del self._frames[place]
 

@@ -23,8 +23,7 @@ def look_up(world: World, thorough: bool = False, live: FileSet | None = None, *
     live = parts.hour_log.pending.live if live is None else live
     asked = Names(**names)
     search = Search(parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, [asked])
-    for step in (search.search_numbers, search.search_log, search.search_names):
-        step()
+    search.search()
     missing = search.missing(asked, thorough=thorough)
     if missing:
         search.add_rows(scan(parts.reader, missing))

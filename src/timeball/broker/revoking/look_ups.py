@@ -1,7 +1,7 @@
 """Look promises up for requests that name them: those that come while one search is under way share the next.
 
 A search of the log and of the key runs costs nearly the same for one name as for ten, and it takes turns with others in
-the threads that read. What each caller is told depends on its own names only (promise_lookup.py).
+the thread that searches. What each caller is told depends on its own names only (promise_lookup.py).
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class LookUps:
                 parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, callers
             )
             try:
-                if search.has_numbers:
-                    await in_thread(parts.lookup_thread, search.search_numbers)
-                await in_thread(parts.reader_thread, search.search_log)
-                if search.has_names:
-                    await in_thread(parts.lookup_thread, search.search_names)
+                # In one go, as a hand-over to a thread and back costs as much as the search.
+                await in_thread(parts.lookup_thread, search.search)
             except NotFound:
                 if parts.hour_log.pending.live is live:
                     raise  # a file is missing that should be there
+            except OutOfRange:
+                if parts.reader.first_seq == first_seq:
+                    raise
             else:
                 if parts.reader.first_seq == first_seq:
                     return search

@@ -9,10 +9,9 @@ of them is where it waits now, and a RELEASE or CANCEL row of its number is its 
 Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic: they
 carry their producer's id and keys, but its message has been delivered, and to cancel a copy would lose it.
 
-The log is searched in the reader thread, which alone removes segments; the files in a thread of their own, where
-decoding a row keeps no consumer and no release waiting. Both are searched as the table was at the beginning, so a
-promise that moves meanwhile from the log to a file, or from file to file, is found all the same; a lookup is repeated
-when retention has removed what it was to read (look_ups.py).
+Log and files are searched in a thread of their own, where no consumer and no release waits for it. Both are searched as
+the table was at the beginning, so a promise that moves meanwhile from the log to a file, or from file to file, is found
+all the same; a lookup is repeated when retention has removed what it was to read (look_ups.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from timeball import limits
 from timeball.answers import HANDED
 from timeball.broker.handed_rows import is_handed
 from timeball.errors import OutOfRange
-from timeball.key_hash import hash_text
+from timeball.key_hash import UInt64Array, hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
@@ -53,7 +52,7 @@ CANCELLED, RELEASED = "already_cancelled", "released"
 class Names:
     """The promises a caller asks for. `topic`: only those for it, as producers of different topics may use the same id.
 
-    `may`: only promises for topics that it allows; the lookup hides all others (called in the reader thread).
+    `may`: only promises for topics that it allows; the lookup hides all others.
     """
 
     ids: Sequence[str] = ()
@@ -126,10 +125,10 @@ class Axis(Enum):
 
 
 class Search:
-    """One look-up for several callers; each of its methods runs in one thread, one after the other.
+    """One look-up for several callers.
 
-    Call `search_numbers`, `search_log` (reader thread) and `search_names`. Then, for each caller, scan the log for what
-    is `missing` (`scan`) and `add_rows`, then `result`.
+    Call `search` (lookup thread). Then, for each caller, scan the log for what is `missing` (`scan`) and `add_rows`,
+    then `result`.
     """
 
     def __init__(
@@ -151,27 +150,28 @@ class Search:
         self._settled: dict[int, Settled] = {}
         self._unknown: set[int] = set()  # numbers, of which the rows that end them may be all that is left
 
-    @property
-    def has_numbers(self) -> bool:
-        """Return whether a caller has named a promise by its number."""
-        return bool(self._seqs)
+    def search(self) -> None:
+        """Search log and files (lookup thread).
 
-    @property
-    def has_names(self) -> bool:
-        """Return whether a caller has named one by id or key."""
-        return bool(self._ids or self._keys)
+        Raises Corrupt; NotFound or OutOfRange when a file has left the table, or a segment the log, and is gone.
+        """
+        hashes = hash_text(pa.array([*self._ids, *self._keys], pa.string()))
+        if self._seqs:
+            self._search_numbers()
+        self._search_log(hashes)
+        if len(hashes):
+            for row in self._file_keys.find_keys(self._live, hashes):
+                for name in self._names(row):
+                    self._add_filed(name, row)
 
-    def search_numbers(self) -> None:
-        """Search the files for the numbers."""
+    def _search_numbers(self) -> None:
+        """Search the files and the log for the numbers."""
         number_of = self._versions()
         for row in self._file_keys.find_seqs(
             self._live, np.array(list(number_of), dtype=np.int64)
         ).to_pylist():
             if _number_in_table(row) == number_of[row["seq"]]:
                 self._add_filed((Axis.SEQ, str(number_of[row["seq"]])), row)
-
-    def search_log(self) -> None:
-        """Search the log by number, and its key index for the names and for what ended the promises found so far."""
         for version, number in self._versions().items():
             if (
                 not self._in_log(version, number)
@@ -179,22 +179,21 @@ class Search:
                 and number not in self._found[Axis.SEQ, str(number)]
             ):
                 self._unknown.add(number)
+
+    def _search_log(self, hashes: UInt64Array) -> None:
+        """Search the log's key index for the names and for what ended the promises found so far."""
         # The rows that end a promise named by its number are found by its id.
         known = {c.unique_key for of_name in self._found.values() for c in of_name.values()} - {None}
         # One look-up for all names: each asks every sealed segment's index.
-        hashes = hash_text(pa.array([*(self._ids | known), *self._keys], pa.string()))
-        for row in self._reader.read_rows(self._key_index.find_rows(hashes)).select(COLUMNS).to_pylist():
+        seqs = self._key_index.find_rows(
+            np.concatenate([hashes, hash_text(pa.array(known - self._ids, pa.string()))]) if known else hashes
+        )
+        # Mostly none: what is cancelled has been in the table for long.
+        for row in self._reader.read_rows(seqs).select(COLUMNS).to_pylist() if len(seqs) else ():
             for name in self._names(row):
                 self._add_logged(name, row)
             self._note_settling(row)
             self._note_move(row)
-
-    def search_names(self) -> None:
-        """Search the files for the ids and keys."""
-        hashes = hash_text(pa.array([*self._ids, *self._keys], pa.string()))
-        for row in self._file_keys.find_keys(self._live, hashes):
-            for name in self._names(row):
-                self._add_filed(name, row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
         """Return the numbers to scan the log for; `thorough`: also those of promises without an id, for their end."""
