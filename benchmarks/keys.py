@@ -9,7 +9,7 @@ cancels from many connections at once; a kill -9 and a start, to the first answe
 100 s, as an hour's busiest may be, while 1,000 a second are steady, and the lateness of these is told.
 
 Not measured: a cold page cache, a cluster, an object store; releases from files, as the burst comes from the tail
-of the log; the steady load within the burst, which is told from it only in the second before and the second after.
+of the log.
 """
 
 from __future__ import annotations
@@ -187,17 +187,21 @@ def _restart(report: Report, server: Server, number: int) -> None:
 
 
 def _burst(report: Report, ball: Timeball, rows: int, seconds: int) -> None:
-    """`rows` within so many seconds, and beside them 1 a millisecond, told apart by their ids."""
+    """`rows` within so many seconds, and beside them 1 a millisecond, told apart by their numbers."""
     begin_ms = now_ms() + (4_000 if rows < 10_000 else 60_000)
     rng = np.random.default_rng(5)
     for at in range(0, rows, 100_000):
         count = min(100_000, rows - at)
         ball.send_many(messages(count, begin_ms + rng.integers(0, seconds * 1_000, count), seed=100 + at))
     steady_ms = begin_ms - 1_000 + np.arange((seconds + 2) * 1_000)
+    steady_seq = ball.status()["log"]["durable_seq"]
     ball.send_many(messages(len(steady_ms), steady_ms, seed=99))
-    total = rows + len(steady_ms)
-    wait_until(lambda: len(releases(ball)["due_ms"]) >= total, 60 + 10 * seconds, "all that were due")
-    found = releases(ball)
+    first, total = ball.status()["log"]["durable_seq"], rows + len(steady_ms)
+    # No look at the log until all were due: to read a million rows takes the server more than to release some.
+    end_ms = begin_ms + (seconds + 2) * 1_000
+    wait_until(lambda: now_ms() >= end_ms, end_ms / 1e3, "the end of the burst")
+    wait_until(lambda: len(releases(ball, first)["due_ms"]) >= total, 60 + 10 * seconds, "all that were due")
+    found = releases(ball, first)
     late = found["store_ms"] - found["due_ms"]
     report.add("released", len(late), "messages")
     report.add(
@@ -208,7 +212,7 @@ def _burst(report: Report, ball: Timeball, rows: int, seconds: int) -> None:
         better="lower",
     )
     report.add("late, p99, a million an hour's burst beside 1,000/s", float(np.percentile(late, 99)), "ms")
-    alone = (found["due_ms"] < begin_ms) | (found["due_ms"] >= begin_ms + seconds * 1_000)
+    steady = found["source_seq"] >= steady_seq
     report.add(
-        "late, p99, of the 1,000/s alone", float(np.percentile(late[alone], 99)), "ms", P99_BAR_MS, "lower"
+        "late, p99, of the 1,000/s alone", float(np.percentile(late[steady], 99)), "ms", P99_BAR_MS, "lower"
     )
