@@ -43,7 +43,10 @@ class PendingFiles:
         """`is_local`: says of a path whether the file can be read now; None: each can."""
         self._files, self._is_local = files, is_local
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
-        self._next_ms = {entry.path: entry.min_due_ms for entry in entries}
+        # As columns, in one order: each opening asks all files, which may be ten thousand.
+        self._paths, self._places = list[str](), dict[str, int]()
+        self._next_ms = self._last_ms = _NONE  # of a file, its last instant
+        self._set_next({entry.path: entry.min_due_ms for entry in entries})
         # A lower bound of the instants that have not been opened: kept, as there may be thousands of files.
         self.first_due_ms = FAR_MS
         self.missing_due_ms = FAR_MS  # the same of files that are not local
@@ -104,21 +107,21 @@ class PendingFiles:
 
     def skip_settled(self, settled: Settled) -> None:
         """Leave out what the mark covers of the files in which it covers all."""
-        self._next_ms = {
-            path: file.entry.min_due_ms
-            if settled.may_touch(file.entry.min_seq, file.entry.max_seq)
-            else max(file.entry.min_due_ms, settled.before_ms)
-            for path, file in self._live.items()
-        }
+        self._set_next(
+            {
+                path: file.entry.min_due_ms
+                if settled.may_touch(file.entry.min_seq, file.entry.max_seq)
+                else max(file.entry.min_due_ms, settled.before_ms)
+                for path, file in self._live.items()
+            }
+        )
         self._keep_first()
 
     def has_unopened(self, paths: list[str], before_ms: int) -> bool:
         """Return whether one of these files may hold something due before `before_ms` that has not been opened."""
-        return any(
-            self._next_ms[path] < before_ms and self._is_ahead(self._live[path])
-            for path in paths
-            if path in self._live
-        )
+        places = [self._places[path] for path in paths if path in self._places]
+        next_ms = self._next_ms[places]
+        return bool(((next_ms < before_ms) & (next_ms <= self._last_ms[places])).any())
 
     def attach(self, attachment: Attachment, opened_ms: int) -> None:
         """Take files in and out. What moves there was opened up to `opened_ms`; of what is new or resumed nothing."""
@@ -127,17 +130,19 @@ class PendingFiles:
         fresh = {entry.path: DataFile(self._files, entry) for entry in attachment.files}
         # Replaced, not changed: `over` may iterate in the reader thread.
         self._live, self._set = kept | fresh, None
-        self._next_ms = {path: due_ms for path, due_ms in self._next_ms.items() if path in kept}
+        before_ms = dict(zip(self._places, self._next_ms.tolist(), strict=True))
+        next_ms = {path: before_ms[path] for path in kept}
         # Compaction and rewriting move promises whose instants up to `opened_ms` were opened in their old place. Those
         # of a bulk job, and of a campaign that is resumed, are new: even those due before that must be opened. A file
         # with the number of a resumed promise holds no others.
         is_new = within(np.array([entry.min_seq for entry in attachment.files], np.int64), attachment.ranges)
         is_new |= attachment.job == "bulk"
         for entry, new in zip(attachment.files, is_new.tolist(), strict=True):
-            self._next_ms[entry.path] = entry.min_due_ms if new else max(entry.min_due_ms, opened_ms)
-            if self._next_ms[entry.path] > entry.min_due_ms:
+            next_ms[entry.path] = entry.min_due_ms if new else max(entry.min_due_ms, opened_ms)
+            if next_ms[entry.path] > entry.min_due_ms:
                 self._looked_into.add(entry.path)
         self._looked_into -= gone
+        self._set_next(next_ms)
         self._keep_first()
 
     def to_open(self, until_ms: int) -> tuple[list[tuple[DataFile, int]], int]:
@@ -145,9 +150,9 @@ class PendingFiles:
 
         That is less than `until_ms` when they would be too many.
         """
-        ahead = ((self._next_ms[path], path) for path, file in self._live.items() if self._is_ahead(file))
+        found = zip(*self._ahead(until_ms), strict=True)
         # By next instant: when the window is cut, the files that stay out are those due last.
-        touched = sorted(one for one in ahead if one[0] < until_ms and self._is_there(one[1]))
+        touched = sorted((next_ms, path) for path, next_ms in found if self._is_there(path))
         if len(touched) > WINDOW_FILES_MAX:
             # Those due at the same instant cannot be told apart: the window holds them all.
             until_ms = min(until_ms, max(touched[WINDOW_FILES_MAX][0], touched[0][0] + 1))
@@ -155,7 +160,9 @@ class PendingFiles:
 
     def opened(self, next_ms: dict[str, int]) -> None:
         """Remember from which instants on these files, by path, have not been opened."""
-        self._next_ms |= {path: due_ms for path, due_ms in next_ms.items() if path in self._live}
+        for path, due_ms in next_ms.items():
+            if path in self._places:
+                self._next_ms[self._places[path]] = due_ms
         self._looked_into.update(next_ms)
         self._keep_first()
 
@@ -166,8 +173,17 @@ class PendingFiles:
             if file.entry.min_due_ms <= high_ms and file.entry.max_due_ms >= low_ms
         ]
 
-    def _is_ahead(self, file: DataFile) -> bool:
-        return self._next_ms[file.entry.path] <= file.entry.max_due_ms
+    def _set_next(self, next_ms: dict[str, int]) -> None:
+        """Keep the next instants of all live files, by path."""
+        self._paths = list(next_ms)
+        self._places = {path: place for place, path in enumerate(self._paths)}
+        self._next_ms = np.array(list(next_ms.values()), np.int64)
+        self._last_ms = np.array([self._live[path].entry.max_due_ms for path in self._paths], np.int64)
+
+    def _ahead(self, until_ms: int) -> tuple[list[str], list[int]]:
+        """Return the files in which something is left that was not opened, due before `until_ms`; and their nexts."""
+        places = np.flatnonzero((self._next_ms <= self._last_ms) & (self._next_ms < until_ms))
+        return [self._paths[place] for place in places.tolist()], self._next_ms[places].tolist()
 
     def look_again(self) -> None:
         """Take note of which files are local by now."""
@@ -183,13 +199,13 @@ class PendingFiles:
 
     def _keep_first(self) -> None:
         if self._is_local is None:
-            ahead = (self._next_ms[path] for path, file in self._live.items() if self._is_ahead(file))
-            self.first_due_ms = min(ahead, default=FAR_MS)
+            ahead = self._next_ms[self._next_ms <= self._last_ms]
+            self.first_due_ms = int(ahead.min(initial=FAR_MS))
             return
         first = {True: FAR_MS, False: FAR_MS}
-        for path in (path for path, file in self._live.items() if self._is_ahead(file)):
+        for path, next_ms in zip(*self._ahead(FAR_MS), strict=True):
             is_there = self._is_local(path)  # asked once: it may change meanwhile
-            first[is_there] = min(first[is_there], self._next_ms[path])
+            first[is_there] = min(first[is_there], next_ms)
         self.first_due_ms, self.missing_due_ms = first[True], first[False]
 
 
