@@ -302,9 +302,7 @@ class Connection(asyncio.Protocol):
             return  # mostly a client takes at once what it has asked for
         if not self.flow.has_written() or waiting_bytes > OUTBOUND_BYTES_MAX:
             logger.warning(
-                "connection closed, its answers are not read peer=%s waiting_bytes=%d",
-                self.name,
-                waiting_bytes,
+                "connection closed, answers are not read peer=%s waiting_bytes=%d", self.name, waiting_bytes
             )
             transport.abort()
             self.flow.lost()  # at once: until the transport is closed others would go without its share
