@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""A few rows, tuples of Python's values, as the Arrow message of a frame, and back: few_rows.py says of which layout.
+"""A few rows, tuples of Python's values, as the Arrow message of a frame, and back: message_form.py says of which layout.
 
 A message that a client wrote is read as well, if pyarrow wrote it so: its numbers and buffers are believed only once
 they have been compared with what came.
@@ -8,6 +8,7 @@ pyarrow makes the same of them in two steps, an array of structs and its seriali
 for one row. What is not of its column's very type is left to pyarrow, which alone names faults.
 """
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int8_t, int32_t, int64_t
@@ -18,17 +19,22 @@ cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object number, int* overflow) except? -1
     void PyErr_Clear() noexcept
 
-cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept:
+cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept nogil:
     return (size + 7) & ~7
 
 
 cdef class MessageEncoder:
-    """Encodes rows of one schema. `head` is the metadata of any of its messages; the rest says where numbers go."""
+    """Encodes rows of one schema. `head` is the metadata of any of its messages; the rest says where numbers go.
+
+    From `sharing_rows_min` rows on the columns share their zeros (message_form.py).
+    """
 
     def __init__(
-        self, bytes head, list widths, Py_ssize_t rows_at, Py_ssize_t nodes_at, Py_ssize_t buffers_at, Py_ssize_t body_at
+        self, bytes head, Py_ssize_t rows_at, Py_ssize_t nodes_at, Py_ssize_t buffers_at, Py_ssize_t body_at,
+        list widths, Py_ssize_t sharing_rows_min,
     ):
         assert len(widths) <= COLUMNS_MAX
+        self.sharing_rows_min = sharing_rows_min
         self.head, self.columns = head, len(widths)
         self.rows_at, self.nodes_at, self.buffers_at, self.body_at = rows_at, nodes_at, buffers_at, body_at
         for at, width in enumerate(widths):
@@ -47,8 +53,10 @@ cdef class MessageEncoder:
         message = self.lay_out(len(rows))
         for at in range(self.columns):
             column = &self.column[at]
-            if column.nulls:
+            if 0 < column.nulls < len(rows):
                 write_validity(column.valid, rows, at)
+            if column.width > 0 and column.is_zeros:
+                continue  # the message is all zero
             if column.width > 0:
                 write_numbers(column.values, rows, at, column.width)
             else:
@@ -159,6 +167,46 @@ cdef class MessageEncoder:
                 return -1
         return count
 
+    def share(self, message not None):
+        """Return what pyarrow has written with its zeros in one place; see message_form.share."""
+        cdef Py_buffer view
+        PyObject_GetBuffer(message, &view, PyBUF_SIMPLE)
+        try:
+            return self.shared(<const char*> view.buf)
+        finally:
+            PyBuffer_Release(&view)
+
+    cdef bytes shared(self, const char* data):
+        cdef bint are_zeros[3 * COLUMNS_MAX]
+        cdef Py_ssize_t head_bytes = len(self.head), buffers = 0, zeros = 0, done = 0, size, each, at
+        cdef const char* old = data + self.buffers_at
+        for each in range(self.columns):
+            for at in range(2 if self.column[each].width > 0 else 3):
+                size = padded(get64(old + 8))
+                are_zeros[buffers] = at < 2 and size > 0 and is_zeros(data + head_bytes + get64(old), size)
+                if are_zeros[buffers]:
+                    zeros = max(zeros, size)
+                else:
+                    done += size
+                buffers += 1
+                old += 16
+        message = PyBytes_FromStringAndSize(NULL, head_bytes + zeros + done)
+        cdef char* out = PyBytes_AsString(message)
+        cdef char* buffer = out + self.buffers_at
+        old = data + self.buffers_at
+        memcpy(out, data, head_bytes)
+        put64(out + self.body_at, zeros + done)
+        done = zeros
+        with nogil:  # tens of megabytes, sometimes
+            memset(out + head_bytes, 0, zeros)
+            for each in range(buffers):
+                size = get64(old + 8)
+                if not are_zeros[each]:
+                    memcpy(out + head_bytes + done, data + head_bytes + get64(old), padded(size))
+                buffer = place(buffer, &done, size, are_zeros[each])
+                old += 16
+        return message
+
     cdef int open(self, bytes message, Py_ssize_t at) except -1:
         """Find the columns of a message that was written here; the row must be one of it."""
         cdef char* data = PyBytes_AsString(message)
@@ -184,15 +232,26 @@ cdef class MessageEncoder:
 
         The columns say how many values they lack, and how many bytes their texts have.
         """
-        cdef Py_ssize_t at, head_bytes = len(self.head), body_bytes = 0, done = 0
+        cdef Py_ssize_t at, head_bytes = len(self.head), body_bytes, zeros = 0, done
         cdef Column* column
+        cdef bint shares = count >= self.sharing_rows_min
         for at in range(self.columns):
             column = &self.column[at]
-            body_bytes += padded((count + 7) // 8) if column.nulls else 0
-            if column.width > 0:
-                body_bytes += padded(column.width * count)
-            else:
-                body_bytes += padded(4 * (count + 1)) + padded(column.size)
+            if column.width <= 0:
+                column.is_zeros = column.size == 0
+            if shares and column.is_zeros:
+                zeros = max(zeros, padded(values_bytes(column, count)))
+            elif shares and column.nulls == count:
+                zeros = max(zeros, padded(valid_bytes(column, count)))
+        body_bytes = done = zeros
+        for at in range(self.columns):
+            column = &self.column[at]
+            if not (shares and column.nulls == count):
+                body_bytes += padded(valid_bytes(column, count))
+            if not (shares and column.is_zeros):
+                body_bytes += padded(values_bytes(column, count))
+            if column.width <= 0:
+                body_bytes += padded(column.size)
         message = PyBytes_FromStringAndSize(NULL, head_bytes + body_bytes)
         cdef char* out = PyBytes_AsString(message)
         cdef char* node = out + self.nodes_at
@@ -208,12 +267,12 @@ cdef class MessageEncoder:
             put64(node + 8, column.nulls)
             node += 16
             column.valid = body + done if column.nulls else NULL
-            buffer = place(buffer, &done, (count + 7) // 8 if column.nulls else 0)
-            column.values = body + done
-            buffer = place(buffer, &done, column.width * count if column.width > 0 else 4 * (count + 1))
+            buffer = place(buffer, &done, valid_bytes(column, count), shares and column.nulls == count)
+            column.values = body if shares and column.is_zeros else body + done
+            buffer = place(buffer, &done, values_bytes(column, count), shares and column.is_zeros)
             if column.width <= 0:
                 column.data = body + done
-                buffer = place(buffer, &done, column.size)
+                buffer = place(buffer, &done, column.size, False)
         return message
 
 
@@ -244,11 +303,19 @@ cdef bint are_ends(const char* ends, Py_ssize_t count, Py_ssize_t size) noexcept
     return True
 
 
-cdef inline void put64(char* to, int64_t number) noexcept:
+cdef bint is_zeros(const char* data, Py_ssize_t size) noexcept:
+    cdef Py_ssize_t at
+    for at in range(0, size, 8):
+        if get64(data + at):
+            return False
+    return True
+
+
+cdef inline void put64(char* to, int64_t number) noexcept nogil:
     memcpy(to, &number, 8)  # Arrow is little-endian, as the machines are that pyarrow is built for
 
 
-cdef inline int64_t get64(const char* at) noexcept:
+cdef inline int64_t get64(const char* at) noexcept nogil:
     cdef int64_t number
     memcpy(&number, at, 8)
     return number
@@ -280,11 +347,21 @@ cdef object value_at(Column* column, Py_ssize_t at):
     return PyBytes_FromStringAndSize(column.data + begin, size)
 
 
-cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size) noexcept:
+cdef inline Py_ssize_t valid_bytes(Column* column, Py_ssize_t count) noexcept:
+    return (count + 7) // 8 if column.nulls else 0
+
+
+cdef inline Py_ssize_t values_bytes(Column* column, Py_ssize_t count) noexcept:
+    """Return how long a column's numbers are, or the places where its texts end."""
+    return column.width * count if column.width > 0 else 4 * (count + 1)
+
+
+cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size, bint are_zeros) noexcept nogil:
     """Write where a buffer lies in the body, and return where the next one is described."""
-    put64(buffer, done[0])
+    put64(buffer, 0 if are_zeros else done[0])
     put64(buffer + 8, size)
-    done[0] += padded(size)
+    if not are_zeros:
+        done[0] += padded(size)
     return buffer + 16
 
 
@@ -294,6 +371,7 @@ cdef bint measure(Column* column, list rows, Py_ssize_t at) except -1:
     cdef int overflow = 0
     cdef long long number
     column.nulls = column.size = 0
+    column.is_zeros = True
     for row in rows:
         value = (<tuple> row)[at]
         if value is None:
@@ -306,6 +384,7 @@ cdef bint measure(Column* column, list rows, Py_ssize_t at) except -1:
                 return False
             if column.width == 1 and number != <int8_t> number:
                 return False
+            column.is_zeros = column.is_zeros and number == 0
         elif column.width == TEXT:
             if type(value) is not str:
                 return False

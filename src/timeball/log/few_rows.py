@@ -3,14 +3,12 @@
 The compiled encoder (arrow_message.pyx) writes the message at once, and the batch is a view of it. Without it, or for
 values that it leaves alone, pyarrow makes the batch and serialises it: the reference, whose bytes are the same.
 
-The metadata of a message is a flatbuffer. All messages of one schema have the same metadata but for the numbers in it:
-rows, nulls of each column, place and size of each buffer, bytes of all of them. So one that pyarrow has written serves
-as a form, and its tables say where these numbers stand (Arrow's format/Message.fbs; flatbuffers, "internals").
+message_form.py says where the numbers of a message stand.
 """
 
 from __future__ import annotations
 
-import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.config import CodecChoice
+from timeball.log.message_form import SHARING_ROWS_MIN, form_of, share
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, LogRow, ReadRow
 
 try:
@@ -26,10 +25,6 @@ try:
 except ImportError:  # built without a compiler
     MessageEncoder = None
 
-_PREFIX = struct.Struct("<iI")  # -1, bytes of the metadata
-_ROOT_AT = _PREFIX.size
-_HEADER, _BODY_BYTES = 2, 3  # fields of the table Message
-_ROWS, _NODES, _BUFFERS = 0, 1, 2  # fields of the table RecordBatch
 _TEXT, _BINARY = -1, -2
 JOINED_ROWS = 64  # of a part on the average: beyond it columns cost less
 _ROW, _READ_ROW = pa.struct(list(LOG_SCHEMA)), pa.struct(list(READ_SCHEMA))
@@ -84,7 +79,7 @@ def as_batch(rows: Rows) -> pa.RecordBatch:
 
 
 def message_bytes(rows: Rows) -> int:
-    """Return how long the message of these rows is."""
+    """Return how long the message of these rows is; of a batch at most: its columns may share zeros."""
     return len(rows.message) if isinstance(rows, EncodedRows) else int(pa.ipc.get_record_batch_size(rows))
 
 
@@ -104,10 +99,18 @@ def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
     return pa.RecordBatch.from_struct_array(pa.array(values, _ROW))
 
 
+def encode(rows: pa.RecordBatch) -> pa.Buffer:
+    """Return rows of LOG_SCHEMA as an Arrow message without its schema."""
+    message = rows.serialize()
+    if rows.num_rows < SHARING_ROWS_MIN:
+        return message
+    return pa.py_buffer(share(message) if LOG_ENCODER is None else LOG_ENCODER.share(message))
+
+
 def build_by_pyarrow(values: list[LogRow]) -> EncodedRows:
     """Build rows; raises what pyarrow raises of a value."""
     batch = rows_of(values)
-    return _encoded(batch.serialize(), values, batch)
+    return _encoded(encode(batch), values, batch)
 
 
 def build_compiled(values: list[LogRow]) -> EncodedRows:
@@ -298,46 +301,19 @@ def builder_of(choice: CodecChoice) -> Build:
     return build_compiled if MessageEncoder is not None and choice == "auto" else build_by_pyarrow
 
 
-def _table(form: bytes, at: int, field: int) -> int:
-    """Return where a table that begins at `at` has a field."""
-    vtable_at = at - struct.unpack_from("<i", form, at)[0]
-    offset = struct.unpack_from("<H", form, vtable_at + 4 + 2 * field)[0]
-    assert offset, "pyarrow has left out a field that every message has"
-    return at + int(offset)
-
-
-def _behind(form: bytes, at: int) -> int:
-    """Return what the offset at `at` points to."""
-    return at + int(struct.unpack_from("<I", form, at)[0])
-
-
 def _width(kind: pa.DataType) -> int:
     if kind in (pa.string(), pa.binary()):
         return _TEXT if kind == pa.string() else _BINARY
     return int(kind.bit_width // 8)
 
 
-def encoder_of(schema: pa.Schema) -> Any:
+def encoder_of(schema: pa.Schema, sharing_rows_min: int = sys.maxsize) -> Any:
     """Return a MessageEncoder for rows of this schema; None where there was no compiler."""
     if MessageEncoder is None:
         return None
-    no_value = {pa.string(): "", pa.binary(): b""}
-    row = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]
-    form = pa.RecordBatch.from_arrays(row, schema=schema).serialize().to_pybytes()
-    _, metadata_bytes = _PREFIX.unpack_from(form)
-    message_at = _behind(form, _ROOT_AT)
-    batch_at = _behind(form, _table(form, message_at, _HEADER))
-    # A vector: how many, and then one behind the other.
-    nodes_at, buffers_at = (_behind(form, _table(form, batch_at, field)) + 4 for field in (_NODES, _BUFFERS))
-    return MessageEncoder(
-        form[: _PREFIX.size + metadata_bytes],
-        [_width(field.type) for field in schema],
-        _table(form, batch_at, _ROWS),
-        nodes_at,
-        buffers_at,
-        _table(form, message_at, _BODY_BYTES),
-    )
+    return MessageEncoder(*form_of(schema), [_width(field.type) for field in schema], sharing_rows_min)
 
 
 LOG_ENCODER: Any
-LOG_ENCODER, _read_encoder = encoder_of(LOG_SCHEMA), encoder_of(READ_SCHEMA)
+# Frames alone share their zeros: what leaves the broker is laid out as clients of any make expect it.
+LOG_ENCODER, _read_encoder = encoder_of(LOG_SCHEMA, SHARING_ROWS_MIN), encoder_of(READ_SCHEMA)

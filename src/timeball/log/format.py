@@ -41,7 +41,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.errors import Corrupt, SetupError
-from timeball.log.few_rows import EncodedRows, Rows
+from timeball.log.few_rows import EncodedRows, Rows, encode
 from timeball.message import LOG_SCHEMA, SCHEMA_VERSION
 
 ALIGN = 64
@@ -101,7 +101,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 def encode_rows(rows: Rows) -> bytes | pa.Buffer:
     """Return the rows as an Arrow message without its schema."""
     # Every frame has LOG_SCHEMA, so a reader needs only the version in the header.
-    return rows.message if isinstance(rows, EncodedRows) else rows.serialize()
+    return rows.message if isinstance(rows, EncodedRows) else encode(rows)
 
 
 def encode_frame(

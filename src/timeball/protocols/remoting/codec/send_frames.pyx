@@ -198,12 +198,14 @@ cdef class Frame:
                 self.measure_texts(column, WHICH[at])
                 if column.size > TEXT_BYTES_MAX:
                     return False
-            elif WHICH[at] == QUEUE_OFFSET:
+                continue
+            if WHICH[at] == QUEUE_OFFSET:
                 column.nulls = self.waiting
             elif WHICH[at] == DUE_MS:
                 column.nulls = self.count - self.waiting
             elif WHICH[at] == NOTHING:
                 column.nulls = self.count
+            column.is_zeros = self.is_zeros(WHICH[at])
         return True
 
     cdef inline Text text(self, SendRun run, Row* row, int which) noexcept:
@@ -245,6 +247,34 @@ cdef class Frame:
                 ends[number] = end
         return 0
 
+    cdef inline int64_t number(self, Row* row, Place* place, int which) noexcept:
+        """Return a number of a row; NEVER for one that is missing."""
+        if which == KIND:
+            return PROMISE if place.slot == WAITS else MESSAGE
+        if which == QUEUE_ID:
+            return place.queue_id
+        if which == QUEUE_OFFSET:
+            return NEVER if place.slot == WAITS else place.offset
+        if which == STORE_MS:
+            return self.now_ms
+        return NEVER if which == NOTHING else number_of(row, which)
+
+    cdef bint is_zeros(self, int which) except -1:
+        """Return whether a number is 0 or missing in all rows."""
+        cdef SendRun run
+        cdef Row* row
+        cdef Place* place = self.places
+        cdef int64_t value
+        if which == NOTHING:
+            return True
+        for run in self.runs:
+            for row in run.rows[:run.count]:
+                value = self.number(row, place, which)
+                if value != 0 and value != NEVER:
+                    return False  # mostly of the first row
+                place += 1
+        return True
+
     cdef int write_numbers(self, Written* column, int which) except -1:
         cdef SendRun run
         cdef Row* row
@@ -252,20 +282,11 @@ cdef class Frame:
         cdef char* out = column.values
         cdef Py_ssize_t number = 0
         cdef int64_t value
-        if which == NOTHING:
+        if column.is_zeros and column.nulls in (0, self.count):
             return 0  # the message is all zero
         for run in self.runs:
             for row in run.rows[:run.count]:
-                if which == KIND:
-                    value = PROMISE if place.slot == WAITS else MESSAGE
-                elif which == QUEUE_ID:
-                    value = place.queue_id
-                elif which == QUEUE_OFFSET:
-                    value = NEVER if place.slot == WAITS else place.offset
-                elif which == STORE_MS:
-                    value = self.now_ms
-                else:
-                    value = number_of(row, which)
+                value = self.number(row, place, which)
                 if not column.nulls:
                     memcpy(out, &value, column.width)
                 elif value != NEVER:

@@ -1,0 +1,71 @@
+"""Columns whose rows are all missing or 0 share one place of zeros in a message; readers of Arrow see no difference."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.log import few_rows, message_form
+from timeball.log.few_rows import build_compiled, rows_of
+from timeball.message import LOG_SCHEMA, Kind, LogRow, build_rows
+
+MIN = message_form.SHARING_ROWS_MIN
+NOTHING = {pa.string(): "", pa.binary(): b""}
+SOME: dict[pa.DataType, list[Any]] = {
+    pa.int8(): [-1, 0, 1],
+    pa.int32(): [-1, 0, 1],
+    pa.int64(): [0, 1, -(2**63)],
+    pa.string(): ["", "é", "\x00"],
+    pa.binary(): [b"", b"\x00", b"x"],
+}
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[LogRow]:
+    """Rows in which many columns are missing, 0, or either, in all rows."""
+    count, chance = draw(st.integers(1, 3 * MIN)), random.Random(draw(st.integers(0, 2**32)))
+    columns = []
+    for field in LOG_SCHEMA:
+        nothing = NOTHING.get(field.type, 0)
+        of = draw(st.sampled_from([[None], [nothing], [None, nothing], [None, *SOME[field.type]]]))
+        columns.append(chance.choices(of, k=count))
+    return list(zip(*columns, strict=True))
+
+
+@given(rows())
+def test_columns_that_share_zeros_are_the_columns_that_were_given(values: list[LogRow]) -> None:
+    reference = rows_of(values)
+    message = few_rows.encode(reference)
+    found = pa.ipc.read_record_batch(message, LOG_SCHEMA)
+    found.validate(full=True)
+    assert found.equals(reference) and found.slice(1).equals(reference.slice(1))
+    assert pa.concat_batches([found, found]).equals(pa.concat_batches([reference, reference]))
+    assert [column.null_count for column in found.columns] == [
+        column.null_count for column in reference.columns
+    ]
+    if len(values) >= MIN:
+        assert message_form.share(reference.serialize()) == message.to_pybytes()
+    assert message.size <= pa.ipc.get_record_batch_size(reference)
+    if few_rows.MessageEncoder is not None:
+        made = build_compiled(values)
+        assert made.message == message.to_pybytes()
+        assert [few_rows.numbered_value(made, at, 7)[1:] for at in range(len(values))] == values
+
+
+@pytest.mark.parametrize(("count", "least", "most"), [(MIN - 1, 0, 0), (MIN, 56, 64), (131_072, 56, 57)])
+def test_a_promise_keeps_one_number_of_zeros(count: int, least: int, most: int) -> None:
+    """Seven columns are missing, queue and flags 0; the zeros that are left are those of the widest, 8 bytes a row."""
+    batch = build_rows(
+        count, kind=int(Kind.PROMISE), topic="t", queue_id=0, unique_key="k", body=b"b", properties="p",
+        born_ms=1, born_host="h", store_ms=2, store_host="s", flag=0, sys_flag=0, reconsume_times=0, due_ms=3,
+    )  # fmt: skip
+    full_bytes = pa.ipc.get_record_batch_size(batch)
+    saved = full_bytes - len(few_rows.encode(batch))
+    assert least * count <= saved <= most * count
+    # The same of a part of other rows, whose buffers begin before it.
+    assert few_rows.encode(pa.concat_batches([batch, batch]).slice(count)) == few_rows.encode(batch)
