@@ -15,8 +15,20 @@ from timeball.table import identities
 from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, encode, is_there
 
 BEFORE = b"pages of a Parquet file"
-# Ids of ours, those of others, and what is nearly one of ours.
-TEXT = st.none() | st.text(max_size=12) | st.text("0123456789abcdefgA", min_size=31, max_size=33)
+# Ids of ours, of RocketMQ's clients, those of others, and what is nearly one of ours.
+TEXT = st.one_of(
+    [st.none(), st.text(max_size=12)]
+    + [
+        st.text(digits, min_size=32 - spare, max_size=32 + spare)
+        for digits, spare in (
+            ("0123456789abcdefgA", 1),
+            ("09af", 0),
+            ("09AF", 0),
+            ("09aF", 0),
+            ("AFafgG@`PQ\x10\x19", 0),
+        )
+    ]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,14 +63,16 @@ def test_a_row_is_what_was_written(
         found.rows_at([len(rows)])
 
 
-@pytest.mark.parametrize("digits", ["0123456789abcdef", "ABCDEF0123456789", "0123456789abcdeg", "é" * 8])
+@pytest.mark.parametrize(
+    "digits", ["0123456789abcdef", "ABCDEF0123456789", "ABCDEF012345678a", "0123456789abcdeg", "é" * 8]
+)
 def test_ids_of_ours_take_half_as_much(digits: str) -> None:
     names = [digits[n:] + digits + digits[:n] for n in range(16)]
     sliced = table_rows([NOW_MS] * 16, unique_key=names).slice(3, 12)
     found = opened(encode(sliced))
     assert [row["unique_key"] for row in found.rows_at(range(12))] == names[3:15]
     packed = pa.ipc.read_record_batch(found._block(0), identities._BLOCK_SCHEMA).column("id16")
-    assert packed.null_count == (0 if digits == "0123456789abcdef" else 4)
+    assert packed.null_count == (0 if digits in ("0123456789abcdef", "ABCDEF0123456789") else 4)
 
 
 def test_columns_of_other_types_become_those_of_the_table() -> None:

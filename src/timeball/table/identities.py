@@ -11,7 +11,8 @@ a data file (layout.py), where readers of Parquet never look, so they come, move
                                                                                         little-endian
 
 A block is the message of a record batch in Arrow's IPC format, without its schema: ID_COLUMNS, then `id16`, which holds
-the id in place of unique_key where that is 32 hexadecimal digits in lower case, as ours are. Its bytes are sorted by
+the id in place of unique_key where that is 32 hexadecimal digits: in lower case, as ours are, where unique_key is null;
+in upper case, as RocketMQ's are, where it is empty. Its bytes are sorted by
 their place modulo 8, all those at place 0 first, since numbers that are alike then give long runs; and compressed with
 LZ4 (a raw block). It has `block_rows` rows, the last one fewer, in the order of the file. Its entry says where
 it begins behind the first one (8 bytes), its bytes here, its bytes decompressed, and the CRC-32C of its bytes here and
@@ -67,6 +68,8 @@ _OF_TEXT = {at for at, form in zip(_FIRST_BUFFERS, _FORMS, strict=True) if form 
 _PLACES = struct.Struct(f"<{2 * sum(_BUFFER_COUNTS)}q")
 _DIGITS = np.full(256, _NO_DIGIT, np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+_DIGITS[np.frombuffer(b"ABCDEF", np.uint8)] = np.arange(10, 16)
+_LOWER_BIT = ord("a") ^ ord("A")
 
 Row = dict[str, Any]  # by ID_COLUMNS
 ReadAt = Callable[[int, int], pa.Buffer]  # (begin, size) of a file
@@ -121,17 +124,25 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
     may_be = pc.fill_null(pc.equal(pc.binary_length(ids), _ID_DIGITS), False)
     texts = ids.filter(may_be)
     _, offsets, data = texts.buffers()
-    packed, is_packed = np.zeros((count, _ID_DIGITS // 2), np.uint8), np.zeros(count, np.bool_)
+    packed = np.zeros((count, _ID_DIGITS // 2), np.uint8)
+    is_packed, is_upper = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     if len(texts):
         begin = int(np.frombuffer(offsets, np.int32, 1, 4 * texts.offset)[0])
         size_bytes = _ID_DIGITS * len(texts)
-        digits = _DIGITS[np.frombuffer(data, np.uint8, size_bytes, begin)].reshape(-1, _ID_DIGITS)
-        are_digits = (digits != _NO_DIGIT).all(axis=1)
-        places = np.flatnonzero(np.asarray(may_be))[are_digits]
-        packed[places] = (digits[:, ::2] << 4 | digits[:, 1::2])[are_digits]
-        is_packed[places] = True
-    # Not `if_else`, which keeps the text of a null.
-    columns["unique_key"] = ids.take(pa.array(np.arange(count), mask=is_packed))
+        characters = np.frombuffer(data, np.uint8, size_bytes, begin).reshape(-1, _ID_DIGITS)
+        digits = _DIGITS[characters]
+        # Digits 0 to 9 have the bit of lower case, too.
+        are_upper = ((characters & _LOWER_BIT == 0) | (digits < 10)).all(axis=1)
+        are_lower = (characters & _LOWER_BIT != 0).all(axis=1)
+        fit = (digits != _NO_DIGIT).all(axis=1) & (are_upper | are_lower)
+        places = np.flatnonzero(np.asarray(may_be))[fit]
+        packed[places] = (digits[:, ::2] << 4 | digits[:, 1::2])[fit]
+        is_packed[places], is_upper[places] = True, ~are_lower[fit]
+    # Not `if_else`, which keeps the text of a null: a null is taken, and behind all texts an empty one.
+    empty = pa.concat_arrays([ids, pa.array([""], ids.type)])
+    columns["unique_key"] = empty.take(
+        pa.array(np.where(is_upper, count, np.arange(count)), mask=is_packed & ~is_upper)
+    )
     bitmap = pa.array(is_packed).buffers()[1]
     id16 = pa.Array.from_buffers(_ID16.type, count, [bitmap, pa.py_buffer(packed)])
     return pa.RecordBatch.from_arrays([*columns.values(), id16], schema=_BLOCK_SCHEMA)
@@ -215,7 +226,8 @@ class _Block:
         *values, id16 = values
         identity = dict(zip(ID_COLUMNS, values, strict=True))
         if id16 is not None:
-            identity["unique_key"] = id16.hex()
+            # An empty text: the id is in upper case.
+            identity["unique_key"] = id16.hex() if identity["unique_key"] is None else id16.hex().upper()
         return identity
 
     def _uint32(self, at: int) -> int:
