@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import psutil
 
 from timeball import __version__
 from timeball.access import ANONYMOUS, Caller
@@ -365,6 +364,8 @@ class Node:
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """The broker's figures and the process's."""
+        import psutil  # with the edges (protocols/edges.py): before the first release it would cost 15 ms
+
         with lent(RESERVE_OF_LIBRARIES):
             memory = psutil.Process().memory_info()
         return {

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
-# Not needed by name, but soon: the first subscription must not hold up what is due, nor must the table of promises.
+# Not needed by name, but soon: the first subscription must not hold up what is due, nor must the table of promises; and
+# the first status must be given while strangers have all descriptors.
+import psutil  # noqa: F401
+
 import timeball.broker.filters.sql_grammar
 import timeball.table.delta_rs  # noqa: F401
 from timeball.broker.service import Broker
