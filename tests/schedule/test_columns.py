@@ -64,10 +64,14 @@ def test_a_column_is_replaced_where_it_stands() -> None:
     assert with_column(rows, "a", pa.array([7])).to_pydict() == {"a": [7], "b": [2]}
 
 
-@given(st.lists(st.lists(st.integers(-5, 5), max_size=7), max_size=20))
-def test_growing_columns_hold_copies_of_what_was_added(batches: list[list[int]]) -> None:
+@given(
+    st.lists(st.lists(st.integers(-5, 5), max_size=7), max_size=20),
+    st.lists(st.integers(0, 30), min_size=20, max_size=20),
+)
+def test_growing_columns_hold_copies_of_what_was_added(batches: list[list[int]], rooms: list[int]) -> None:
     growing, whole = columns.GrowingColumns(2), []
-    for batch in batches:
+    for batch, room in zip(batches, rooms, strict=False):
+        growing.reserve(room)
         values = np.array(batch, np.int64)
         growing.add(values, values % 2 == 1)
         values[:] = 99

@@ -109,6 +109,8 @@ class Applying:
     def apply(self, to_seq: int) -> None:
         """Apply the durable rows below `to_seq` that were not applied; all of them must be committed."""
         to_seq = min(to_seq, self.reader.next_seq)
+        if (rows := to_seq - self.applied_seq) > FOLD_ROWS:
+            self._tail.reserve(rows)
         # All columns in one read: queues, META and TABLE rows need nearly all of them, also bodies.
         for rows in self.reader.coalesced(self.applied_seq, to_seq, None, BATCH_ROWS):
             self._apply(rows)

@@ -43,6 +43,10 @@ class TailPromises:
         """Return how many rows were added since the last fold."""
         return len(self._held) - self._folded_rows
 
+    def reserve(self, rows: int) -> None:
+        """Make room for the promises of so many rows; to grow by and by copies them to memory that is new each time."""
+        self._held.reserve(rows)
+
     def add(self, rows: pa.RecordBatch) -> None:
         """Add the promises of READ_SCHEMA rows that stand behind all others so far."""
         # Chosen first: to choose rows of all columns would copy every body.
@@ -70,7 +74,9 @@ class TailPromises:
         The pairs of `settled` are sorted by number, each part of them.
         """
         waiting = self.waiting(settled, from_seq)
-        self._held.replace(waiting.due_ms, waiting.seq, waiting.row_seq)
+        # Of a million that all wait a copy takes longer than to look at them.
+        if len(waiting) < len(self._held):
+            self._held.replace(waiting.due_ms, waiting.seq, waiting.row_seq)
         self._folded_rows = len(waiting)
         first = from_seq // COUNT_BLOCK
         for block in [block for block in self._counts if block < first]:

@@ -56,14 +56,21 @@ class GrowingColumns:
         """Add rows behind those there are; a single value stands for a whole column of it, but not the first."""
         begin = self._rows
         end = begin + len(np.asarray(columns[0]))
-        if end > self._columns.shape[1]:
-            # Doubled, so that n rows are copied O(n) times.
-            grown = np.empty((len(self._columns), max(end, 2 * begin)), np.int64)
-            grown[:, :begin] = self._columns[:, :begin]
-            self._columns = grown
+        # Doubled, so that n rows are copied O(n) times.
+        self._make_room(end, 2 * begin)
         for place, column in enumerate(columns):
             self._columns[place, begin:end] = column
         self._rows = end
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many more rows, or fewer: memory that they do not need is never touched."""
+        self._make_room(self._rows + rows, self._rows + rows)
+
+    def _make_room(self, needed_rows: int, room: int) -> None:
+        if needed_rows > self._columns.shape[1]:
+            grown = np.empty((len(self._columns), max(needed_rows, room)), np.int64)
+            grown[:, : self._rows] = self._columns[:, : self._rows]
+            self._columns = grown
 
     def columns(self) -> list[Int64Array]:
         """Return views of the columns, good until the next change."""
