@@ -2,7 +2,7 @@
 
 The metadata of a message is a flatbuffer. All messages of one schema have the same metadata but for the numbers in it:
 rows, nulls of each column, place and size of each buffer, bytes of all of them. So one that pyarrow has written serves
-as a form, and its tables say where these numbers stand (Arrow's format/Message.fbs; flatbuffers, "internals").
+as a form, and its tables say where these numbers stand (Arrow's format/Message.fbs).
 
 Of the columns of a promise seven are missing in nearly all rows, and three more are 0: sixty bytes a row that say
 nothing. A column's buffers may lie anywhere in a message, so those that are all zeros lie at one place, at its
@@ -17,13 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from timeball import flatbuffer as fb
 from timeball.message import LOG_SCHEMA
 
 _PREFIX = struct.Struct("<iI")  # -1, bytes of the metadata
 _NUMBER = struct.Struct("<q")
 _ROOT_AT = _PREFIX.size
-_HEADER, _BODY_BYTES = 2, 3  # fields of the table Message
-_ROWS, _NODES, _BUFFERS = 0, 1, 2  # fields of the table RecordBatch
 _WORD = 8  # buffers begin at multiples of it, with zeros behind them
 # Fewer keep their zeros: there are few of them, and a small commit has better things to do.
 SHARING_ROWS_MIN = 16
@@ -45,32 +44,20 @@ def form_of(schema: pa.Schema) -> Form:
     row = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]
     message = pa.RecordBatch.from_arrays(row, schema=schema).serialize().to_pybytes()
     _, metadata_bytes = _PREFIX.unpack_from(message)
-    message_at = _behind(message, _ROOT_AT)
-    batch_at = _behind(message, _table(message, message_at, _HEADER))
+    message_at = fb.target(message, _ROOT_AT)
+    batch_at = fb.target(message, fb.present_field(message, message_at, fb.MESSAGE_HEADER))
     # A vector: how many, and then one behind the other.
     nodes_at, buffers_at = (
-        _behind(message, _table(message, batch_at, field)) + 4 for field in (_NODES, _BUFFERS)
+        fb.target(message, fb.present_field(message, batch_at, field)) + 4
+        for field in (fb.BATCH_NODES, fb.BATCH_BUFFERS)
     )
     return Form(
         message[: _PREFIX.size + metadata_bytes],
-        _table(message, batch_at, _ROWS),
+        fb.present_field(message, batch_at, fb.BATCH_ROWS),
         nodes_at,
         buffers_at,
-        _table(message, message_at, _BODY_BYTES),
+        fb.present_field(message, message_at, fb.MESSAGE_BODY_BYTES),
     )
-
-
-def _table(form: bytes, at: int, field: int) -> int:
-    """Return where a table that begins at `at` has a field."""
-    vtable_at = at - struct.unpack_from("<i", form, at)[0]
-    offset = struct.unpack_from("<H", form, vtable_at + 4 + 2 * field)[0]
-    assert offset, "pyarrow has left out a field that every message has"
-    return at + int(offset)
-
-
-def _behind(form: bytes, at: int) -> int:
-    """Return what the offset at `at` points to."""
-    return at + int(struct.unpack_from("<I", form, at)[0])
 
 
 _LOG_FORM = form_of(LOG_SCHEMA)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
+from timeball import flatbuffer as fb
 from timeball.errors import InvalidMessage, OverLimit
 
 SCHEMA_BYTES_MAX = 16 * 1024  # the widest schema of ours takes 3 KiB
@@ -22,8 +23,6 @@ HEADER_BYTES_MAX = 64 * 1024
 _DECODING = (pa.ArrowException, ValueError, TypeError, LookupError, OSError, MemoryError)
 _CONTINUATION = b"\xff\xff\xff\xff"
 _ALIGN = 8
-# Message.version, .header_type, .header and RecordBatch.compression: their places in Arrow's Message.fbs.
-_VERSION, _HEADER_TYPE, _HEADER, _COMPRESSION, _BODY_LENGTH = 0, 1, 2, 3, 3
 _VERSION_5 = 4
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
@@ -77,7 +76,7 @@ def messages(stream: bytes) -> Iterator[tuple[memoryview, memoryview]]:
             if length == 0:  # the end of the stream
                 return
             header = data[at + 8 : at + 8 + length]
-            place = _field(header, struct.unpack_from("<I", header, 0)[0], _BODY_LENGTH)
+            place = fb.field(header, fb.target(header, 0), fb.MESSAGE_BODY_BYTES)
             size_bytes = 0 if place is None else struct.unpack_from("<q", header, place)[0]
         except (struct.error, IndexError) as error:
             raise InvalidMessage("not an Arrow stream: it is cut off") from error
@@ -122,26 +121,15 @@ def parts_of(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
 def _kind(header: memoryview) -> tuple[int, bool]:
     """Return which kind of message this is, and whether its body is compressed; raises InvalidMessage."""
     try:
-        root = struct.unpack_from("<I", header, 0)[0]
-        version, kind, inner = (_field(header, root, number) for number in (_VERSION, _HEADER_TYPE, _HEADER))
+        root = fb.target(header, 0)
+        fields = (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER_TYPE, fb.MESSAGE_HEADER)
+        version, kind, inner = (fb.field(header, root, number) for number in fields)
         if version is None or kind is None or inner is None:
             raise InvalidMessage("not an Arrow message: it has no header")
         if struct.unpack_from("<h", header, version)[0] < _VERSION_5:
             # Version 4 has another way to say that a body is compressed, which Arrow still reads.
             raise InvalidMessage("an Arrow message of a version before 1.0; write it with a later one")
-        table = inner + struct.unpack_from("<I", header, inner)[0]
-        return header[kind], header[kind] == _BATCH and _field(header, table, _COMPRESSION) is not None
+        compression = fb.field(header, fb.target(header, inner), fb.BATCH_COMPRESSION)
+        return header[kind], header[kind] == _BATCH and compression is not None
     except (struct.error, IndexError) as error:
         raise InvalidMessage("not an Arrow message: its header is cut off") from error
-
-
-def _field(buffer: memoryview, table: int, number: int) -> int | None:
-    """Return where a field of a flatbuffer's table stands; None for one that is not there."""
-    vtable = table - struct.unpack_from("<i", buffer, table)[0]
-    if vtable < 0:
-        raise IndexError(vtable)
-    entry = 4 + 2 * number
-    if entry + 2 > struct.unpack_from("<H", buffer, vtable)[0]:
-        return None
-    offset = struct.unpack_from("<H", buffer, vtable + entry)[0]
-    return table + offset if offset else None

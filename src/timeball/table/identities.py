@@ -34,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball import flatbuffer as fb
 from timeball.errors import Corrupt
 from timeball.message import TABLE_SCHEMA
 
@@ -55,8 +56,7 @@ _WORD = 8
 _LZ4 = pa.Codec("lz4_raw")
 _ID_DIGITS = 32
 _NO_DIGIT = 255
-# Of a block's message: fields of the tables Message and RecordBatch, and its buffers, of which a text has three.
-_HEADER, _BUFFERS = 2, 2
+# Of a block's message, whose buffers are three for a text.
 _ID16_FORM = struct.Struct("16s")
 _ENDS = struct.Struct("<ii")  # where a text begins and ends
 _FORMS = [
@@ -199,14 +199,15 @@ class Identities:
 class _Block:
     """The message of a block, for a row or two of it: to have Arrow open it takes longer than to read ten.
 
-    Its metadata, a flatbuffer, says where its buffers stand (Arrow's format/Message.fbs; flatbuffers, "internals").
+    Its metadata, a flatbuffer, says where its buffers stand (Arrow's format/Message.fbs).
     """
 
     def __init__(self, message: bytes) -> None:
         self._message = message
-        body_at = 8 + self._uint32(4)
-        batch_at = self._behind(self._field(self._behind(8), _HEADER))
-        places = _PLACES.unpack_from(message, self._behind(self._field(batch_at, _BUFFERS)) + 4)
+        body_at = 4 + fb.target(message, 4)
+        batch_at = fb.target(message, fb.present_field(message, fb.target(message, 8), fb.MESSAGE_HEADER))
+        buffers_at = fb.target(message, fb.present_field(message, batch_at, fb.BATCH_BUFFERS)) + 4
+        places = _PLACES.unpack_from(message, buffers_at)
         # In pairs of place and size; of each column its bitmap, which is empty without nulls, comes first.
         self._bitmaps = [body_at + places[2 * at] if places[2 * at + 1] else -1 for at in _FIRST_BUFFERS]
         self._values = [body_at + places[2 * at + 2] for at in _FIRST_BUFFERS]
@@ -229,19 +230,6 @@ class _Block:
             # An empty text: the id is in upper case.
             identity["unique_key"] = id16.hex() if identity["unique_key"] is None else id16.hex().upper()
         return identity
-
-    def _uint32(self, at: int) -> int:
-        return int.from_bytes(self._message[at : at + 4], "little")
-
-    def _behind(self, at: int) -> int:
-        """Return what the offset at `at` points to."""
-        return at + self._uint32(at)
-
-    def _field(self, table: int, field: int) -> int:
-        """Return where a table has a field."""
-        vtable = table - int.from_bytes(self._message[table : table + 4], "little", signed=True)
-        entry = vtable + 4 + 2 * field
-        return table + int.from_bytes(self._message[entry : entry + 2], "little")
 
 
 def is_there(read_at: ReadAt, end: int) -> bool:

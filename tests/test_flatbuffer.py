@@ -1,0 +1,51 @@
+"""Fields of a flatbuffer: those of a message that pyarrow has written, and of one that is cut off."""
+
+from __future__ import annotations
+
+import struct
+
+import pyarrow as pa
+import pytest
+
+from timeball import flatbuffer as fb
+
+MESSAGE = pa.RecordBatch.from_pydict({"a": [1, 2, None]}).serialize().to_pybytes()
+METADATA = MESSAGE[8 : 8 + struct.unpack_from("<i", MESSAGE, 4)[0]]  # behind a mark and its length
+
+
+def batch_at() -> int:
+    return fb.target(METADATA, fb.present_field(METADATA, fb.target(METADATA, 0), fb.MESSAGE_HEADER))
+
+
+def number_at(at: int) -> int:
+    return int(struct.unpack_from("<q", METADATA, at)[0])
+
+
+def test_numbers_of_a_message() -> None:
+    body_at = fb.present_field(METADATA, fb.target(METADATA, 0), fb.MESSAGE_BODY_BYTES)
+    assert number_at(body_at) == len(MESSAGE) - 8 - len(METADATA)
+    assert number_at(fb.present_field(METADATA, batch_at(), fb.BATCH_ROWS)) == 3
+    node_at = fb.target(METADATA, fb.present_field(METADATA, batch_at(), fb.BATCH_NODES)) + 4
+    assert (number_at(node_at), number_at(node_at + 8)) == (3, 1)
+
+
+def test_a_field_that_is_left_out() -> None:
+    assert fb.field(METADATA, batch_at(), fb.BATCH_COMPRESSION) is None
+    assert fb.field(METADATA, batch_at(), 99) is None
+    with pytest.raises(AssertionError, match="left out"):
+        fb.present_field(METADATA, batch_at(), 99)
+
+
+def reads(metadata: bytes) -> bool:
+    try:
+        header_at = fb.present_field(metadata, fb.target(metadata, 0), fb.MESSAGE_HEADER)
+        fb.present_field(metadata, fb.target(metadata, header_at), fb.BATCH_BUFFERS)
+    except (struct.error, IndexError):
+        return False
+    return True
+
+
+def test_what_is_cut_off_raises() -> None:
+    read = [reads(METADATA[:size]) for size in range(len(METADATA) + 1)]
+    assert read == sorted(read) and not read[0] and read[-1]
+    assert not reads(struct.pack("<ii", 4, 8)), "a vtable before the begin"
