@@ -137,7 +137,9 @@ class Calls:
         self.sizes.append(len(batch))
         return self._world.broker.appender.send(batch, caller)
 
-    def put(self, rows: list[SendRow] | pa.RecordBatch, caller: Caller = ANONYMOUS) -> asyncio.Future[Any]:
+    def put(
+        self, rows: list[SendRow] | pa.RecordBatch, caller: Caller | None = ANONYMOUS
+    ) -> asyncio.Future[Any]:
         count = len(rows)
         size_bytes = rows.nbytes if isinstance(rows, pa.RecordBatch) else sum(len(row[1]) for row in rows)
         call = Call(self, rows, count, size_bytes, 0, caller, asyncio.get_running_loop().create_future())
@@ -262,6 +264,17 @@ async def test_small_neighbours_of_one_schema_and_caller_go_together_and_large_o
     for first_seq, count in found:  # the order of the calls is the order in the log
         assert first_seq == at
         at += count
+
+
+@on_node()
+async def test_rows_of_topics_that_are_decided_about_are_not_refused_with_others(world: World) -> None:
+    calls = Calls(world)
+    bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
+    answers = [calls.put([row()], None), calls.put([row()], None), calls.put([bad]), calls.put([row()])]
+    found = await asyncio.gather(*answers, return_exceptions=True)
+    assert [isinstance(each, InvalidMessage) for each in found] == [False, False, True, False]
+    # The two in one batch; the others together, which is refused, and then each alone.
+    assert calls.sizes == [2, 2, 1, 1]
 
 
 @on_node()

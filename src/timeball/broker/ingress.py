@@ -278,8 +278,9 @@ class Ingress:
     def put(self, piece: Piece) -> None:
         """Add a piece; raises OverLimit. Its edge is told the outcome."""
         caller = piece.caller
-        # Only requests of one caller share a decision of the policy, and only columns of one schema can be joined.
-        key: Hashable = True if caller is None or caller is ANONYMOUS else caller
+        # Requests of one caller share a decision of the policy, but none with those that it has decided about: it would
+        # refuse them all for the topic of one. Only columns of one schema can be joined.
+        key: Hashable = True if caller is None else (caller,)
         if isinstance(piece.rows, pa.RecordBatch):
             is_small = piece.count <= SMALL_ROWS and piece.size_bytes <= SMALL_BYTES
             key = (piece.rows.schema, caller) if is_small else None

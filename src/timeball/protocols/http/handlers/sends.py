@@ -90,7 +90,10 @@ class Sends:
             rows = with_contexts(sending.rows, [context] * sending.row_count)
             sending = sending._replace(rows=rows)
         accepted: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, call.caller, accepted)
+        caller = (
+            None if isinstance(sending.rows, list) else call.caller
+        )  # rows are of a topic that was asked for
+        piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, caller, accepted)
         if key is None:
             self._broker.sends.put(piece)
         else:
