@@ -66,8 +66,10 @@ cdef class MessageEncoder:
     def row(self, bytes message not None, Py_ssize_t at, int64_t seq):
         """Return a row of a message that was written here, behind its number: a value for each column."""
         cdef Py_ssize_t each
-        self.open(message, at)
+        # Before the columns are found: a new list may start the collector of cycles, and with it another thread, which
+        # finds columns of its own.
         cdef list row = [seq]
+        self.open(message, at)
         for each in range(self.columns):
             row.append(value_at(&self.column[each], at))
         return tuple(row)
@@ -284,7 +286,7 @@ cdef bint next_buffer(char** described, Py_ssize_t room, Py_ssize_t* done, Buffe
     """Read where the next buffer of a client's message lies; return whether it lies in the body, behind the last one."""
     cdef int64_t at = get64(described[0]), size = get64(described[0] + 8)
     described[0] += 16
-    if at < done[0] or at > room or size < 0 or size > room - at:
+    if at & 7 or at < done[0] or at > room or size < 0 or size > room - at:
         return False
     found.at, found.size = at, size
     done[0] = at + size

@@ -198,8 +198,10 @@ class Upload(FlightCall):
         try:
             if self._is_stopping:
                 raise Unavailable(STOPPING)
-            # Most messages of producers hold a row: columns would cost as much as all the rest.
-            if isinstance(self._columns, SendColumns) and not message.metadata:
+            # Most messages of producers hold a row: columns would cost as much as all the rest. On the loop's thread
+            # alone, as what reads rows is no other's.
+            is_small = message.size_bytes <= AT_ONCE_BYTES_MAX and not message.metadata
+            if is_small and isinstance(self._columns, SendColumns):
                 rows = self._columns.rows(message.header, message.body)
                 if rows is not None:
                     return _Entry(rows, message.size_bytes, "")
