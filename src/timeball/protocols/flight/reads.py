@@ -152,9 +152,9 @@ class _Head:
 def _size_bytes(rows: pa.RecordBatch | bytes) -> int:
     if isinstance(rows, bytes):
         return len(rows)
-    size_bytes = int(rows.get_total_buffer_size())
-    # Of what a slice leaves out nothing is sent.
-    return int(rows.nbytes) if size_bytes > ANSWER_PART_BYTES else size_bytes
+    return int(
+        pa.ipc.get_record_batch_size(rows)
+    )  # not of its buffers, as columns of the log share their zeros
 
 
 async def _send_part(call: FlightCall, before: bytes, last: Payload) -> None:
