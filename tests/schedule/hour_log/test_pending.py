@@ -18,6 +18,7 @@ from timeball.schedule.hour_log.pending import OPEN_MS, PendingFiles, close_far,
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
+from timeball.table.file_set import FileSet
 
 Pair = tuple[int, int]
 
@@ -245,3 +246,19 @@ def test_an_empty_table_answers() -> None:
     assert live.to_open(NOW_MS) == ([], NOW_MS)
     assert len(survey([], NOW_MS).seq) == 0
     assert load([], FIRST, LAST) is None
+
+
+def test_an_attach_while_a_look_up_makes_its_set_is_seen_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = CrashFiles()
+    first, second = write(files, [NOW_MS]), write(files, [NOW_MS + 1], 1)
+    live = PendingFiles(files, first)
+    attachments = [Attachment(job="bulk", job_id="b", epoch=1, files=second)]
+
+    def made(entries: list[FileEntry]) -> FileSet:
+        while attachments:  # on the loop, as it were
+            live.attach(attachments.pop(), NOW_MS)
+        return FileSet(entries)
+
+    monkeypatch.setattr(pending, "FileSet", made)
+    assert live.live.entries == tuple(first)
+    assert live.live.entries == (*first, *second) and live.live is live.live

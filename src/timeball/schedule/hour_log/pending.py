@@ -51,7 +51,7 @@ class PendingFiles:
         self.first_due_ms = FAR_MS
         self.missing_due_ms = FAR_MS  # the same of files that are not local
         self._looked_into: set[str] = set()  # files that may hold what has been opened
-        self._set: FileSet | None = None  # made when it is asked for
+        self._set: tuple[dict[str, DataFile], FileSet] | None = None  # made when it is asked for, and of what
         self._keep_first()
 
     def __len__(self) -> int:
@@ -69,10 +69,12 @@ class PendingFiles:
 
     @property
     def live(self) -> FileSet:
-        """Return the live files for look-ups; the same object until an attach changes them."""
-        if self._set is None:
-            self._set = FileSet(self.live_entries())
-        return self._set
+        """Return the live files for look-ups; the same object until an attach changes them. Any thread."""
+        # Kept with what it was made of: an attach may replace that on the loop while it is made in another thread.
+        live, made = self._live, self._set
+        if made is None or made[0] is not live:
+            made = self._set = live, FileSet([file.entry for file in live.values()])
+        return made[1]
 
     def all(self) -> list[DataFile]:
         """Return all live files."""
