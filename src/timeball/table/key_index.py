@@ -83,13 +83,13 @@ class TableKeys:
             hits = self._hits(live, hashes)
         # Not of copies of a store's files, which come and go.
         kept = self._mapped if self._cache is None else None
-        found = [
-            row
-            for entry, places in hits
-            for row in DataFile(self._data, entry).identities_at(sorted(set(places)), kept)
-        ]
-        for path in list(self._mapped)[:-MAPPED_FILES_MAX] if len(self._mapped) > MAPPED_FILES_MAX else ():
-            self._mapped.pop(path, None)
+        found = list[Row]()
+        for entry, places in hits:
+            # At each file, as a key may be in more of them than a process may map; and some at once.
+            if len(self._mapped) >= MAPPED_FILES_MAX and entry.path not in self._mapped:
+                for path in list(self._mapped)[: max(1, MAPPED_FILES_MAX // 8)]:
+                    self._mapped.pop(path, None)
+            found += DataFile(self._data, entry).identities_at(sorted(set(places)), kept)
         return found
 
     def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
