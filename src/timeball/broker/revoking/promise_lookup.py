@@ -9,10 +9,10 @@ of them is where it waits now, and a RELEASE or CANCEL row of its number is its 
 Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic: they
 carry their producer's id and keys, but its message has been delivered, and to cancel a copy would lose it.
 
-Log and files are searched in a thread of their own, where no release waits for it, and a consumer only while
-keys of the log are searched. Both are searched as
-the table was at the beginning, so a promise that moves meanwhile from the log to a file, or from file to file, is found
-all the same; a lookup is repeated when retention has removed what it was to read (look_ups.py).
+Log and files are searched in a thread of their own, where no release waits for it, and a consumer only while keys of
+the log are searched. Both are searched as the table was at the beginning, so a promise that moves meanwhile from the
+log to a file, or from file to file, is found all the same; a lookup is repeated when retention has removed what it was
+to read (look_ups.py).
 """
 
 from __future__ import annotations

@@ -152,9 +152,8 @@ class _Head:
 def _size_bytes(rows: pa.RecordBatch | bytes) -> int:
     if isinstance(rows, bytes):
         return len(rows)
-    return int(
-        pa.ipc.get_record_batch_size(rows)
-    )  # not of its buffers, as columns of the log share their zeros
+    # Not of its buffers, as columns of the log share their zeros.
+    return int(pa.ipc.get_record_batch_size(rows))
 
 
 async def _send_part(call: FlightCall, before: bytes, last: Payload) -> None:

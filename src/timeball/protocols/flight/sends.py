@@ -21,6 +21,7 @@ from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.service import Broker
 from timeball.errors import Unavailable
+from timeball.message import SendBatch
 from timeball.protocols.error_codes import log_failure
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.window import Slot
@@ -40,13 +41,12 @@ class Sends:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
-    def put(self, batch: Any, slot: Slot, caller: Caller, key: str = "") -> None:
+    def put(self, batch: SendBatch, slot: Slot, caller: Caller, key: str = "") -> None:
         """Hand over a few rows, or a batch with the types of SEND_SCHEMA; its slot will be settled.
 
         `key`: for idempotency; with one a batch it is.
         """
-        count = len(batch) if isinstance(batch, list) else batch.num_rows
-        piece = _Piece(self, batch, count, slot.size_bytes, 0, caller, slot)
+        piece = _Piece(self, batch, len(batch), slot.size_bytes, 0, caller, slot)
         try:
             if key:
                 self._broker.keyed_sends.put(piece, key)

@@ -90,9 +90,8 @@ class Sends:
             rows = with_contexts(sending.rows, [context] * sending.row_count)
             sending = sending._replace(rows=rows)
         accepted: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        caller = (
-            None if isinstance(sending.rows, list) else call.caller
-        )  # rows are of a topic that was asked for
+        # Rows are of a topic that was asked for; columns may be, and are asked for again.
+        caller = None if isinstance(sending.rows, list) else call.caller
         piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, caller, accepted)
         if key is None:
             self._broker.sends.put(piece)
