@@ -218,36 +218,42 @@ class Sends:
         _end(pieces)
         queue_ids, given = accepted.places()
         offsets = [offset or 0 for offset in given]  # what waits has none yet
-        answers: dict[Connection, tuple[str, list[bytes]]] = {}
+        answers: dict[Connection, list[bytes]] = {}
+        first_seq, handle = accepted.first_seq, self._handle
         for ticket in pieces:
             at, connection = ticket.first_row, ticket.origin
-            known = answers.get(connection)
-            if known is None:
-                if not connection.id_prefix:
-                    connection.id_prefix = host_digits(store_host(self._context, connection))
-                known = answers[connection] = (connection.id_prefix, [])
-            host, parts = known
+            host = connection.id_prefix or self._id_prefix(connection)
             if isinstance(ticket, RunTicket):
-                run, first = ticket.rows, accepted.first_seq
                 encode = ticket.codec.encode_replies
-                parts.append(encode(run, host.encode(), first, at, queue_ids, offsets, self._handle))
+                answer = encode(ticket.rows, host.encode(), first_seq, at, queue_ids, offsets, handle)
+            elif ticket.is_one_way:
                 continue
-            if ticket.is_one_way:
-                continue
-            queue_id = ticket.queue_id if ticket.queue_id >= 0 else max(0, queue_ids[at])
-            first = accepted.first_seq + at
-            due_ms, key = ticket.due_ms, ticket.unique_key
-            parts.append(
-                encode_reply(
-                    ticket.opaque, ticket.serialisation, queue_id, offsets[at],
-                    f"{host}{first:016X}" if ticket.count == 1 else _msg_ids(host, first, ticket.count),
-                    key, "" if due_ms is None else self._handle(ticket.topic, due_ms, key),
-                )
-            )  # fmt: skip
-        for connection, (_, parts) in answers.items():
-            data = b"".join(parts)
+            else:
+                answer = self._reply(ticket, host, first_seq + at, queue_ids[at], offsets[at])
+            parts = answers.get(connection)
+            if parts is None:
+                answers[connection] = [answer]
+            else:
+                parts.append(answer)
+        for connection, parts in answers.items():
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
             if data:  # all may have been one-way
                 connection.write(data)
+
+    def _reply(self, ticket: Ticket, host: str, first_seq: int, queue_id: int, offset: int) -> bytes:
+        """Return the answer to one send, whose first message stands here."""
+        due_ms, key = ticket.due_ms, ticket.unique_key
+        return encode_reply(
+            ticket.opaque, ticket.serialisation,
+            ticket.queue_id if ticket.queue_id >= 0 else max(0, queue_id), offset,
+            f"{host}{first_seq:016X}" if ticket.count == 1 else _msg_ids(host, first_seq, ticket.count),
+            key, "" if due_ms is None else self._handle(ticket.topic, due_ms, key),
+        )  # fmt: skip
+
+    def _id_prefix(self, connection: Connection) -> str:
+        """Return how the ids of messages sent over a connection begin, for its first answer."""
+        connection.id_prefix = host_digits(store_host(self._context, connection))
+        return connection.id_prefix
 
     def refuse(self, pieces: list[Ticket | RunTicket], error: BaseException) -> None:
         """Answer that these were not taken, and why."""
