@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from benchmarks.stored_message import StoredMessage
 from benchmarks.versus.__main__ import main
 from benchmarks.versus.delays import wrong
+from benchmarks.versus.page_cache import FREE_BYTES, STEP_BYTES, PageCache
 from benchmarks.versus.table import BUSY, SMALL, Figures, page
 from benchmarks.versus.work import Row, Sample
 
@@ -89,3 +91,11 @@ def test_rows_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) 
         main(["--rows", "send,sned"])
     assert ended.value.code == 2
     assert "no rows named sned: there are send," in capsys.readouterr().err
+
+
+def test_memory_is_put_to_use_until_little_is_free(tmp_path: Path) -> None:
+    free_bytes = iter([2 * FREE_BYTES, 2 * FREE_BYTES, FREE_BYTES, FREE_BYTES, 2 * FREE_BYTES, 0])
+    cache = PageCache(tmp_path, lambda: next(free_bytes))
+    assert [cache.fill() for _ in range(3)] == [2 * STEP_BYTES, 0, STEP_BYTES]
+    assert (tmp_path / "page-cache").stat().st_blocks == 0, "nothing of it is on the disk"
+    cache.close()

@@ -1,6 +1,7 @@
 """The same work on Apache RocketMQ 5.5.0 and on Timeball, side by side in one run: `make versus`.
 
     machine.py     the machine, as the page names it
+    page_cache.py  memory that is in use, as on a machine that has served for a while
     load.c         the load generator, with ring.h; load.py compiles and runs it
     peers.py       a broker that is measured: start, stop, kill, addresses, CPU, memory, disk; Timeball
     rocketmq.py    RocketMQ: name server and broker, or the proxy in local mode

@@ -16,6 +16,7 @@ from tests.interop.environments import Missing
 import benchmarks.versus as package
 from benchmarks.versus import machine
 from benchmarks.versus.load import Generator
+from benchmarks.versus.page_cache import PageCache
 from benchmarks.versus.rounds import GROUPS, WORK, run, say, working_folder
 from benchmarks.versus.table import Figures, page
 from benchmarks.versus.work import Bench
@@ -51,8 +52,8 @@ def _measure(options: argparse.Namespace) -> Figures:
     waiting = options.waiting or (WAITING_SMALL if options.small else WAITING)
     before = machine.load_average()
     with working_folder() as folder:
-        load = Generator(folder)
-        bench = Bench(load, options.small, waiting)
+        load, page_cache = Generator(folder), None if options.small else PageCache(folder)
+        bench = Bench(load, options.small, waiting, page_cache)
         not_measured = (package.__doc__ or "").partition("Not measured: ")[2]
         figures = Figures(
             machine.describe(), f"{datetime.now(UTC):%Y-%m-%d}", options.rounds, options.small, waiting,
@@ -64,6 +65,9 @@ def _measure(options: argparse.Namespace) -> Figures:
             if figures.rows:
                 say("measured so far:\n" + "\n".join(figures.table()))
             raise
+        finally:
+            if page_cache is not None:
+                page_cache.close()
     figures.load_averages = before, machine.load_average()
     return figures
 

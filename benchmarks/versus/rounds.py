@@ -16,7 +16,7 @@ from benchmarks.versus.peers import GRPC, REMOTING, Flush, Peer, TimeballPeer
 from benchmarks.versus.rocketmq import RocketMQ
 from benchmarks.versus.table import Figures
 from benchmarks.versus.wire import Link
-from benchmarks.versus.work import QUEUES, Bench, Sample, Work
+from benchmarks.versus.work import QUEUES, Bench, Work
 
 WORK: list[Work] = [*sending.WORK, *pulling.WORK, *delays.WORK, *calls.WORK, *stock.WORK]
 GROUPS = list(dict.fromkeys(work.group for work in WORK))
@@ -49,7 +49,7 @@ def _rounds(figures: Figures, bench: Bench, work: Work, peers: Sequence[Peer]) -
     for number in range(figures.rounds):
         for peer in peers:
             if work.wire in peer.addresses:
-                _keep(figures, work, peer, number, work.measure(peer, bench))
+                _measure(figures, bench, work, peer, number)
 
 
 def _fresh_rounds(figures: Figures, bench: Bench, work: Work, folder: Path, flush: Flush) -> None:
@@ -60,7 +60,7 @@ def _fresh_rounds(figures: Figures, bench: Bench, work: Work, folder: Path, flus
             own = folder / f"{number}-{at}"
             peer = peers_in(own, flush, work.wire)[at]
             with _started([peer]):
-                _keep(figures, work, peer, number, work.measure(peer, bench))
+                _measure(figures, bench, work, peer, number)
             shutil.rmtree(own)
 
 
@@ -69,7 +69,10 @@ def _name(figures: Figures, peers: Sequence[Peer]) -> None:
         figures.name_peer(peer.name, peer.settings)
 
 
-def _keep(figures: Figures, work: Work, peer: Peer, number: int, samples: Sequence[Sample]) -> None:
+def _measure(figures: Figures, bench: Bench, work: Work, peer: Peer, number: int) -> None:
+    if bench.page_cache is not None:
+        bench.page_cache.fill()
+    samples = work.measure(peer, bench)
     figures.add(peer.name, work.rows, samples)
     for row, sample in zip(work.rows, samples, strict=True):
         more = "" if sample.cpu_us is None else f", {sample.cpu_us:.1f} us CPU a message"

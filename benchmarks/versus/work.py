@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.versus.load import Generator, Outcome
+from benchmarks.versus.page_cache import PageCache
 from benchmarks.versus.peers import REMOTING, Peer
 
 SECONDS, SECONDS_SMALL = 4.0, 0.3
@@ -40,6 +41,7 @@ class Bench:
     load: Generator
     small: bool
     waiting: int  # scheduled messages of the rows that are about many of them
+    page_cache: PageCache | None = None  # filled before each measurement
 
     @property
     def seconds(self) -> float:
