@@ -2,13 +2,15 @@
 
 The kernel's profiling timer ticks with the CPU time of the whole process, and its handler runs in the main thread, the
 one of the event loop: each tick is put down to the innermost function of the package that the loop was in. A tick that
-meets the loop as it waits for work is another thread's: the disk thread's, a reader's, gRPC's.
+meets none is the loop's own work, or another thread's while the loop waits: the disk thread's, a reader's. uvloop has
+no frame that would tell them apart.
 
 SIGUSR1 begins to count. SIGUSR2 writes the counts, as one JSON object, to the file that the first argument names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -21,21 +23,18 @@ import timeball
 from timeball.cli.main import main
 
 TICK_S = 0.001
-OTHER_THREADS = "threads other than the event loop's"
-LOOP = "the event loop itself"
+OUTSIDE = "the event loop itself, and other threads"
 PACKAGE = os.path.join(os.path.dirname(timeball.__file__), "")
 
 
 def stage_of(frame: FrameType | None) -> str:
     """Return the innermost function of the package that the event loop has called, as `file function`."""
-    if frame is not None and frame.f_code.co_name == "select":
-        return OTHER_THREADS
-    while frame is not None and frame.f_code.co_name != "_run_once":
+    while frame is not None and frame.f_code is not asyncio.Runner.run.__code__:
         code = frame.f_code
         if code.co_filename.startswith(PACKAGE):
             return f"{code.co_filename.removeprefix(PACKAGE)} {code.co_qualname}"
         frame = frame.f_back
-    return LOOP
+    return OUTSIDE
 
 
 def count_into(path: Path) -> None:
