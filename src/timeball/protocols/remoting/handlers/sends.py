@@ -230,13 +230,9 @@ class Sends:
                 continue
             else:
                 answer = self._reply(ticket, host, first_seq + at, queue_ids[at], offsets[at])
-            parts = answers.get(connection)
-            if parts is None:
-                answers[connection] = [answer]
-            else:
-                parts.append(answer)
+            answers.setdefault(connection, []).append(answer)
         for connection, parts in answers.items():
-            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            data = b"".join(parts)
             if data:  # all may have been one-way
                 connection.write(data)
 
