@@ -18,7 +18,7 @@ HOW = """\
 the median of {rounds}. Bodies have 128 bytes, headers are as stock Java clients send them, each answer's code is
 checked. C x W: C connections with W requests in flight each. CPU is the server's, user and system, for each message
 that went through: from the first request to the last answer; in a steady stream, to the last release; in a burst, from
-the instant on. Before each measurement all memory is put to use, as page cache. Beside lateness the latencies are
+the instant on. Before each measurement memory is put to use as page cache. Beside lateness the latencies are
 those of the lateness, elsewhere those of the answers. The rows of a burst and of waiting are about
 {waiting} scheduled messages; the memory is the broker's process."""
 SMALL = "**A small run: the figures mean nothing.**"
