@@ -4,6 +4,7 @@ and events on stdout. Runs in an environment of its own, with nothing of ours in
 It decides nothing: what to send, when to fail and what must have come is the tests' business.
 """
 
+import asyncio
 import collections
 import itertools
 import json
@@ -196,6 +197,9 @@ class Client:
 
 
 def answer(client, request):
+    # A client whose first answer comes before it waits for it opens its Telemetry stream in the thread that starts it;
+    # grpc wants an event loop of that thread then, which only the main one gets by itself.
+    asyncio.set_event_loop(asyncio.new_event_loop())
     line = {"id": request["id"]}
     try:
         line["result"] = getattr(client, request["op"])(request)
