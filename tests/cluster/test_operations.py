@@ -72,6 +72,23 @@ def test_a_node_that_registers_later_is_waited_for() -> None:
     run(scenario)
 
 
+def test_an_etcd_that_is_being_started_is_waited_for() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await join(world, "a/1")
+        memory = world.memory
+        memory.is_down = True
+        with pytest.raises(Unavailable):
+            await operations.plan_first(["a"], 0.0)
+        planned = asyncio.create_task(operations.plan_first(["a"], WAIT_S))
+        for _ in range(100):  # far more than it takes to fail
+            await asyncio.sleep(0)
+        assert not planned.done()
+        memory.is_down = False
+        assert (await planned).replicas == ("a/1",)
+
+    run(scenario)
+
+
 def test_a_node_that_does_not_register_is_named() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await join(world, "a/1")

@@ -56,8 +56,9 @@ def init(
 ) -> None:
     """Make a group of nodes that run.
 
-    Waits until all of them have registered with etcd, and writes the group's first record; a group that has one is left
-    as it is. Nodes with data and nodes without are not mixed: make the group of those with data, then add the others.
+    Waits until all of them have registered with etcd, which has 10 s of that if it is being started, and writes the
+    group's first record; a group that has one is left as it is. Nodes with data and nodes without are not mixed: make
+    the group of those with data, then add the others.
 
     \b
     Examples:

@@ -17,6 +17,7 @@ from timeball.errors import Conflict, LeaseLost, NotFound, RequestError, Unavail
 
 POLL_S = 1.0
 WISH_TTL_MS = 10_000
+ETCD_START_S, ETCD_PAUSE_S = 10.0, 0.1
 FORCE_S = 15.0  # a replica that stands in vain holds the group for some seconds, and then not for a moment
 
 
@@ -32,7 +33,7 @@ class Operations:
         """Return the record of a new group, once these nodes have registered; raises Conflict, Unavailable."""
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
-        view = await self._coordinator.read(self._group)
+        view = await self._first_view(min(wait_s, ETCD_START_S))
         if view.record is not None:
             raise Conflict(
                 f"group {self._group} has a record already, with replicas {_nodes(view.record.replicas)}: change them "
@@ -61,6 +62,18 @@ class Operations:
             raise Conflict(
                 f"group {self._group} has got a record meanwhile: look with 'timeball cluster status'"
             )
+
+    async def _first_view(self, wait_s: float) -> GroupView:
+        """Return the group as etcd has it; members that have just been started elect their leader first."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s
+        while True:
+            try:
+                return await self._coordinator.read(self._group)
+            except Unavailable:
+                if loop.time() >= until_s:
+                    raise
+                await asyncio.sleep(ETCD_PAUSE_S)
 
     async def _registered(self, view: GroupView, names: Sequence[str], wait_s: float) -> dict[str, Node]:
         loop = asyncio.get_running_loop()
