@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LEAST_SHARE = 0.01  # of a row's CPU, of a stage that is shown
+NO_TICK = "not divided: too short for the profile's timer"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Spent:
 
     row: str
     cpu_s: float = 0.0
-    ticks: dict[str, int] = field(default_factory=dict)  # by stage, if the row is profiled
+    ticks: dict[str, int] | None = None  # by stage, if the row is profiled
 
 
 @dataclass
@@ -61,10 +62,12 @@ class Report:
         """Note the server's CPU a message; of a profiled row also that of each stage, the largest first."""
         each_us = spent.cpu_s / messages * 1e6
         self.add(f"{spent.row}: server CPU", each_us, "us/msg", bar_us, "lower")
-        if counted := sum(spent.ticks.values()):
+        if spent.ticks is not None:
+            ticks = spent.ticks or {NO_TICK: 1}
+            counted = sum(ticks.values())
             self.stages[spent.row] = [
                 Figure(stage, each_us * count / counted, "us/msg")
-                for stage, count in sorted(spent.ticks.items(), key=lambda item: -item[1])
+                for stage, count in sorted(ticks.items(), key=lambda item: -item[1])
             ]
 
     def value(self, name: str) -> float:
