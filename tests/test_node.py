@@ -32,12 +32,15 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.node import Node
 
+# Tests run beside each other: none may want a port that another has taken.
+ANY_PORTS = {"port": 0, "http_port": 0, "name_server_port": 0, "remoting_port": 0, "grpc_port": 0}
+
 
 def refused(data: Path, text: str, **settings: int) -> None:
     """A start that fails so, and leaves neither a claim on the folder nor a thread at work."""
 
     async def main() -> None:
-        node = Node(Settings(data=data, **{"port": 0, **settings}))
+        node = Node(Settings(data=data, **{**ANY_PORTS, **settings}))
         with pytest.raises(SetupError, match=text):
             await node.start()
 
