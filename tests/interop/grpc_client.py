@@ -22,6 +22,10 @@ RESOLUTIONS = {
     "ROLLBACK": stock.TransactionResolution.ROLLBACK,
     "UNKNOWN": stock.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED,
 }
+# When the broker answers the query for a route before the client has registered its callback, the client opens its
+# Telemetry stream in the thread that has called it. grpc asks for an event loop of that thread then, and only the main
+# one gets one by itself; as there, it never runs.
+LOOP = asyncio.new_event_loop()
 _out = threading.Lock()
 
 
@@ -197,9 +201,7 @@ class Client:
 
 
 def answer(client, request):
-    # A client whose first answer comes before it waits for it opens its Telemetry stream in the thread that starts it;
-    # grpc wants an event loop of that thread then, which only the main one gets by itself.
-    asyncio.set_event_loop(asyncio.new_event_loop())
+    asyncio.set_event_loop(LOOP)
     line = {"id": request["id"]}
     try:
         line["result"] = getattr(client, request["op"])(request)
