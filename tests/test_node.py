@@ -32,15 +32,13 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.node import Node
 
-# Tests run beside each other: none may want a port that another has taken.
-ANY_PORTS = {"port": 0, "http_port": 0, "name_server_port": 0, "remoting_port": 0, "grpc_port": 0}
-
 
 def refused(data: Path, text: str, **settings: int) -> None:
     """A start that fails so, and leaves neither a claim on the folder nor a thread at work."""
 
     async def main() -> None:
-        node = Node(Settings(data=data, **{**ANY_PORTS, **settings}))
+        # On ports that the system chooses: tests run beside each other, and none may want a port that another has.
+        node = Node(RunningNode(data, http_port=0, **settings).settings)
         with pytest.raises(SetupError, match=text):
             await node.start()
 
