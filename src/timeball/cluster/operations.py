@@ -17,7 +17,8 @@ from timeball.errors import Conflict, LeaseLost, NotFound, RequestError, Unavail
 
 POLL_S = 1.0
 WISH_TTL_MS = 10_000
-ETCD_START_S, ETCD_PAUSE_S = 10.0, 0.1
+ETCD_START_S = 10.0  # for members that are being started to elect their leader
+ETCD_PAUSE_S = 0.1  # between two questions meanwhile
 FORCE_S = 15.0  # a replica that stands in vain holds the group for some seconds, and then not for a moment
 
 
@@ -64,7 +65,7 @@ class Operations:
             )
 
     async def _first_view(self, wait_s: float) -> GroupView:
-        """Return the group as etcd has it; members that have just been started elect their leader first."""
+        """Return the group, of an etcd that may just have been started; raises Unavailable when the time is over."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
         while True:
