@@ -99,7 +99,10 @@ class Machine:
 
     def content(self, path: str) -> bytes | None:
         target = self.folder / "pending" / path
-        return target.read_bytes() if target.exists() else None
+        try:
+            return target.read_bytes()
+        except FileNotFoundError:  # not asked before: it may be removed in between
+            return None
 
     def on_the_way(self) -> list[Path]:
         return list((self.folder / "pending").rglob(f"*{SUFFIX}"))
