@@ -21,7 +21,7 @@ from timeball.broker.service import Broker
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800  # one subject may need them; a file of two subjects is cut before
 MAX_DESIGN_LINES = 700  # placement, format and backlog of one way to wait: an hour's reading
 MAX_FUNCTION_LINES = 60  # code lines: without docstring, comments and blank lines
 LONG_FUNCTION_LINES = 40
