@@ -7,7 +7,6 @@ import json
 import re
 import types
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def recipe(title: str, endpoint: str) -> Any:
 def test_every_recipe_has_a_test_here() -> None:
     titles = re.findall(r"^## (.+)$", page("docs/recipes.md"), re.M)
     here = Path(__file__).read_text("utf-8")
-    assert len(titles) == 4 and all(f'recipe("{title}"' in here for title in titles)
+    assert len(titles) == 3 and all(f'recipe("{title}"' in here for title in titles)
 
 
 def test_a_web_application(node: RunningNode) -> None:
@@ -96,17 +95,3 @@ def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None
             eventually(lambda: worker.counts.acknowledged == 2 and worker.counts.dead == 1, "handled")
         assert [dead.body for dead in ball.browse("%DLQ%billing")] == [b"close order ?"]
     assert sorted(capsys.readouterr().out.split()) == ["17", "18", "closed", "closed"]
-
-
-def test_like_cron(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
-    cron = recipe("Like cron: every day at nine", node.endpoint)
-    day = date(2026, 3, 28)  # the next morning's clock is an hour ahead, and nine is nine
-    with Timeball(node.endpoint) as ball:
-        cron.schedule_run(ball, day)
-        (message,) = ball.pull("reports", "reporters", wait="30s")
-        cron.run(ball, message)
-        cron.run(ball, message)  # repeated after a crash: the next run is scheduled once
-        places = [ball.get(f"report-{each}") for each in (day, date(2026, 3, 29))]
-    assert places[1].due_ms is not None and places[0].due_ms is not None
-    assert places[1].due_ms - places[0].due_ms == 23 * 3_600_000
-    assert capsys.readouterr().out == "report of 2026-03-28\n" * 2
