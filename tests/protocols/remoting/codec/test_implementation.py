@@ -178,9 +178,8 @@ def batch(
     records: list[BatchRecord] | bytes, ext: dict[str, Any] = PLAIN, form: int = JSON, **more: Any
 ) -> bytes:
     body = records if isinstance(records, bytes) else encode_batch(records)
-    return send(
-        {**ext, "i": "WAIT\x01true\x02"}, body, form, **{"code": RequestCode.SEND_BATCH_MESSAGE, **more}
-    )
+    ext = {**ext, "i": "WAIT\x01true\x02"} if ext["i"] == PLAIN["i"] else ext
+    return send(ext, body, form, **{"code": RequestCode.SEND_BATCH_MESSAGE, **more})
 
 
 def record(
@@ -305,6 +304,7 @@ def test_batches_are_plain_beside_sends(form: int) -> None:
         ({}, [record(), record("UNIQ_KEY\x01k\x02DELAY\x013\x02")]), ({}, [record(""), record()]),
         ({}, [record(), record("UNIQ_KEY\x01k\x02REPLY_TO_CLIENT\x01c\x02")]), ({}, [record()] * 3_000),
         ({}, encode_batch([record()]) + b"\0"), ({}, encode_batch([record()])[:-1]), ({}, bytes(22)),
+        ({"i": "DELAY\x013\x02"}, [record()]), ({"i": "WAIT\x01true\x02TIMER_DELAY_SEC\x015"}, [record()]),
     ],
 )  # fmt: skip
 def test_a_batch_that_is_more_than_plain_goes_whole_to_the_reference(

@@ -164,12 +164,36 @@ def test_a_batch_has_a_largest_number_of_messages(wire: Wire) -> None:
     assert (answer.code, "8192" in str(answer.remark)) == (ResponseCode.MESSAGE_ILLEGAL, True)
 
 
-@pytest.mark.parametrize("property", [{"DELAY": "1"}, {"TIMER_DELAY_MS": "5000"}, {"TIMING": "08:00:00"}])
-def test_a_batch_takes_nothing_for_later(node: RunningNode, wire: Wire, property: dict[str, str]) -> None:
-    records = [BatchRecord(0, b"a", ""), BatchRecord(0, b"b", encode_properties(property))]
-    answer = wire.answer_to(send(wire, encode_batch(records), code=BATCH, m=True))
-    assert answer.code == ResponseCode.MESSAGE_ILLEGAL
+LATER = [
+    {"DELAY": "1"}, {"DELAY": "999"}, {"TIMER_DELAY_SEC": "5"}, {"TIMER_DELAY_MS": "5000"}, {"TIMER_DELAY_MS": "0"},
+    {"TIMER_DELIVER_MS": "1000"}, {"TIMER_DELIVER_MS": "4000000000000"}, {"TIMING": "08:00:00"},
+    {"__STARTDELIVERTIME": "4000000000000"}, {"DELAY": "0", "TIMER_DELAY_SEC": "5"}, {"TIMER_DELAY_SEC": "soon"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_batch_takes_nothing_for_later(node: RunningNode, of_all: bool, serialisation: int) -> None:
+    """Neither in a message of it nor in the properties of the whole, which MessageBatch may have in stock clients."""
+    first, second = "UNIQ_KEY\x01A\x02", "UNIQ_KEY\x01B\x02"
+    with Wire.to(node, serialisation) as wire:
+        for property in LATER:
+            later = encode_properties({"WAIT": "true", **property})
+            body = encode_batch(
+                [BatchRecord(0, b"a", first), BatchRecord(0, b"b", second if of_all else second + later)]
+            )
+            more = {"i": later} if of_all else {}
+            answer = wire.answer_to(send(wire, body, code=BATCH, m=True, e=1, **more))
+            assert answer.code == ResponseCode.MESSAGE_ILLEGAL, property
     assert rows(node) == []
+
+
+def test_a_batch_takes_what_names_no_delay(node: RunningNode, wire: Wire) -> None:
+    for property in ({"DELAY": "0"}, {"DELAY": "-1"}, {"TIMER_OUT_MS": "5", "TIMER_DELAY_SEC": "5"}):
+        text = encode_properties({"UNIQ_KEY": "A", **property})
+        body = encode_batch([BatchRecord(0, b"a", text)])
+        assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1, i=text)).code == 0
+    assert len(rows(node)) == 3
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00", b"\x00\x00\x00\x20" + bytes(40)])
@@ -205,10 +229,3 @@ def test_an_instant_that_has_passed_is_now(node: RunningNode, wire: Wire) -> Non
     answer = sent(wire, properties={"TIMER_DELIVER_MS": "1000"})
     assert (answer.code, "recallHandle" in answer.ext) == (0, True)
     eventually(lambda: len(rows(node)) == 1, "it is delivered")
-
-
-def test_in_a_batch_an_instant_that_has_passed_is_none(node: RunningNode, wire: Wire) -> None:
-    """Its answer names a place in a queue for all."""
-    late = BatchRecord(0, b"late", encode_properties({"TIMER_DELIVER_MS": "1000", "UNIQ_KEY": "A1"}))
-    assert sent(wire, encode_batch([late, late]), code=BATCH).code == 0
-    assert len(rows(node)) == 2

@@ -101,6 +101,13 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone
     return Plan(0, due_ms)
 
 
+def names_delay(properties: dict[str, str]) -> bool:
+    """Return whether these properties ask for a later delivery, whatever the value; raises InvalidDelay."""
+    if _level(properties.get(LEVEL)) > 0:
+        return True
+    return TIMER_DONE not in properties and not NAMES.isdisjoint(properties.keys() - {LEVEL})
+
+
 def _is_instant(properties: dict[str, str]) -> bool:
     """Return whether an instant is meant, and not a time from now on."""
     return TIMER_SECONDS not in properties and TIMER_MS not in properties

@@ -25,4 +25,5 @@ cdef bint read_json(Row* row, Buffer* text, Text header, Text* topic) except -1
 cdef bint read_binary(Row* row, Buffer* text, Text header, Text* topic) except -1
 cdef bint read_record(Row* row, Buffer* text, const char* data, Py_ssize_t* at, Py_ssize_t end) except -1
 cdef bint read_properties(Row* row, Buffer* text) except -1
+cdef bint names_delay(Text properties) noexcept
 cdef bint plan_plain(Row* row, Buffer* text, int64_t now_ms, int64_t delay_ms_max) noexcept

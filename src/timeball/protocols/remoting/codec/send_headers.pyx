@@ -270,6 +270,26 @@ cdef bint read_properties(Row* row, Buffer* text) except -1:
     return 0 < row.key_bytes <= KEY_MAX and row.tag_bytes <= TAG_MAX and row.keys_bytes <= KEYS_MAX
 
 
+cdef bint names_delay(Text properties) noexcept:
+    """Return whether one of these properties has the name of a delay."""
+    cdef const char* at = properties.at
+    cdef const char* end = properties.at + properties.size
+    cdef const char* stop
+    cdef const char* middle
+    cdef int delay
+    while at < end:
+        stop = <const char*> memchr(at, 2, end - at)
+        if stop == NULL:
+            stop = end
+        middle = <const char*> memchr(at, 1, stop - at)
+        if middle != NULL:
+            for delay in range(DELAY_NAMES):
+                if same(Text(at, middle - at), DELAYS[delay].at, DELAYS[delay].size):
+                    return True
+        at = stop + 1
+    return False
+
+
 cdef bint is_utf8(Text text) except -1:
     try:
         text.at[:text.size].decode()

@@ -20,7 +20,7 @@ from libc.string cimport memcmp
 from timeball.protocols.remoting.codec.c_text cimport Text, is_ascii, put, read32, same
 from timeball.protocols.remoting.codec.plain_pulls cimport read_pull
 from timeball.protocols.remoting.codec.send_headers cimport (
-    NEVER, plan_plain, read_binary, read_json, read_properties, read_record,
+    NEVER, names_delay, plan_plain, read_binary, read_json, read_properties, read_record,
 )
 
 from timeball.message import RETRY_PREFIX, decode_properties
@@ -99,8 +99,9 @@ cdef class SendRun:
         cdef Row head = self.rows[self.count]
         cdef Row* row
         cdef Py_ssize_t first = self.count, text_bytes = self.text.size, size_bytes = self.size_bytes
-        # The properties of the whole are not used, but must be a text.
-        if head.queue_id < 0 or not is_ascii(Text(self.text.data + text_bytes, head.text_bytes)):
+        cdef Text properties = Text(self.text.data + text_bytes, head.text_bytes)
+        # The properties of the whole must be a text. No more is made of them, but a delay in them is refused.
+        if head.queue_id < 0 or not is_ascii(properties) or names_delay(properties):
             return False
         while at < end:
             row = self.next_row()

@@ -33,9 +33,7 @@ BATCH_ROWS_MAX = 8_192
 _BODY_SAFE, _PROPERTIES_SAFE = rules.SAFE_LENGTHS["body"], rules.SAFE_LENGTHS["properties"]
 _SHORT = 60  # characters: within all limits, of any bytes
 OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
-_UNIQUE_KEY, _DUE_MS, _DELAY_LEVEL = (
-    SEND_NAMES.index(name) for name in ("unique_key", "due_ms", "delay_level")
-)
+_UNIQUE_KEY, _DUE_MS = (SEND_NAMES.index(name) for name in ("unique_key", "due_ms"))
 
 
 class Ticket(Piece, gc=False):
@@ -177,11 +175,12 @@ class SendRows:
         records = decode_batch(body, BATCH_ROWS_MAX)
         if not records:
             raise InvalidMessage("a batch without messages")
+        # One answer names one place in a queue for all, so none of them may wait. MessageBatch has properties too.
+        for properties in (fields.properties or "", *(record.properties for record in records)):
+            found = decode_properties(properties)
+            if not delays.NAMES.isdisjoint(found) and delays.names_delay(found):
+                raise InvalidDelay("a batch takes no delayed messages; send them one by one")
         rows = [self._row(fields, r.flag, r.body, r.properties, born_host, queue_id, now_ms) for r in records]
-        if any((row[_DUE_MS] or 0) > now_ms or row[_DELAY_LEVEL] is not None for row in rows):
-            raise InvalidDelay("a batch takes no delayed messages; send them one by one")
-        # The answer names one place for all, so an instant that has passed is none here.
-        rows = [(*row[:_DUE_MS], None, *row[_DUE_MS + 1 :]) for row in rows]
         return rows, ",".join(row[_UNIQUE_KEY] for row in rows)
 
 
