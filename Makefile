@@ -17,6 +17,7 @@ SHARED   = -n 2 --dist loadgroup
 # Those that take long keep one process busy for half of the time: they wait for other processes, leases and instants.
 WAITING  = -n 3 --dist loadgroup
 INSTALL  = $(BIN)/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation
+CODEC    = $(BIN)/python setup.py -q build_ext --inplace --parallel 2
 COMPILE  = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
            --no-emit-index-url --no-header $(UPGRADE)
 
@@ -91,23 +92,27 @@ lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	$(COMPILE) --group docs --constraint requirements/all.txt -o requirements/docs.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
-# Three steps, and every package fetched is named with its hash in a lock file: the build tools, the packages
-# (some of them source packages, built with those tools and no others), and this package, which fetches nothing.
+# Four steps, and every package fetched is named with its hash in a lock file: the build tools, the packages
+# (some of them source packages, built with those tools and no others), the compiled codec, and this package. The
+# last two fetch nothing. The install finds the codec compiled (setup.py), so it is compiled once.
 $(STAMP): requirements/build.txt requirements/all.txt
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11 or later that can make environments (with its venv module)"; exit 1; }
 	@echo "make: setting up .venv with $(PYTHON), once; it takes a minute or two and 1.5 GB"
-	@echo "make: 1 of 3, the build tools"
+	@echo "make: 1 of 4, the build tools"
 	@$(PYTHON) -m venv --clear .venv
 	@$(INSTALL) --require-hashes -r requirements/build.txt
-	@echo "make: 2 of 3, the packages: Arrow, Spark with a Java, the tools of the tests"
+	@echo "make: 2 of 4, the packages: Arrow, Spark with a Java, the tools of the tests"
 	@$(INSTALL) --require-hashes --use-pep517 -r requirements/all.txt
-	@echo "make: 3 of 3, Timeball itself"
+	@echo "make: 3 of 4, the compiled codec: $(words $(filter %.pyx,$(COMPILED))) modules"
+	@$(CODEC)
+	@echo "make: 4 of 4, Timeball itself"
 	@$(INSTALL) --editable .
-	@touch $@
+	@touch $@ $(READY)
 
 # The compiled codec again, when its source has changed. Where no compiler is, nothing is made, and nothing fails.
 $(READY): $(STAMP) setup.py $(COMPILED)
-	@$(BIN)/python setup.py -q build_ext --inplace
+	@echo "make: compiling the modules of the codec whose source has changed"
+	@$(CODEC)
 	@touch $@
 
 # Spark's classes, for the JVMs of the tests: each starts in half the time. Where it fails, tests run without.

@@ -102,12 +102,34 @@ def descriptors(serialised: list[bytes]) -> bytes:
 
 
 class BuildCodec(build_ext):
-    """Compile what `codec_modules` lists; the C that Cython writes goes where the objects go."""
+    """Compile the modules that `codec_modules` lists; the C that Cython writes goes where the objects go."""
 
     def initialize_options(self) -> None:
         """Set Cython's own option; it is not there without Cython."""
         super().initialize_options()
         self.cython_c_in_temp = True
+
+    def run(self) -> None:
+        """Note where the modules go, before setuptools takes that away; then compile."""
+        self.in_tree = bool(self.inplace) or self.editable_mode
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one module, and name it first: it takes some seconds.
+
+        A module in the source tree that is younger than its source stays. setuptools would compile it again for an
+        editable install, in a temporary folder and without a word.
+        """
+        module = Path("src", self.get_ext_filename(self.get_ext_fullname(ext.name)))
+        if self.in_tree and is_younger(module, [*ext.sources, *ext.depends]):
+            return
+        print(f"compiling {ext.name}", flush=True)
+        super().build_extension(ext)
+
+
+def is_younger(made: Path, sources: list[str]) -> bool:
+    """Return whether the file exists and is younger than all of its sources."""
+    return made.exists() and made.stat().st_mtime > max(Path(each).stat().st_mtime for each in sources)
 
 
 def codec_modules() -> list[Extension]:
@@ -119,7 +141,7 @@ def codec_modules() -> list[Extension]:
         Extension(
             ".".join(path.with_suffix("").parts[1:]),
             [str(path)],
-            depends=[str(each) for each in sorted(SOURCES.rglob("*.pxd"))],
+            depends=[Path(__file__).name, *(str(each) for each in sorted(SOURCES.rglob("*.pxd")))],
             define_macros=[("Py_LIMITED_API", STABLE_ABI["version"])],
             # Cython writes a conversion that this code does not use. Python's own -g would be four fifths of the bytes.
             extra_compile_args=["-Wno-unused-function", "-g0"],
