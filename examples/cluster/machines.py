@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from examples.time_limits import limit_s
+
 from timeball.errors import SetupError, Unavailable
 
 CLUSTER, GROUP, NAMES = "demo", "g1", ("a", "b", "c")
@@ -38,8 +40,7 @@ ETCD_OPTIONS = [
     "--logger",
     "zap",
 ]
-START_S = 60.0
-STOP_S = 15.0
+START_S, STOP_S = 60.0, 15.0  # on an idle machine
 T = TypeVar("T")
 
 AGAIN_S = 3.0  # until a node that has ended is started again
@@ -188,7 +189,7 @@ def _init(cluster: LocalCluster) -> None:
         [*command, "--nodes", ",".join(NAMES)],
         capture_output=True,
         text=True,
-        timeout=2 * START_S,
+        timeout=limit_s(2 * START_S),
         check=False,
     )
     if ran.returncode and "has a record already" not in ran.stderr:
@@ -200,7 +201,7 @@ def _stop(machines: Sequence[Machine]) -> None:
     running = [machine.process for machine in machines if machine.process is not None]
     for process in running:
         process.terminate()
-    until_s = time.monotonic() + STOP_S
+    until_s = time.monotonic() + limit_s(STOP_S)
     for process in running:
         try:
             process.wait(max(0.0, until_s - time.monotonic()))
@@ -218,7 +219,7 @@ def _answers(url: str) -> bool:
 
 
 def _wait(what: str, condition: Callable[[], T]) -> T:
-    until_s = time.monotonic() + START_S
+    until_s = time.monotonic() + limit_s(START_S)
     while time.monotonic() < until_s:
         if found := condition():
             return found

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from examples.time_limits import limit_s
 
 from timeball.cli.spark import no_child_left_behind
 from timeball.config import StrategyName
 from timeball.errors import SetupError
 
-READY_S = 60.0
-STOP_S = 40.0
+READY_S, STOP_S = 60.0, 40.0  # on an idle machine
 KEPT_LINES = 20
 
 
@@ -63,17 +63,17 @@ class Broker:
         """SIGTERM, and SIGKILL for a process that does not end."""
         self._process.terminate()
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(limit_s(STOP_S))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         for thread in self._threads:
-            thread.join(STOP_S)
+            thread.join(limit_s(STOP_S))
 
     def await_ready(self) -> None:
         """Wait for the ready line; SetupError with the broker's own words when it does not come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._events or self._process.poll() is not None, READY_S)
+            self._changed.wait_for(lambda: self._events or self._process.poll() is not None, limit_s(READY_S))
             if self._events:
                 self.endpoint = str(self._events[0]["endpoint"])
                 return

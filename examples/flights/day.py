@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 from examples.flights.data import CompressedDay, Flights
+from examples.time_limits import limit_s
 
 from timeball.client import Timeball
 from timeball.clock import Clock
@@ -24,7 +25,7 @@ TOPIC = "departures"
 GROUP = "tower"
 CANCEL_AHEAD = 0.1  # of a day before departure: 2 h 24 min, or 6 s of a day that takes a minute
 STEP_S = 0.2
-LINGER_S = 15.0  # how long after midnight a missing departure is waited for
+LINGER_S = 15.0  # the wait for a departure that is missing at midnight, on an idle machine
 QUIET_S = 1.0  # and how long a surplus one
 
 
@@ -81,7 +82,7 @@ def live_through(
         try:
             _cancel_as_it_goes(ball, run, clock, show, asks_again=asks_again)
             expected = len(flights) - len(run.said("cancelled"))
-            consumer.await_count(expected, LINGER_S)
+            consumer.await_count(expected, limit_s(LINGER_S))
             # Whatever is wrong, a duplicate or a cancelled flight, would come at its instant: these have passed.
             consumer.await_count(expected + 1, QUIET_S)
             show(len(run.arrivals.ids), len(run.said("cancelled")))
