@@ -49,3 +49,23 @@ def test_what_is_cut_off_raises() -> None:
     read = [reads(METADATA[:size]) for size in range(len(METADATA) + 1)]
     assert read == sorted(read) and not read[0] and read[-1]
     assert not reads(struct.pack("<ii", 4, 8)), "a vtable before the begin"
+
+
+SCHEMA = pa.schema([("tag", pa.string()), ("größe", pa.int32())]).serialize().to_pybytes()[8:]
+
+
+def names(metadata: bytes) -> list[str]:
+    schema = fb.target(metadata, fb.present_field(metadata, fb.target(metadata, 0), fb.MESSAGE_HEADER))
+    fields = fb.tables(metadata, fb.present_field(metadata, schema, fb.SCHEMA_FIELDS))
+    return [fb.text(metadata, fb.present_field(metadata, at, fb.FIELD_NAME)) for at in fields]
+
+
+def test_tables_and_texts_of_a_schema() -> None:
+    assert names(SCHEMA) == ["tag", "größe"]
+
+
+def test_tables_and_texts_that_are_cut_off_raise() -> None:
+    end = max(SCHEMA.index(name.encode()) + len(name.encode()) for name in names(SCHEMA))
+    for size in range(end):
+        with pytest.raises((struct.error, IndexError, AssertionError)):
+            assert names(SCHEMA[:size]) == ["tag", "größe"]

@@ -7,11 +7,17 @@ begin; 0 is one that is left out. An offset counts from its own place. Numbers a
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 Bytes = bytes | memoryview
 
 _SIGNED, _UNSIGNED, _SHORT = struct.Struct("<i"), struct.Struct("<I"), struct.Struct("<H")
 
+# Fields, by Arrow's format/Schema.fbs.
+SCHEMA_ENDIANNESS, SCHEMA_FIELDS = 0, 1
+FIELD_NAME, FIELD_TYPE_KIND, FIELD_TYPE, FIELD_DICTIONARY = 0, 2, 3, 4
+INT_BITS, INT_IS_SIGNED = 0, 1
+FIXED_WIDTH = 0
 # Fields, by Arrow's format/Message.fbs.
 MESSAGE_VERSION, MESSAGE_HEADER_TYPE, MESSAGE_HEADER, MESSAGE_BODY_BYTES = 0, 1, 2, 3
 BATCH_ROWS, BATCH_NODES, BATCH_BUFFERS, BATCH_COMPRESSION = 0, 1, 2, 3
@@ -39,3 +45,19 @@ def present_field(buffer: Bytes, table: int, number: int) -> int:
     at = field(buffer, table, number)
     assert at is not None, f"field {number} is left out"
     return at
+
+
+def tables(buffer: Bytes, at: int) -> Iterator[int]:
+    """Yield where each table of a vector begins, to which the offset at `at` points; raise struct.error if cut off."""
+    vector = target(buffer, at)
+    for entry in range(int(_UNSIGNED.unpack_from(buffer, vector)[0])):
+        yield target(buffer, vector + 4 + 4 * entry)
+
+
+def text(buffer: Bytes, at: int) -> str:
+    """Return the text to which the offset at `at` points; raise struct.error, IndexError, UnicodeDecodeError."""
+    begin = target(buffer, at) + 4
+    end = begin + int(_UNSIGNED.unpack_from(buffer, begin - 4)[0])
+    if end > len(buffer):
+        raise IndexError(end)
+    return str(buffer[begin:end], "utf-8")

@@ -177,6 +177,25 @@ def test_rows_are_cut_and_none_is_lost(count: int, batch_rows: int) -> None:
         assert [value for batch in cut for value in batch.column("body").to_pylist()] == body
 
 
+def test_views_and_dictionaries_become_plain_columns() -> None:
+    given = pa.RecordBatch.from_pydict(
+        {
+            "body": pa.array([b"x", b"y"], pa.binary_view()),
+            "tag": pa.array(["a", None], pa.string_view()),
+            "keys": pa.array(["k", "k"]).dictionary_encode(),
+        }
+    )
+    sent = complete(given, "t", 1)
+    assert [str(sent.schema.field(name).type) for name in given.schema.names] == [
+        "large_binary", "large_string", "string",
+    ]  # fmt: skip
+    assert sent.select(given.schema.names).to_pydict() == {
+        "body": [b"x", b"y"],
+        "tag": ["a", None],
+        "keys": ["k"] * 2,
+    }
+
+
 def test_large_rows_are_cut_by_size() -> None:
     table = pa.table({"body": [bytes(outgoing.BATCH_BYTES // 4)] * 10})
     cut = list(batches(table, "t", 1_000, NOW_MS))

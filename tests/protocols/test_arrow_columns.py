@@ -7,10 +7,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.accounts import ACCESS_FILE
+from tests.protocols.arrow_types import TYPES
 
 from timeball import limits
+from timeball.access import ANONYMOUS, Access, parse
 from timeball.broker.few_sends import rows_in
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.errors import Forbidden, InvalidMessage, OverLimit
 from timeball.log.few_rows import MessageEncoder
 from timeball.message import SendRow
 from timeball.protocols import arrow_ipc as ipc
@@ -18,7 +21,7 @@ from timeball.protocols.arrow_columns import SEND_SCHEMA, SendColumns
 
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
-    return SendColumns(batch.schema).adopt(batch)
+    return SendColumns(batch.schema).adopt(batch, ANONYMOUS)
 
 
 def batch(**columns: object) -> pa.RecordBatch:
@@ -85,7 +88,6 @@ def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array)
     ("name", "column"),
     [
         ("topic", pa.array(["t"], pa.large_string())),
-        ("topic", pa.array(["t"], pa.string_view())),
         ("body", pa.array(["x"])),
         ("body", pa.array([b"x"], pa.large_binary())),
         ("body", pa.array([b"x"], pa.binary(1))),
@@ -102,6 +104,43 @@ def test_types_that_mean_the_same_are_converted(name: str, column: pa.Array) -> 
     assert adopted.to_pylist() == ([b"x"] if name == "body" else values)
 
 
+INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+TEXTS = {"string", "large_string"}
+
+
+@pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
+def test_a_column_has_one_of_the_types_that_are_listed(kind: pa.DataType) -> None:
+    listed = {
+        "string": {*TEXTS, "null"},
+        "binary": {*TEXTS, "binary", "large_binary", "fixed_size_binary[3]", "null"},
+        "int32": {*INTEGERS, "null"},
+        "int64": {*INTEGERS, "null"},
+    }
+    for field in SEND_SCHEMA:
+        others = [SEND_SCHEMA.field(other) for other in ("topic", "body") if other != field.name]
+        given = pa.schema([*others, (field.name, kind)])
+        if str(kind) in listed[str(field.type)]:
+            SendColumns(given)
+            continue
+        with pytest.raises(InvalidMessage, match=f"column {field.name!r} is "):
+            SendColumns(given)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_topics_are_decided_about_before_other_columns_are_read(kind: pa.DataType) -> None:
+    access = Access(parse(ACCESS_FILE.encode(), "access.toml"))
+    caller = access.named("shop")  # may send to `orders`
+    offsets = pa.py_buffer(struct.pack("<3i", 0, 9, 1))  # not sound: the second text runs backwards
+    unsound = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"lying-one"))
+    for topics, error in ((["orders", "news"], Forbidden), (["orders", "orders"], InvalidMessage)):
+        columns = {"topic": pa.array(topics, kind), "body": [b"x"] * 2, "tag": unsound}
+        with pytest.raises(error, match="topic 'news'" if error is Forbidden else "not a sound"):
+            rows = batch(**columns)
+            SendColumns(rows.schema).adopt(rows, caller)
+    sound = batch(topic=pa.array(["orders"], kind))
+    assert SendColumns(sound.schema).adopt(sound, caller).num_rows == 1
+
+
 def test_a_value_that_does_not_fit_refuses_the_batch() -> None:
     with pytest.raises(InvalidMessage, match="not a sound record batch"):
         adopt(batch(queue_id=pa.array([2**40])))
@@ -116,17 +155,6 @@ def test_empty_and_oversized_batches() -> None:
     )
     with pytest.raises(OverLimit, match="smaller batches"):
         adopt(many)
-
-
-def test_values_that_become_more_than_a_message_are_refused_before_they_are() -> None:
-    long = bytes(limits.BATCH_BYTES_MAX // 16)
-    one = struct.pack("<i4sii", len(long), long[:4], 0, 0)  # length, prefix, buffer, offset
-    buffers = [None, pa.py_buffer(one * 1_000), pa.py_buffer(long)]
-    views = pa.Array.from_buffers(pa.binary_view(), 1_000, buffers)
-    assert views.get_total_buffer_size() < 2 * len(long)  # one value, a thousand times
-    with pytest.raises(OverLimit, match="smaller batches"):
-        adopt(batch(topic=["t"] * 1_000, body=views))
-    assert adopt(batch(topic=["t"] * 8, body=views[:8])).num_rows == 8
 
 
 def test_buffers_that_stand_for_several_columns_count_for_each() -> None:
@@ -200,7 +228,9 @@ def read(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
 
 
 def reference(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
-    return rows_in(SendColumns(schema).adopt(ipc.batch(memoryview(header), memoryview(body), schema)))
+    return rows_in(
+        SendColumns(schema).adopt(ipc.batch(memoryview(header), memoryview(body), schema), ANONYMOUS)
+    )
 
 
 @compiled

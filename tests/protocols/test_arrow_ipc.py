@@ -6,7 +6,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocols.arrow_types import STORED, TYPES, column
 
+from timeball import flatbuffer as fb
+from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.protocols import arrow_ipc as ipc
 
@@ -54,6 +57,92 @@ def test_a_dictionary_is_refused() -> None:
         ipc.batch(header, body, coded.schema)
 
 
+READ = {
+    "null", "string", "large_string", "binary", "large_binary", "fixed_size_binary[3]", "fixed_size_binary[16]",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+}  # fmt: skip
+
+
+def test_every_type_that_pyarrow_makes_is_tried() -> None:
+    known = {getattr(pa.lib, name) for name in dir(pa.lib) if name.startswith("Type_")}
+    not_made = {pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME}  # pyarrow reads them only
+    assert known - {kind.id for kind in TYPES.values()} == not_made
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_only_listed_types_are_read(name: str) -> None:
+    rows = pa.RecordBatch.from_arrays([column(TYPES[name])], names=["body"])
+    header, _ = messages(rows)[0]
+    stored = STORED.get(name, TYPES[name])  # an extension type stands in the metadata, which is not read
+    if str(stored) in READ:
+        assert ipc.schema(header) == pa.schema([("body", stored)])
+        return
+    with pytest.raises(InvalidMessage, match=r"column 'body' is .*; cast it to string, large_string"):
+        ipc.schema(header)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("string_view", "string_view"),
+        ("binary_view", "binary_view"),
+        ("list_view<item: string>", "list_view"),
+    ],
+)
+def test_a_refusal_says_which_type_it_was(name: str, said: str) -> None:
+    header = ipc.schema_header(pa.schema([("body", TYPES[name])]))
+    with pytest.raises(InvalidMessage, match=f"column 'body' is {said};"):
+        ipc.schema(header)
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=8), st.sampled_from(sorted(READ & TYPES.keys()))), max_size=ipc.COLUMNS_MAX
+    )
+)
+def test_a_schema_is_read_as_arrow_reads_it(columns: list[tuple[str, str]]) -> None:
+    given = pa.schema([(name, TYPES[kind]) for name, kind in columns])
+    assert ipc.schema(ipc.schema_header(given)) == given
+    told = given.with_metadata({"pandas": "{}"})
+    assert ipc.schema(ipc.schema_header(told)).equals(given, check_metadata=True)
+
+
+@given(st.data())
+def test_a_damaged_schema_is_refused_or_read(data: st.DataObject) -> None:
+    header = bytearray(ipc.schema_header(pa.schema([("topic", pa.string()), ("due_ms", pa.int32())])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = ipc.schema(memoryview(bytes(header)))
+    except InvalidMessage:
+        return
+    assert {str(kind).partition("[")[0] for kind in found.types} <= {kind.partition("[")[0] for kind in READ}
+
+
+def test_numbers_of_another_byte_order_are_refused() -> None:
+    header = bytearray(ipc.schema_header(pa.schema([("due_ms", pa.int64())])))
+    table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
+    # The default is not written: the field is given the place of another one, which is not zero.
+    vtable = table - struct.unpack_from("<i", header, table)[0]
+    fields_at = struct.unpack_from("<H", header, vtable + 4 + 2 * fb.SCHEMA_FIELDS)
+    struct.pack_into("<H", header, vtable + 4 + 2 * fb.SCHEMA_ENDIANNESS, *fields_at)
+    with pytest.raises(InvalidMessage, match="big-endian"):
+        ipc.schema(memoryview(bytes(header)))
+
+
+def test_many_columns_are_refused() -> None:
+    with pytest.raises(InvalidMessage, match="more than 64 columns"):
+        ipc.schema(ipc.schema_header(pa.schema([(str(at), pa.null()) for at in range(65)])))
+
+
+@pytest.mark.parametrize("rows", [-1, -(2**63), limits.ROWS_PER_REQUEST_MAX + 1, 2**62])
+def test_more_rows_than_a_request_has_are_refused_undecoded(rows: int) -> None:
+    (head, _), (header, body) = messages(pa.record_batch({"topic": pa.nulls(3)}))
+    claimed = bytes(header).replace(struct.pack("<q", 3), struct.pack("<q", rows))
+    with pytest.raises((InvalidMessage, OverLimit), match=f"{rows} rows"):
+        ipc.batch(memoryview(claimed), body, ipc.schema(head))
+
+
 def test_a_long_schema_is_refused_unread() -> None:
     wide = pa.schema([pa.field("topic", pa.string(), metadata={"x": "y" * ipc.SCHEMA_BYTES_MAX})])
     with pytest.raises(OverLimit, match="metadata"):
@@ -79,7 +168,7 @@ def test_a_damaged_header_is_refused_or_read(data: st.DataObject) -> None:
     try:
         found = ipc.batch(memoryview(bytes(damaged)), body, SCHEMA)
         found.validate(full=True)
-    except (InvalidMessage, pa.ArrowException):
+    except (InvalidMessage, OverLimit, pa.ArrowException):
         pass
 
 

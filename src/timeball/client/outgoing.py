@@ -127,8 +127,13 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
     if len(columns) != batch.num_columns:
         raise InvalidMessage(f"two columns have one name: {', '.join(batch.schema.names)}")
     for name, column in columns.items():
-        if pa.types.is_dictionary(column.type):  # the broker takes none: it could not bound what they become
-            columns[name] = pc.cast(column, column.type.value_type)
+        # The broker takes neither from a client: it could not bound what a dictionary becomes, nor prove a view sound.
+        if pa.types.is_dictionary(column.type):
+            columns[name] = column = pc.cast(column, column.type.value_type)
+        if pa.types.is_string_view(column.type):
+            columns[name] = pc.cast(column, pa.large_string())
+        elif pa.types.is_binary_view(column.type):
+            columns[name] = pc.cast(column, pa.large_binary())
     for name, target, convert in (("at", "due_ms", due_column), ("after", "delay_ms", delay_column)):
         if name in columns:
             if target in columns:

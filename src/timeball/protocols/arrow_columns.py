@@ -2,14 +2,16 @@
 
 A send's columns are found by name, in any order, and only `topic` and `body` must be there. A column we do not know is
 refused by its name: a producer that writes `delay` for `delay_ms` must not see its messages delivered at once.
-Types that mean the same (large strings, views, wider or narrower integers) are converted, and a value that does not
-fit refuses its batch. Dictionaries are refused, and so is a batch whose values take more room than a message may have:
-with views and shared buffers a few kilobytes can name one value a hundred thousand times.
+ACCEPTED lists the types of each column. Types that mean the same (large strings, wider or narrower integers) are
+converted, and a value that does not fit refuses its batch. A batch whose values take more room than a message may have
+is refused: with shared buffers a few kilobytes can name one value a hundred times.
 
 A release's rows are TABLE_SCHEMA, all columns, in any order: who brings them has read them from a file of ours.
 
 A batch from a socket is only a claim about buffers: `validate(full=True)` proves offsets, lengths and UTF-8
-before anything reads through them.
+before anything reads through them. It does so for the types of ACCEPTED, and not for all that Arrow has: a view column
+passes it and then breaks a cast. The topics are checked first, and the caller is asked for its right to send to them
+before another column is read or converted.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits, rules
+from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.config import CodecChoice
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.log.few_rows import encoder_of
@@ -33,6 +35,18 @@ SEND_SCHEMA = pa.schema(
     [(name, kind) for name, kind in SEND_COLUMNS.items() if name not in ("born_host", "delay_level")]
 )
 REQUIRED = ("topic", "body")
+_TEXTS = (pa.string(), pa.large_string())
+_INTEGERS = (
+    pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()
+)  # fmt: skip
+# The types that a column may have, by the type that it becomes: exactly these, so that a new type of Arrow's is none of
+# them. A body may also be fixed_size_binary of any width, and a column without any value may be null.
+ACCEPTED: dict[pa.DataType, tuple[pa.DataType, ...]] = {
+    pa.string(): (*_TEXTS, pa.null()),
+    pa.binary(): (pa.binary(), pa.large_binary(), *_TEXTS, pa.null()),
+    pa.int32(): (*_INTEGERS, pa.null()),
+    pa.int64(): (*_INTEGERS, pa.null()),
+}
 FEW_BYTES_MAX = 64 * 1024  # of a message that is read as rows
 RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
@@ -75,14 +89,19 @@ class SendColumns:
         )
         return found
 
-    def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit."""
+    def adopt(self, batch: pa.RecordBatch, caller: Caller) -> pa.RecordBatch:
+        """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden.
+
+        `caller`: must have the right to send to the topics; ANONYMOUS has it.
+        """
         if not self.rows_min <= batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             _refuse_rows(batch.num_rows)
         try:
+            if caller is not ANONYMOUS:
+                self._check_topics(batch, caller)
             batch.validate(full=True)
             if not (self._exact and _is_small(batch)):
-                check_bytes(sum(map(_value_bytes, batch.columns)))
+                check_bytes(sum(column.nbytes for column in batch.columns))
             if not self._exact:
                 columns = [_convert(batch.column(i), field.type) for i, field in enumerate(self._target)]
                 batch = pa.RecordBatch.from_arrays(columns, schema=self._target)
@@ -92,6 +111,12 @@ class SendColumns:
             if batch.column(index).null_count:
                 raise InvalidMessage(f"column {self._target.names[index]!r} has rows without a value")
         return batch
+
+    def _check_topics(self, batch: pa.RecordBatch, caller: Caller) -> None:
+        topics = batch.column(self._required[REQUIRED.index("topic")])
+        topics.validate(full=True)
+        for topic in topics.drop_null().unique():
+            caller.check(Verb.SEND, topic=topic.as_py())
 
 
 class SourceColumns(SendColumns):
@@ -114,8 +139,9 @@ class ReleaseColumns:
         if unknown:
             raise InvalidMessage(f"unknown column {unknown[0][:80]!r}; the table has {TABLE_SCHEMA.names}")
 
-    def adopt(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch in TABLE_SCHEMA, proven sound; raises InvalidMessage, OverLimit."""
+    def adopt(self, batch: pa.RecordBatch, caller: Caller) -> pa.RecordBatch:
+        """The batch in TABLE_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden."""
+        caller.check(Verb.ADMIN)
         if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             raise OverLimit(
                 f"{batch.num_rows} rows: between 1 and {limits.ROWS_PER_REQUEST_MAX} in one batch"
@@ -147,22 +173,8 @@ def _refuse_rows(rows: int) -> None:
 
 def _check_type(field: pa.Field) -> None:
     wanted = SEND_SCHEMA.field(field.name).type
-    given = field.type
-    text = pa.types.is_string(given) or pa.types.is_large_string(given) or pa.types.is_string_view(given)
-    raw = (
-        pa.types.is_binary(given)
-        or pa.types.is_large_binary(given)
-        or pa.types.is_binary_view(given)
-        or pa.types.is_fixed_size_binary(given)
-    )
-    if pa.types.is_string(wanted):
-        fits = text
-    elif pa.types.is_binary(wanted):
-        fits = text or raw
-    else:
-        fits = pa.types.is_integer(given)
-    # A column without any value may come typed as null.
-    if not fits and not pa.types.is_null(field.type):
+    is_fixed_body = pa.types.is_binary(wanted) and pa.types.is_fixed_size_binary(field.type)
+    if field.type not in ACCEPTED[wanted] and not is_fixed_body:
         raise InvalidMessage(f"column {field.name!r} is {field.type}; it must be {wanted}")
 
 
@@ -188,16 +200,6 @@ def size_of(batch: pa.RecordBatch) -> int:
 
 
 def _is_small(batch: pa.RecordBatch) -> bool:
-    """Return whether no values of these columns, which are no views, can take too much, also if they share a buffer."""
+    """Return whether the values of these columns cannot take too much, also if they share a buffer."""
     size_bytes: int = batch.get_total_buffer_size()
     return bool(size_bytes * batch.num_columns <= limits.BATCH_BYTES_MAX)
-
-
-def _value_bytes(column: pa.Array) -> int:
-    """Return how many bytes the values of a sound column take when each stands by itself."""
-    if not (pa.types.is_string_view(column.type) or pa.types.is_binary_view(column.type)):
-        return int(column.nbytes)
-    # A view is 16 bytes, of which the first four are the length of its value.
-    views = np.frombuffer(column.buffers()[1] or b"", np.int32).reshape(-1, 4)
-    lengths = views[column.offset : column.offset + len(column), 0]
-    return int(lengths[column.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64))

@@ -1,9 +1,13 @@
 """Arrow IPC messages: a header (a flatbuffer) and a body, apart as Flight carries them, or in a stream. Does no I/O.
 
-A header of a few bytes may ask for gigabytes: a compressed body says itself how long it becomes, a dictionary gives
-each row a value of any length. Both are refused by what the header says, before Arrow decodes anything. What is left
-decodes to views of the body that came, so the bound on a message is a bound on the batch. A schema may name one field
-a thousand times, and is therefore bounded far below a message.
+Arrow's C++ code decodes a message before it validates it, and its validation does not cover everything that a later
+cast reads. So a client's bytes meet it only in a form that has been checked here:
+
+    schema    read in Python, by a list of types. Arrow never sees the schema that a client wrote: columns of views,
+              lists, dictionaries, unions, extension types and all others are refused before a buffer is looked at
+    rows      a header that names more rows than a request may have is refused: a column without values needs no bytes
+    length    a compressed body says itself how long it becomes, a dictionary gives each row a value of any length.
+              Both are refused, so the bound on a message is a bound on the batch: its columns are views of the body
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from timeball import flatbuffer as fb
+from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 
 SCHEMA_BYTES_MAX = 16 * 1024  # the widest schema of ours takes 3 KiB
 HEADER_BYTES_MAX = 64 * 1024
+COLUMNS_MAX = 64
 
 # What Arrow raises for bytes that it cannot decode: some of its errors are Python's own.
 _DECODING = (pa.ArrowException, ValueError, TypeError, LookupError, OSError, MemoryError)
@@ -25,10 +31,35 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 _ALIGN = 8
 _VERSION_5 = 4
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
+_LITTLE_ENDIAN = 0
+
+# Kinds of types by their number in Schema.fbs's union, as pyarrow calls them.
+_KINDS = (
+    "none", "null", "int", "float", "binary", "string", "bool", "decimal", "date", "time", "timestamp", "interval",
+    "list", "struct", "union", "fixed_size_binary", "fixed_size_list", "map", "duration", "large_binary",
+    "large_string", "large_list", "run_end_encoded", "binary_view", "string_view", "list_view", "large_list_view",
+)  # fmt: skip
+_PLAIN = {
+    "null": pa.null(),
+    "binary": pa.binary(),
+    "string": pa.string(),
+    "large_binary": pa.large_binary(),
+    "large_string": pa.large_string(),
+}
+_INTEGERS = {
+    (8, True): pa.int8(),
+    (16, True): pa.int16(),
+    (32, True): pa.int32(),
+    (64, True): pa.int64(),
+    (8, False): pa.uint8(),
+    (16, False): pa.uint16(),
+    (32, False): pa.uint32(),
+    (64, False): pa.uint64(),
+}
 
 
 def schema(header: memoryview) -> pa.Schema:
-    """Return the schema that a stream begins with; raises InvalidMessage, OverLimit."""
+    """Return the schema that a stream begins with, without its metadata; raises InvalidMessage, OverLimit."""
     if len(header) > SCHEMA_BYTES_MAX:
         raise OverLimit(
             f"a schema of {len(header)} bytes; at most {SCHEMA_BYTES_MAX}: leave its metadata out"
@@ -36,11 +67,55 @@ def schema(header: memoryview) -> pa.Schema:
     if _kind(header)[0] != _SCHEMA:
         raise InvalidMessage("the stream does not begin with an Arrow schema")
     try:
-        found = pa.ipc.read_schema(pa.py_buffer(_encapsulated(header, ())))
-        found.names  # raises here what a name that is no UTF-8 would raise later  # noqa: B018
-        return found
-    except _DECODING as error:
+        return pa.schema(list(_fields(header)))
+    except (struct.error, LookupError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
+
+
+def _fields(header: memoryview) -> Iterator[pa.Field]:
+    """Yield the columns of a schema; raise InvalidMessage for a type that none may have."""
+    table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
+    endianness, fields = (fb.field(header, table, n) for n in (fb.SCHEMA_ENDIANNESS, fb.SCHEMA_FIELDS))
+    if endianness is not None and struct.unpack_from("<h", header, endianness)[0] != _LITTLE_ENDIAN:
+        raise InvalidMessage("an Arrow stream with big-endian numbers: write it on a little-endian machine")
+    if fields is None:
+        return
+    for at, column in enumerate(fb.tables(header, fields)):
+        if at == COLUMNS_MAX:
+            raise InvalidMessage(f"an Arrow schema with more than {COLUMNS_MAX} columns")
+        name_at = fb.field(header, column, fb.FIELD_NAME)
+        name = "" if name_at is None else fb.text(header, name_at)
+        yield pa.field(name, _type(header, column, name))
+
+
+def _type(header: memoryview, column: int, name: str) -> pa.DataType:
+    numbers = (fb.FIELD_TYPE_KIND, fb.FIELD_TYPE, fb.FIELD_DICTIONARY)
+    kind_at, type_at, dictionary = (fb.field(header, column, number) for number in numbers)
+    number = 0 if kind_at is None else header[kind_at]
+    kind = _KINDS[number] if number < len(_KINDS) else f"type {number}"
+    if dictionary is not None:
+        kind = "dictionary"
+    elif kind in _PLAIN:
+        return _PLAIN[kind]
+    elif type_at is not None:
+        table = fb.target(header, type_at)
+        if kind == "int":
+            bits, signed = _int32(header, table, fb.INT_BITS), fb.field(header, table, fb.INT_IS_SIGNED)
+            if found := _INTEGERS.get((bits, signed is not None and bool(header[signed]))):
+                return found
+        elif kind == "fixed_size_binary":
+            width = _int32(header, table, fb.FIXED_WIDTH)
+            if 0 < width <= limits.BODY_BYTES_MAX:
+                return pa.binary(width)
+    raise InvalidMessage(
+        f"column {name[:80]!r} is {kind}; cast it to string, large_string, binary, large_binary, "
+        "fixed_size_binary or an integer"
+    )
+
+
+def _int32(header: memoryview, table: int, number: int) -> int:
+    at = fb.field(header, table, number)
+    return 0 if at is None else int(struct.unpack_from("<i", header, at)[0])
 
 
 def batch(
@@ -52,13 +127,19 @@ def batch(
     """
     if len(header) > HEADER_BYTES_MAX:
         raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
-    kind, compressed = _kind(header)
+    kind, compressed, rows = _kind(header)
     if kind == _DICTIONARY:
         raise InvalidMessage("a dictionary: send plain columns, each value as it is")
     if kind != _BATCH:
         raise InvalidMessage("not a record batch")
     if compressed:
         raise InvalidMessage("a compressed record batch: send it without compression")
+    if rows < 0:
+        raise InvalidMessage(f"not a record batch: it has {rows} rows")
+    if rows > limits.ROWS_PER_REQUEST_MAX:
+        raise OverLimit(
+            f"{rows} rows in one batch; at most {limits.ROWS_PER_REQUEST_MAX}: send smaller batches"
+        )
     try:
         return pa.ipc.read_record_batch(pa.py_buffer(_encapsulated(header, body)), of)
     except _DECODING as error:
@@ -118,8 +199,8 @@ def parts_of(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
     return view[begin:end], view[end:]
 
 
-def _kind(header: memoryview) -> tuple[int, bool]:
-    """Return which kind of message this is, and whether its body is compressed; raises InvalidMessage."""
+def _kind(header: memoryview) -> tuple[int, bool, int]:
+    """Return the kind of a message; of a batch whether it is compressed, and its rows; raises InvalidMessage."""
     try:
         root = fb.target(header, 0)
         fields = (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER_TYPE, fb.MESSAGE_HEADER)
@@ -129,7 +210,11 @@ def _kind(header: memoryview) -> tuple[int, bool]:
         if struct.unpack_from("<h", header, version)[0] < _VERSION_5:
             # Version 4 has another way to say that a body is compressed, which Arrow still reads.
             raise InvalidMessage("an Arrow message of a version before 1.0; write it with a later one")
-        compression = fb.field(header, fb.target(header, inner), fb.BATCH_COMPRESSION)
-        return header[kind], header[kind] == _BATCH and compression is not None
+        if header[kind] != _BATCH:
+            return header[kind], False, 0
+        table = fb.target(header, inner)
+        rows, compression = (fb.field(header, table, n) for n in (fb.BATCH_ROWS, fb.BATCH_COMPRESSION))
+        count = 0 if rows is None else struct.unpack_from("<q", header, rows)[0]
+        return _BATCH, compression is not None, count
     except (struct.error, IndexError) as error:
         raise InvalidMessage("not an Arrow message: its header is cut off") from error

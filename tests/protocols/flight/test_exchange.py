@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+from tests.protocols.arrow_types import ROWS, TYPES, column
 
 from timeball.protocols.flight import exchange
 from timeball.protocols.flight.window import BATCHES_MAX
@@ -99,6 +100,22 @@ def test_what_is_acknowledged_is_durable(node: RunningNode, wire: flight.FlightC
 def test_a_wrong_schema_is_refused_by_column(wire: flight.FlightClient, schema: pa.Schema, text: str) -> None:
     _, reader = opened(wire, schema)
     with pytest.raises(flight.FlightServerError, match=text) as caught:
+        reader.read_chunk()
+    assert caught.value.extra_info == b"invalid_message"
+
+
+@pytest.mark.parametrize("path", ["send", "source", "release"])
+@pytest.mark.parametrize("name", ["string_view", "binary_view", "list_view<item: string>"])
+def test_view_columns_are_refused_by_their_schema(wire: flight.FlightClient, path: str, name: str) -> None:
+    rows = pa.RecordBatch.from_arrays(
+        [pa.array(["t"] * ROWS), pa.array([b"x"] * ROWS), column(TYPES[name])], names=["topic", "body", "tag"]
+    )
+    options = flight.FlightCallOptions(timeout=BOUND_S)
+    writer, reader = wire.do_exchange(flight.FlightDescriptor.for_path(path.encode()), options)
+    writer.begin(rows.schema)
+    with contextlib.suppress(pa.ArrowException):
+        writer.write_batch(rows)  # it may meet the end of the stream
+    with pytest.raises(flight.FlightServerError, match=r"column 'tag' is .*_view; cast it to") as caught:
         reader.read_chunk()
     assert caught.value.extra_info == b"invalid_message"
 

@@ -120,8 +120,11 @@ def test_a_topic_beside_the_path_is_refused() -> None:
 
 def test_rows_that_need_no_bytes_are_counted_first() -> None:
     nothing = pa.RecordBatch.from_arrays([pa.nulls(limits.ROWS_PER_REQUEST_MAX + 1)], names=["body"])
-    with pytest.raises(OverLimit, match="rows in one request"):
+    with pytest.raises(OverLimit, match="rows in one batch"):
         read(stream(nothing), ARROW)
+    empty = pa.record_batch({"body": [b""] * (limits.ROWS_PER_REQUEST_MAX // 2 + 1)})
+    with pytest.raises(OverLimit, match="rows in one request"):
+        read(stream(empty, empty), ARROW)
 
 
 @given(st.binary(max_size=300))

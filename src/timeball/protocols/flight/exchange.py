@@ -205,7 +205,9 @@ class Upload(FlightCall):
                 rows = self._columns.rows(message.header, message.body)
                 if rows is not None:
                     return _Entry(rows, message.size_bytes, "")
-            batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema))
+            batch = self._columns.adopt(
+                ipc.batch(message.header, message.body, self._schema), self.call.caller
+            )
             size_bytes = size_of(batch)
             key = codec.idempotency_key(message.metadata)
         except Exception as error:  # of any kind: this batch gets an answer and the next one its turn

@@ -22,6 +22,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
+from timeball.access import ANONYMOUS
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import SEND_COLUMNS, SendBatch, SendRow
 from timeball.protocols import arrow_ipc
@@ -305,7 +306,8 @@ def _arrow(topic: str, data: bytes) -> Sending:
             raise OverLimit(
                 f"more than {limits.ROWS_PER_REQUEST_MAX} rows in one request: send fewer at once"
             )
-        batches.append(columns.adopt(_with_topic(batch, topic, schema)))
+        # The policy has decided about the topic, which the path names.
+        batches.append(columns.adopt(_with_topic(batch, topic, schema), ANONYMOUS))
     if not batches:
         raise InvalidMessage("no record batch: send at least one row")
     whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)

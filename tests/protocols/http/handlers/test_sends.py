@@ -9,6 +9,7 @@ import json
 import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode
+from tests.protocols.arrow_types import ROWS, TYPES, column
 from tests.protocols.http.client import Client
 
 
@@ -152,6 +153,17 @@ def test_columns_are_taken_whole_and_answered_by_their_numbers(client: Client) -
         "columns", sink.getvalue(), content_type="application/vnd.apache.arrow.stream", idempotency_key="c"
     )
     assert again.status == 201
+
+
+@pytest.mark.parametrize("name", ["string_view", "binary_view", "list_view<item: string>"])
+def test_view_columns_are_refused_by_their_schema(client: Client, name: str) -> None:
+    sink = io.BytesIO()
+    rows = pa.RecordBatch.from_arrays([pa.array([b"x"] * ROWS), column(TYPES[name])], names=["body", "tag"])
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    refused = client.send("columns", sink.getvalue(), content_type="application/vnd.apache.arrow.stream")
+    assert (refused.status, refused.value["code"]) == (400, "invalid_message")
+    assert "column 'tag' is" in refused.value["detail"] and "_view; cast it to" in refused.value["detail"]
 
 
 def test_one_wrong_message_refuses_its_request_and_no_other(client: Client) -> None:
