@@ -39,6 +39,7 @@ DELAY_MS = 3_600_000
 BARS = {"send 1 a request, 64x1": 5_000.0, "send Arrow 10,000 a request, 4x1": 500_000.0}
 JSON = "application/json"
 SENDS = f"/v1/topics/{TOPIC}/messages"
+RECEIVES = f"/v1/topics/{TOPIC}/receive"
 
 
 class HttpLink(Link):
@@ -150,7 +151,7 @@ def _sender(ring: list[Request], rows: int, number: int, tally: Tally) -> Progra
 
 
 def _consumer(_: int, tally: Tally) -> Program:
-    receive = _request("GET", f"{SENDS}?group=bench&max={RECEIVE_ROWS}&wait=1s", JSON, b"")
+    receive = _request("POST", f"{RECEIVES}?group=bench&max={RECEIVE_ROWS}&wait=1s", JSON, b"")
     while True:
         answer = yield receive
         receipts = [one["receipt"] for one in json.loads(answer[3:])["messages"]]

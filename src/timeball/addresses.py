@@ -1,5 +1,7 @@
 """Where a push may go: which URLs it may name, and which addresses may be connected to. No I/O, no names resolved.
 
+Also the names that HTTP clients may call the broker by (`host_names`), which are checked by the same grammar.
+
 A subscription's URL comes from outside and is opened from inside: what it may reach, its author may reach. So an
 address that is not on the open internet is refused (server-side request forgery), unless the operator allows it.
 
@@ -156,6 +158,18 @@ def is_name(host: str) -> bool:
     labels = host.split(".")
     is_numeric = _NUMBER.fullmatch(labels[-1]) is not None
     return len(host) <= NAME_CHARACTERS_MAX and not is_numeric and all(map(_LABEL.fullmatch, labels))
+
+
+def host_names(text: str) -> frozenset[str]:
+    """Return the names in the setting `--http-hosts`, with commas between; raise SetupError."""
+    names = frozenset(filter(None, (part.strip().lower() for part in text.split(","))))
+    for name in names:
+        if not is_name(name):
+            raise SetupError(
+                f"--http-hosts {name!r}: a host name such as broker.example, without scheme and port. IP addresses are "
+                "always accepted"
+            )
+    return names
 
 
 def _address(host: str) -> Address | None:

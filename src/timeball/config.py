@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from timeball import limits
-from timeball.addresses import Allowed
+from timeball.addresses import Allowed, host_names
 from timeball.errors import SetupError
 
 Durability = Literal["sync", "async"]
@@ -58,6 +58,12 @@ class Settings:
     allow_plaintext: bool = _of(False, "Listen without TLS on an address that others can reach.")
 
     http_port: int = _of(7480, "Port for HTTP clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX)
+
+    http_hosts: str = _of(  # docs/security.md
+        "",
+        "Host names, with commas, by which HTTP clients may call a broker without accounts, besides localhost, IP "
+        "addresses, --host and --advertise.",
+    )
 
     push_allow: str = _of(
         "",
@@ -214,6 +220,7 @@ class Settings:
         self._check_table()
         self._check_cluster()
         Allowed.parse(self.push_allow)
+        host_names(self.http_hosts)
         try:
             ZoneInfo(self.timing_zone)
         except (ZoneInfoNotFoundError, ValueError) as error:

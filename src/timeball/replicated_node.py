@@ -45,6 +45,7 @@ from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts
 from timeball.name_service import NameService
 from timeball.node import Node
+from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.sessions import advertised
 from timeball.security import Security, load_client_tls, load_peer_tls
 from timeball.stop_signals import stop_asked
@@ -243,7 +244,7 @@ class ReplicatedNode:
             leading = Leading(LentDisk(self.thread), self.thread, self.data_files)
             node = Node(
                 self._broker_settings(), self._clock, self.files, leading,
-                ReplicaReadOuts(self.figures, self._survey),
+                ReplicaReadOuts(self.figures, self._survey, self._names.directory.hosts),
             )  # fmt: skip
             node.build_broker = partial(GroupedBroker, others=self._others, account=self._security.account)
             node.cluster_status = self._names.status
@@ -303,7 +304,12 @@ class ReplicatedNode:
     def _http(self) -> Http | None:
         """Return how a follower reads HTTP; None when it forwards it unread."""
         settings, security = self.settings, self._security
-        answers = LocalAnswers(self.figures, lambda headers: security.caller(headers, self._clock.wall_ms()))
+        pages = ForeignPages(
+            settings, has_accounts=security.access is not None, cluster_hosts=self._names.directory.hosts
+        )
+        answers = LocalAnswers(
+            self.figures, lambda headers: security.caller(headers, self._clock.wall_ms()), pages.check
+        )
         if security.tls is None:
             return Http(answers)
         if not settings.replication_ca:

@@ -20,7 +20,7 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.security import load_client_tls, load_tls
 
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a")
-LOCAL = LocalAnswers(lambda: FOLLOWER, lambda _: None)
+LOCAL = LocalAnswers(lambda: FOLLOWER, lambda _: None, lambda *_: None)
 
 
 @asynccontextmanager

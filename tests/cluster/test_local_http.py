@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from timeball.cluster.local_http import LocalAnswers, read_head
-from timeball.errors import Unauthorized
+from timeball.errors import Forbidden, Unauthorized
 from timeball.monitoring.replica_figures import ReplicaFigures
 
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a", promised=4, log_seq=9)
@@ -25,7 +25,12 @@ def asked(
             raise Unauthorized("no such account")
 
     head = f"{method} {target} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode()
-    answer = LocalAnswers(lambda: figures, authenticate).answer(head)
+
+    def check(method: str, path: str, headers: Mapping[str, str]) -> None:
+        if "origin" in headers:
+            raise Forbidden(f"{method} {path} by a page")
+
+    answer = LocalAnswers(lambda: figures, authenticate, check).answer(head)
     if answer is None:
         return None
     first, _, body = answer.partition(b"\r\n\r\n")
@@ -52,6 +57,12 @@ def test_metrics_are_the_replica_s_and_want_an_account() -> None:
     assert (asked("/metrics", headers="Authorization: Bearer wrong\r\n") or (0, b""))[0] == 401
 
 
+def test_pages_of_other_sites_get_nothing() -> None:
+    for path in ("/metrics", "/leader/g1"):
+        status, body = asked(path, headers="Origin: http://evil.example\r\n") or (0, b"")
+        assert status == 403 and b"by a page" in body
+
+
 def test_head_has_no_body() -> None:
     assert asked("/health/live", method="HEAD") == (200, b"")
 
@@ -73,7 +84,7 @@ def test_what_is_no_request_is_the_leader_s(sent: bytes) -> None:
 
     head = asyncio.run(run())
     assert head == sent
-    assert LocalAnswers(lambda: FOLLOWER, lambda _: None).answer(sent) is None
+    assert LocalAnswers(lambda: FOLLOWER, lambda _: None, lambda *_: None).answer(sent) is None
 
 
 def test_a_head_without_an_end_is_forwarded_as_it_is() -> None:

@@ -52,14 +52,14 @@ def needed(find: Callable[[], T]) -> T:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium(*options: str) -> Iterator[Browser]:
     """A running Chromium. Ends with its module: while it runs, this thread's event loop is Playwright's."""
     program = needed(lambda: environments.tool("chromium", "chromium"))
     # Root, as in containers, has no sandbox to put it in.
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     expect.set_options(timeout=BOUND_S * 1000)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=options)
+        browser = playwright.chromium.launch(executable_path=program, args=[*sandbox, *options])
         yield browser
         browser.close()
 

@@ -41,6 +41,11 @@ class Directory:
         self.views |= views
         return max((view.as_of for view in views.values()), default=0)
 
+    def hosts(self) -> set[str]:
+        """Return the names and addresses of the nodes that are known."""
+        listening = (address for node in self.nodes.values() for address in node.addresses.values())
+        return {parse_address(address)[0].lower() for address in listening}
+
     def leader(self, group: str) -> Node | None:
         """Return the node that leads a group; None while none does."""
         view = self.views.get(group)

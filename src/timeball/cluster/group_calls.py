@@ -116,7 +116,7 @@ class GroupCalls:
         host, port = address
         host = f"[{host}]" if ":" in host else host
         url = f"{'https' if self._tls else 'http'}://{host}:{port}{PATH}{quote(group, safe='')}"
-        headers = caller.signature(self._clock.wall_ms())
+        headers = {**caller.signature(self._clock.wall_ms()), "content-type": "application/json"}
         try:
             # Not the bytes themselves: a large body would be written in one piece, while the loop waits.
             async with self._opened().post(

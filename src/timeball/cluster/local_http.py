@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import msgspec
 from prometheus_client import ProcessCollector
 
-from timeball.errors import Unauthorized
+from timeball.errors import Forbidden, Unauthorized
 from timeball.monitoring.metrics import CONTENT_TYPE, as_text
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.replica_metrics import collect
@@ -43,12 +43,18 @@ class Request(NamedTuple):
 
 
 class LocalAnswers:
-    """Belongs to the event loop. `authenticate` raises Unauthorized unless the headers may see the metrics."""
+    """Belongs to the event loop. `authenticate` raises Unauthorized unless the headers may see the metrics.
+
+    `check` raises Forbidden for what a browser asks for a page of another site; it gets method, path and headers.
+    """
 
     def __init__(
-        self, figures: Callable[[], ReplicaFigures], authenticate: Callable[[Mapping[str, str]], object]
+        self,
+        figures: Callable[[], ReplicaFigures],
+        authenticate: Callable[[Mapping[str, str]], object],
+        check: Callable[[str, str, Mapping[str, str]], object],
     ) -> None:
-        self._figures, self._authenticate = figures, authenticate
+        self._figures, self._authenticate, self._check = figures, authenticate, check
         self._process = ProcessCollector(registry=None)
 
     def answer(self, head: bytes) -> bytes | None:
@@ -57,7 +63,13 @@ class LocalAnswers:
         if request is None or request.method not in ("GET", "HEAD"):
             return None
         found = self._answer(request)
-        return None if found is None else _encode(*found, is_head=request.method == "HEAD")
+        if found is None:
+            return None
+        try:
+            self._check(request.method, request.path, request.headers)
+        except Forbidden as error:
+            found = 403, _problem(403, error.code, str(error)), JSON
+        return _encode(*found, is_head=request.method == "HEAD")
 
     def _answer(self, request: Request) -> tuple[int, bytes, str] | None:
         figures = self._figures()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -39,10 +39,11 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
 
 
 class ReplicaReadOuts(NamedTuple):
-    """The read-outs of a node of a cluster: its own replica's, and what the coordinator says of all groups.
+    """The read-outs of a node of a cluster: its own replica's, and what the coordinator says of all groups and nodes.
 
     `survey` raises Unavailable while the coordinator does not answer.
     """
 
     figures: Callable[[], ReplicaFigures]
     survey: Callable[[], Awaitable[list[ReplicaGroup]]]
+    hosts: Callable[[], Collection[str]] = tuple  # names and addresses of the cluster's nodes

@@ -54,7 +54,7 @@ class Client:
         return self.ask("POST", f"/v1/topics/{quote(topic, safe='')}/messages", body, **headers)
 
     def receive(self, topic: str, group: str = "workers", **query: Any) -> Reply:
-        return self.ask("GET", f"/v1/topics/{topic}/messages", query={"group": group, "wait": "5s", **query})
+        return self.ask("POST", f"/v1/topics/{topic}/receive", query={"group": group, "wait": "5s", **query})
 
     def close(self) -> None:
         self._connection.close()

@@ -59,13 +59,15 @@ def answer_to(case: Any, base: str, session: requests.Session) -> Response | Non
 
 
 PARTS = [
-    b"POST /v1/topics/raw/messages HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n"
+    b"POST /v1/topics/raw/messages HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: 13\r\n\r\n"
     b'{"body": "x"}',
-    b"GET /v1/topics/raw/messages?group=g&max=3 HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"POST /v1/topics/raw/messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+    b"POST /v1/topics/raw/receive?group=g&max=3 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"POST /v1/topics/raw/messages HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
     b'content-type: application/json\r\n\r\nd\r\n{"body": "x"}\r\n0\r\n\r\n',
-    b"GET /health/live HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n\r\n",
-    b"DELETE /v1/messages/%41%00%ff HTTP/1.1\r\nhost: x\r\nconnection: keep-alive, upgrade\r\nupgrade: h2c\r\n\r\n",
+    b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n\r\n",
+    b"DELETE /v1/messages/%41%00%ff HTTP/1.1\r\nhost: localhost\r\nconnection: keep-alive, upgrade\r\n"
+    b"upgrade: h2c\r\n\r\n",
 ]
 
 
@@ -88,7 +90,7 @@ def damaged(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-LAST = b"\r\n\r\nGET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+LAST = b"\r\n\r\nGET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 def status(port: int, rng: random.Random) -> bytes:

@@ -26,7 +26,7 @@ def test_a_connection_is_used_again_after_each_kind_of_answer(client: Client) ->
 
 
 def test_requests_in_a_row_are_answered_in_their_order(node: RunningNode) -> None:
-    ask = b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
+    ask = b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
     with connect(node) as connection:
         connection.sendall(ask % (b"/health/live", b"") + ask % (b"/none", b"Connection: close\r\n"))
         found = b""
@@ -39,7 +39,7 @@ def test_a_stop_ends_what_waits(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", http_port=0) as node:
         node.run(node.broker.create_topic("quiet"))
         waiting = connect(node)
-        waiting.sendall(b"GET /v1/topics/quiet/messages?group=g&wait=60s HTTP/1.1\r\nHost: x\r\n\r\n")
+        waiting.sendall(b"POST /v1/topics/quiet/receive?group=g&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(
             lambda: node.node.edges is not None and node.node.edges.http.room.calls, "the poll is there"
         )
@@ -66,7 +66,7 @@ def test_it_speaks_tls_and_nothing_else(tmp_path: Path) -> None:
         trusting.set_alpn_protocols(["h2", "http/1.1"])
         with trusting.wrap_socket(connect(node), server_hostname="localhost") as secure:
             assert secure.selected_alpn_protocol() == "http/1.1"
-            secure.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            secure.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert secure.recv(65_536).startswith(b"HTTP/1.1 200 ")
         with pytest.raises((ConnectionError, OSError, ValueError)), client_of(node) as plain:
             plain.ask("GET", "/health/live")

@@ -86,19 +86,19 @@ def test_a_send_that_is_wrong(client: Client, body: bytes, content_type: str, st
         ("POST", "/v1/topics/rmq_sys_wheel_timer/messages", 403),
         ("POST", "/v1/topics/a.b/messages", 400),
         ("POST", "/v1/topics/" + "x" * 200 + "/messages", 400),
-        ("GET", "/v1/topics/none/messages?group=g", 404),
-        ("GET", "/v1/topics/known/messages", 400),
-        ("GET", "/v1/topics/known/messages?group=a/b", 400),
-        ("GET", "/v1/topics/known/messages?group=g&max=0", 416),
-        ("GET", "/v1/topics/known/messages?group=g&max=x", 416),
-        ("GET", "/v1/topics/known/messages?group=g&wait=2m", 416),
-        ("GET", "/v1/topics/known/messages?group=g&wait=%ff", 400),
-        ("GET", "/v1/topics/known/messages?group=g&lease=1", 416),
+        ("POST", "/v1/topics/none/receive?group=g", 404),
+        ("POST", "/v1/topics/known/receive", 400),
+        ("POST", "/v1/topics/known/receive?group=a/b", 400),
+        ("POST", "/v1/topics/known/receive?group=g&max=0", 416),
+        ("POST", "/v1/topics/known/receive?group=g&max=x", 416),
+        ("POST", "/v1/topics/known/receive?group=g&wait=2m", 416),
+        ("POST", "/v1/topics/known/receive?group=g&wait=%ff", 400),
+        ("POST", "/v1/topics/known/receive?group=g&lease=1", 416),
     ],
 )
 def test_a_request_that_is_wrong(client: Client, method: str, path: str, status: int) -> None:
     client.send("known", {"body": "x"})
-    answer = client.ask(method, path, {"body": "x"} if method == "POST" else None)
+    answer = client.ask(method, path, {"body": "x"} if path.endswith("/messages") else None)
     assert answer.status == status, answer
     assert answer.headers["content-type"] == "application/problem+json"
 
@@ -106,7 +106,23 @@ def test_a_request_that_is_wrong(client: Client, method: str, path: str, status:
 def test_a_head_has_no_body_and_a_wrong_method_names_the_right_ones(client: Client) -> None:
     head = client.ask("HEAD", "/health/live")
     assert (head.status, head.value) == (200, None)
-    assert client.ask("PUT", SEND, {"body": "x"}).headers["allow"] == "GET, POST"
+    assert client.ask("PUT", SEND, {"body": "x"}).headers["allow"] == "POST"
+
+
+def test_the_get_that_once_received_names_the_post(client: Client) -> None:
+    client.send("former", {"body": "x"})
+    answer = client.ask("GET", "/v1/topics/former/messages", query={"group": "g"})
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert "POST to /v1/topics/TOPIC/receive" in answer.value["detail"]
+    assert client.ask("GET", "/v1/groups/g-former").status == 404
+
+
+def test_a_receive_needs_no_body_and_takes_no_fields(client: Client) -> None:
+    client.send("bare", {"body": "x"})
+    receive = "/v1/topics/bare/receive?group=g"
+    assert client.ask("POST", receive, {}).value["messages"]
+    refused = client.ask("POST", receive, {"max": 3})
+    assert refused.status == 400 and "max" in refused.value["detail"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,7 @@ def test_a_body_without_an_end_is_cut(node: RunningNode, header: bytes) -> None:
     head = (
         b"POST "
         + SEND.encode()
-        + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         + header
         + b"\r\n\r\n"
     )
@@ -136,7 +152,7 @@ def test_a_body_without_an_end_is_cut(node: RunningNode, header: bytes) -> None:
 
 def test_a_slow_body_is_given_up(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "BODY_S", 0.2)
-    head = f"POST {SEND} HTTP/1.1\r\nHost: x\r\n{JSON_HEADERS}Content-Length: 10\r\n\r\n"
+    head = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 10\r\n\r\n"
     assert status_of(talk(node, head.encode() + b"{")) == 408
     assert node.node.edges is not None
     eventually(lambda: not node.node.edges.http.room.received.held_bytes, "its bytes are given back")  # type: ignore[union-attr]
@@ -144,7 +160,7 @@ def test_a_slow_body_is_given_up(node: RunningNode, monkeypatch: pytest.MonkeyPa
 
 def test_random_bytes_harm_no_other(node: RunningNode, client: Client) -> None:
     source = random.Random(7)
-    good = f"POST {SEND} HTTP/1.1\r\nHost: x\r\n{JSON_HEADERS}Content-Length: 30\r\n\r\n"
+    good = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 30\r\n\r\n"
     seen = set()
     for _ in range(200):
         data = bytearray(good.encode() + json.dumps({"body": "x", "delay": "1h"}).encode()[:30].ljust(30))

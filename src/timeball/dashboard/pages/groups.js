@@ -9,7 +9,7 @@ import { refusal } from '../refusal.js';
 import { DataTable } from '../table.js';
 
 const EVERY_MS = 2_000;
-const RECEIVE = `curl -s '${location.origin}/v1/topics/reminders/messages?group=workers&wait=30s'`;
+const RECEIVE = `curl -s -X POST '${location.origin}/v1/topics/reminders/receive?group=workers&wait=30s'`;
 
 export const groups = {
   id: 'groups',

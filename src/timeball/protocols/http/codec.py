@@ -91,8 +91,8 @@ class AnsweredMany(msgspec.Struct):
     results: list[Answered]
 
 
-class Deciding(msgspec.Struct, forbid_unknown_fields=True):
-    """A decision about a campaign that needs no more than its name: {}."""
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request whose path and query say all: {}."""
 
 
 class Resuming(msgspec.Struct, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ from timeball.broker.service import Broker
 from timeball.monitoring.metrics import Metrics
 from timeball.protocols.http.connection import BoundedHttp
 from timeball.protocols.http.dashboard import Dashboard
+from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.handlers.operators import Status
 from timeball.protocols.http.handlers.routes import routes as routes_of
 from timeball.protocols.http.openapi import document
@@ -52,11 +53,19 @@ class HttpEdge:
             broker.parts.clock.clock,
         )
         self.room, self.port = Room(), self._settings.http_port
+        self._pages = ForeignPages(
+            self._settings,
+            has_accounts=security.access is not None,
+            cluster_hosts=metrics.replica.hosts if metrics.replica is not None else tuple,
+        )
         handlers = routes_of(broker, metrics, status)
         open_paths = handlers.open_paths | Dashboard().open_paths
         self._document: dict[str, Any] | None = None
         routes: list[BaseRoute] = [
-            *(self._route(path, methods, is_open=False) for path, methods in handlers.paths.items()),
+            *(
+                self._route(path, methods, is_open=False, former=handlers.former.get(path))
+                for path, methods in handlers.paths.items()
+            ),
             *(self._route(path, methods, is_open=True) for path, methods in open_paths.items()),
             self._route("/openapi.json", {"GET": self._openapi}, is_open=True),
         ]
@@ -107,8 +116,19 @@ class HttpEdge:
         await self._serving
         self._server = None
 
-    def _route(self, path: str, methods: dict[str, Handler], *, is_open: bool) -> Route:
-        return Route(path, Endpoint(methods, self._security, self._clock.wall_ms, self.room, is_open=is_open))
+    def _route(
+        self,
+        path: str,
+        methods: dict[str, Handler],
+        *,
+        is_open: bool,
+        former: dict[str, str] | None = None,
+    ) -> Route:
+        endpoint = Endpoint(
+            methods, self._security, self._pages, self._clock.wall_ms, self.room, is_open=is_open,
+            former=former or {},
+        )  # fmt: skip
+        return Route(path, endpoint)
 
     async def _openapi(self, call: Call) -> Answer:
         if self._document is None:

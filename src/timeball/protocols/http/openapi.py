@@ -39,7 +39,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "GivingUp": {"receipts": ["RECEIPT"], "reason": "no such order"},
     "Extending": {"receipts": ["RECEIPT"], "lease": "5m"},
     "Resolving": {"all": True},
-    "Deciding": {},
+    "Nothing": {},
     "Resuming": {"shift": True},
     "CancelHere": {"ask": "cancel", "keys": ["order-17"]},
     "RescheduleHere": {"ask": "reschedule", "keys": ["order-17"], "delay_ms": 1_800_000},
@@ -140,7 +140,7 @@ OPERATIONS = (
         (send_codec.Sent, send_codec.SentMany, send_codec.SentRows), 201,
     ),
     Operation(
-        "get", "/v1/topics/{topic}/messages", "receive", "Receive messages as a group, each leased for a time.",
+        "post", "/v1/topics/{topic}/receive", "receive", "Receive messages as a group, each leased for a time.",
         (
             _GROUP,
             ("max", "At most so many messages, 1 to 1024; 32 otherwise.", False),
@@ -232,7 +232,7 @@ OPERATIONS = (
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold what of it waits.", (), (codec.Deciding,),
+        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold what of it waits.", (), (codec.Nothing,),
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
@@ -241,7 +241,7 @@ OPERATIONS = (
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "End what of it waits.", (), (codec.Deciding,),
+        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "End what of it waits.", (), (codec.Nothing,),
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(

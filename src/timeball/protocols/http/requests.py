@@ -21,7 +21,8 @@ from timeball.access import Caller
 from timeball.errors import OverLimit
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused, log_failure
-from timeball.protocols.http.codec import JSON, check_type, decode, encode
+from timeball.protocols.http.codec import JSON, Nothing, check_type, decode, encode
+from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.problems import Answer, problem, problem_of
 from timeball.security import Security
 
@@ -59,7 +60,8 @@ class Call:
 
     async def body(self) -> bytes:
         """Return the body; raise Refused (408, 413), OverLimit."""
-        length = self.headers.get("content-length", "")
+        # A request with neither header has no body.
+        length = self.headers.get("content-length", "" if "transfer-encoding" in self.headers else "0")
         wanted = int(length) if length.isdecimal() and len(length) < 20 else BODY_BYTES_MAX
         if wanted > BODY_BYTES_MAX:
             raise Refused(413, f"a body of {wanted} bytes; at most {BODY_BYTES_MAX}: send fewer at once")
@@ -117,6 +119,20 @@ async def read(call: Call, kind: type[Any]) -> Any:
     return decode(kind, await call.body())
 
 
+async def check_no_body(call: Call) -> None:
+    """Refuse a body where path and query say all; an empty object is accepted. Raise Refused (415), InvalidMessage.
+
+    The type is checked because a form of a page of another site always has one, and never that of JSON.
+    """
+    if kind := call.headers.get("content-type"):
+        try:
+            check_type(kind, JSON)
+        except Refused as error:
+            raise Refused(415, f"{error}, or nothing: the request needs no body") from error
+    if data := await call.body():
+        decode(Nothing, data)
+
+
 class Endpoint:
     """The handlers of one path, by method; an ASGI application."""
 
@@ -124,12 +140,16 @@ class Endpoint:
         self,
         methods: Mapping[str, Handler],
         security: Security,
+        pages: ForeignPages,
         now_ms: Callable[[], int],
         room: Room,
         *,
         is_open: bool,
+        former: Mapping[str, str],
     ) -> None:
         self._methods, self._security, self._now_ms, self._room = methods, security, now_ms, room
+        self._pages = pages
+        self._former = former  # what to do in place of a method that was answered once
         self._is_open = is_open  # to callers without an account
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,6 +157,7 @@ class Endpoint:
         call = Call(scope, receive, headers, self._room)
         self._room.calls += 1
         try:
+            self._pages.check(scope["method"], scope["path"], headers)
             answer = await self._answer(scope["method"], call)
         except Gone:
             return
@@ -206,7 +227,8 @@ class Endpoint:
         handler = self._methods.get("GET" if method == "HEAD" else method)
         if handler is None:
             allowed = ", ".join(sorted(self._methods))
-            return problem(405, "bad_request", f"{method[:20]!r}: this path has {allowed}", allow=allowed)
+            advice = self._former.get(method, f"this path has {allowed}")
+            return problem(405, "bad_request", f"{method[:20]!r}: {advice}", allow=allowed)
         if self._room.calls > CALLS_MAX:
             raise OverLimit(f"{CALLS_MAX} requests are under way; try again later")
         if not self._is_open:

@@ -142,7 +142,7 @@ def test_a_client_that_does_not_read_is_closed(
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         stuck.connect(("127.0.0.1", node.node.http_port))
-        stuck.sendall(b"GET /v1/topics/unread/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        stuck.sendall(b"GET /v1/topics/unread/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(lambda: streams(node) == 1, "it has begun")
 
         def sent_and_closed() -> bool:

@@ -36,7 +36,9 @@ def test_a_poll_waits_for_the_first_message(node: RunningNode, client: Client) -
 def test_what_a_client_that_has_gone_was_to_get_comes_to_another(node: RunningNode, client: Client) -> None:
     node.run(node.broker.create_topic("left"))
     with socket.create_connection(("127.0.0.1", node.node.http_port)) as gone:
-        gone.sendall(b"GET /v1/topics/left/messages?group=workers&wait=60s HTTP/1.1\r\nHost: x\r\n\r\n")
+        gone.sendall(
+            b"POST /v1/topics/left/receive?group=workers&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
         eventually(
             lambda: node.node.edges is not None and node.node.edges.http.room.calls, "the poll is there"
         )

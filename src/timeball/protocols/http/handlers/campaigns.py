@@ -33,7 +33,7 @@ class Campaigns:
 
     def _changing(self, change: CampaignChange) -> Handler:
         async def changed(call: Call) -> Answer:
-            await read(call, codec.Deciding)
+            await read(call, codec.Nothing)
             return await self._change(call, change)
 
         return changed

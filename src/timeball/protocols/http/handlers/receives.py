@@ -24,11 +24,17 @@ from timeball.message import RETRY_PREFIX
 from timeball.protocols.http import codec
 from timeball.protocols.http.codec import Answered, AnsweredMany
 from timeball.protocols.http.problems import Answer
-from timeball.protocols.http.requests import Call, Gone, Paths, read
+from timeball.protocols.http.requests import Call, Gone, Paths, check_no_body, read
 from timeball.protocols.receipt_handles import ReceiptHandles
 
 LEASE_MS = 60_000
 _TOPIC = "/v1/topics/{topic}"
+FORMER = {
+    f"{_TOPIC}/messages": {
+        "GET": "to receive, send a POST to /v1/topics/TOPIC/receive with the same parameters. A receive leases "
+        "messages, and a GET changes nothing"
+    }
+}
 
 
 class Receives:
@@ -38,7 +44,7 @@ class Receives:
         self._broker, self._handles = broker, ReceiptHandles(broker.parts.receipt_secret.get)
         self._filters = FiltersKept()
         self.paths: Paths = {
-            f"{_TOPIC}/messages": {"GET": self._receive},
+            f"{_TOPIC}/receive": {"POST": self._receive},
             f"{_TOPIC}/ack": {"POST": self._ack},
             f"{_TOPIC}/nack": {"POST": self._nack},
             f"{_TOPIC}/extend": {"POST": self._extend},
@@ -46,6 +52,7 @@ class Receives:
         }
 
     async def _receive(self, call: Call) -> Answer:
+        await check_no_body(call)
         topic, group, query = call.path["topic"], _group(call), call.query
         policy = self._broker.policy
         policy.allow(call.caller, Verb.RECEIVE, topic=topic, group=group)

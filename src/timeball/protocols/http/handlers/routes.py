@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from timeball.broker.service import Broker
 from timeball.monitoring.metrics import Metrics
+from timeball.protocols.http.handlers import receives
 from timeball.protocols.http.handlers.campaigns import Campaigns
 from timeball.protocols.http.handlers.events import Events
 from timeball.protocols.http.handlers.group_questions import GroupQuestions
@@ -20,10 +21,14 @@ from timeball.protocols.http.requests import Paths
 
 
 class Routes(NamedTuple):
-    """Handlers by path and method; `open_paths` need no account."""
+    """Handlers by path and method; `open_paths` need no account.
+
+    `former`: by path and method, what to do in place of a request that was answered once.
+    """
 
     paths: Paths
     open_paths: Paths
+    former: dict[str, dict[str, str]]
 
 
 def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
@@ -45,4 +50,4 @@ def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
     for part in parts:
         for path, methods in part.paths.items():
             paths[path] = {**paths.get(path, {}), **methods}
-    return Routes(paths, operators.open_paths)
+    return Routes(paths, operators.open_paths, receives.FORMER)

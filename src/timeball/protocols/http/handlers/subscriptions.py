@@ -10,7 +10,7 @@ from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.http import codec
 from timeball.protocols.http.answers_codec import SubscriptionDeleted
 from timeball.protocols.http.problems import Answer
-from timeball.protocols.http.requests import Call, Paths
+from timeball.protocols.http.requests import Call, Paths, check_no_body
 from timeball.protocols.http.subscription_codec import SubscribedMany, Subscribing, subscribed
 
 
@@ -50,9 +50,11 @@ class Subscriptions:
         return Answer(200, SubscriptionDeleted(call.path["name"]))
 
     async def _pause(self, call: Call) -> Answer:
+        await check_no_body(call)
         return self._shown(call, await self._push.pause(call.path["name"], call.caller))
 
     async def _resume(self, call: Call) -> Answer:
+        await check_no_body(call)
         return self._shown(call, await self._push.resume(call.path["name"], call.caller))
 
     def _shown(self, call: Call, kept: PushSubscription) -> Answer:
