@@ -133,11 +133,15 @@ class MessagePlace(msgspec.Struct, frozen=True):
 
 
 class TopicState(msgspec.Struct, frozen=True):
-    """How far a group is in a topic: messages behind its stored offsets, and those that its members hold."""
+    """How far a group is in a topic: messages behind its stored offsets, and those that its members hold.
+
+    `expired`: messages that retention, or the deletion of the topic, removed before the group read them.
+    """
 
     topic: str
     lag: int
     in_flight: int
+    expired: int = 0
 
 
 class GroupState(msgspec.Struct, frozen=True):
@@ -151,6 +155,8 @@ class GroupState(msgspec.Struct, frozen=True):
     in_order: bool
     enabled: bool
     topics: list[TopicState]
+    expired: int = 0
+    expired_dead_letters: int = 0
 
 
 class GroupPage(msgspec.Struct, frozen=True):

@@ -101,6 +101,21 @@ class Settings:
     retention_ms: int = _of(  # RocketMQ's fileReservedTime
         72 * limits.HOUR_MS, "How long the log keeps what was delivered."
     )
+    unread_retention_ms: int = _of(
+        7 * limits.DAY_MS,
+        "How long the log keeps messages that a consumer group with offsets has not read, if that is longer.",
+        0,
+    )
+    dead_letter_retention_ms: int = _of(
+        30 * limits.DAY_MS,
+        "How long dead letters are kept, if that is longer; 0: as long as they are not dealt with.",
+        0,
+    )
+    kept_bytes: int = _of(
+        16 * 1024 * MIB,
+        "Disk space for unread messages and dead letters beyond the retention; the oldest go first.",
+        0,
+    )
     checkpoint_interval_ms: int = _of(
         10_000, "How often the schedule is saved; a restart reads the log from there."
     )

@@ -33,7 +33,7 @@ POPS, RECEIVES, AGAIN = "poppers", "receivers", "%RETRY%"
 MINUTE_MS = 60_000
 VARIANTS: dict[str, dict[str, Any]] = {
     "hour_log": {},
-    "retained": {"retention_ms": 1},  # the log's beginning is gone
+    "retained": {"retention_ms": 1, "unread_retention_ms": 1},  # the log's beginning is gone
     "timer_wheel": {"strategy": "timer_wheel"},
     "level_cascade": {"strategy": "level_cascade"},
 }

@@ -15,9 +15,14 @@ Step = Callable[[World], Awaitable[object]]
 
 MINUTE_MS = 60 * SECOND_MS
 SETTINGS: dict[str, dict[str, Any]] = {
-    "wheel": {"strategy": "timer_wheel", "timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
-    "cascade": {"strategy": "level_cascade", "retention_ms": 1},
-    "change": {"timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
+    "wheel": {
+        "strategy": "timer_wheel",
+        "timer_wheel_ms": MINUTE_MS,
+        "retention_ms": 1,
+        "unread_retention_ms": 1,
+    },
+    "cascade": {"strategy": "level_cascade", "retention_ms": 1, "unread_retention_ms": 1},
+    "change": {"timer_wheel_ms": MINUTE_MS, "retention_ms": 1, "unread_retention_ms": 1},
 }
 
 

@@ -85,7 +85,12 @@ KEPT: list[Step] = [
 
 SCENARIOS: dict[str, list[Step]] = {"moves": MOVES, "moves on a wheel": KEPT, "moves on a cascade": KEPT}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "moves": {"retention_ms": 1},
-    "moves on a wheel": {"strategy": "timer_wheel", "timer_wheel_ms": MINUTE_MS, "retention_ms": 1},
-    "moves on a cascade": {"strategy": "level_cascade", "retention_ms": 1},
+    "moves": {"retention_ms": 1, "unread_retention_ms": 1},
+    "moves on a wheel": {
+        "strategy": "timer_wheel",
+        "timer_wheel_ms": MINUTE_MS,
+        "retention_ms": 1,
+        "unread_retention_ms": 1,
+    },
+    "moves on a cascade": {"strategy": "level_cascade", "retention_ms": 1, "unread_retention_ms": 1},
 }

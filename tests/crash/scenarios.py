@@ -238,8 +238,8 @@ SCENARIOS: dict[str, Scenario] = {
 }
 # Retention keeps nothing that nobody needs, so that these scenarios can see segments go.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "roll": {"retention_ms": 1},
-    "levels": {"retention_ms": 1},
+    "roll": {"retention_ms": 1, "unread_retention_ms": 1},
+    "levels": {"retention_ms": 1, "unread_retention_ms": 1},
     **kept_scenarios.SETTINGS,
     **moved_scenarios.SETTINGS,
 }

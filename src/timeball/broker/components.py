@@ -16,9 +16,10 @@ from timeball import limits
 from timeball.broker.few_sends import Sends, as_batch
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
-from timeball.broker.registry.dead_letters import ResolvedDeadLetters
+from timeball.broker.registry.dead_letters import RepeatedDeadLetters, ResolvedDeadLetters
 from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.epochs import PREFIX, EpochFacts
+from timeball.broker.registry.expired import ExpiredMessages
 from timeball.broker.registry.groups import Groups, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys
 from timeball.broker.registry.lease_counts import LeaseCounts
@@ -133,6 +134,8 @@ class Tables:
         self.source_positions = SourcePositions(meta)
         self.push_subscriptions = PushSubscriptions(meta)
         self.resolved_dead_letters = ResolvedDeadLetters(meta)
+        self.repeated_dead_letters = RepeatedDeadLetters(meta)
+        self.expired = ExpiredMessages(meta)
         self.epochs = MetaTable(meta, PREFIX, EpochFacts)
         self.drains = Drains(meta)
 
@@ -160,6 +163,8 @@ class Components:
     source_positions: SourcePositions
     push_subscriptions: PushSubscriptions
     resolved_dead_letters: ResolvedDeadLetters
+    repeated_dead_letters: RepeatedDeadLetters  # which retention has removed from their queues
+    expired: ExpiredMessages  # before a group read them
     epochs: MetaTable[EpochFacts]
     drains: Drains  # what waits is handed over to another group of the cluster, or adopted from one
     scheduler: Scheduler

@@ -5,6 +5,8 @@ those that are left: a resend and a delete say in the log that a position is dea
 
     resend    a copy for the group alone, with all its attempts ahead, in one frame with the row that says so
     delete    that row alone: the message stays where it is until retention removes it
+    repeat    before retention removes the row of one that is left, a MOVED row without an instant repeats it at the end
+              of the log, in one frame with the META row that names it (decision 0079). Its handle stays the same
 
 The copy goes where the group gets its other attempts from: its retry topic, which no other group reads. A group that
 consumes in order reads no such topic; the copy goes to the end of its topic, where other groups see it, too.
@@ -12,12 +14,13 @@ consumes in order reads no such topic; the copy goes to the end of its topic, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.access import Caller, Verb
@@ -31,10 +34,16 @@ from timeball.broker.consuming.redelivery_rows import (
     retry_topic,
 )
 from timeball.broker.policy import Policy
-from timeball.broker.registry.dead_letters import Position
+from timeball.broker.registry.dead_letters import Position, Run, joined, left_of
+from timeball.broker.registry.expired import Expiry
+from timeball.broker.registry.meta import Change, together
 from timeball.broker.registry.topic import Topic
+from timeball.broker.retention import log_expired
+from timeball.broker.shares import shares
 from timeball.errors import InvalidMessage
 from timeball.message import (
+    DLQ_PREFIX,
+    LOG_SCHEMA,
     NACK_REASON,
     NACK_TIME,
     ORIGIN_GROUP,
@@ -42,8 +51,10 @@ from timeball.message import (
     RETRY_TOPIC,
     SEND_COLUMNS,
     Int64Array,
+    Kind,
     decode_properties,
     encode_properties,
+    stored_sizes,
 )
 
 RESENT_AT_ONCE = 1_000  # share a frame
@@ -114,19 +125,27 @@ class DeadLetters:
         some = [position for position, is_open in zip(some, still, strict=True) if is_open]
         if not some:
             return []
-        # Retention never gives a position back, so spans before it need not be known.
-        kept_from = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
-        resolved = self._parts.resolved_dead_letters
         if rows is None:
-            change = resolved.changed(group, some, kept_from)
+            change = self._resolved(group, topic, some)
             self._parts.writer.append(change.rows)
             change.keep()  # behind the append, which may refuse
             await self._parts.writer.flushed()
         else:
             copies = self._copies(group, rows.filter(pa.array(still)))
-            _, durable = self._appender.send_with(copies, lambda *_: resolved.changed(group, some, kept_from))
+            _, durable = self._appender.send_with(copies, lambda *_: self._resolved(group, topic, some))
             await durable
         return some
+
+    def _resolved(self, group: str, topic: Topic, some: Sequence[Position]) -> Change:
+        """Return the rows that say that these are dealt with."""
+        # Retention never gives a position back, so spans before it need not be known.
+        kept_from = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
+        in_queue = [(queue, offset) for queue, offset in some if offset >= kept_from[queue]]
+        change = self._parts.resolved_dead_letters.changed(group, in_queue, kept_from)
+        repeated = self._parts.repeated_dead_letters
+        if all(repeated.find_seq(group, *position) is None for position in some):
+            return change
+        return together(change, repeated.changed({group: some}))
 
     def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         config = self._parts.groups.find_group(group)
@@ -152,6 +171,133 @@ class DeadLetters:
             columns, schema=pa.schema([(name, SEND_COLUMNS[name]) for name in columns])
         )
 
+    # -- retention ----------------------------------------------------------------------------------------------
+
+    async def repeat(self, before_seq: int) -> None:
+        """Repeat the dead letters in the rows before one, which retention is about to remove; durable on return.
+
+        Those that are too old are counted and logged instead, and so are the oldest ones beyond `kept_bytes`. Raise
+        OverLimit when the disk is full.
+        """
+        names = [topic.name for topic in self._parts.topics.all() if topic.name.startswith(DLQ_PREFIX)]
+        async for some in shares(names):
+            for name in some:
+                topic = self._parts.topics.find_topic(name)
+                if topic is None:  # deleted meanwhile
+                    continue
+                for chunk in self._chunks(topic, self._spans_before(topic, before_seq)):
+                    self._parts.writer.check_room()
+                    await self._repeat_some(topic, chunk)
+
+    def _spans_before(self, topic: Topic, before_seq: int) -> list[tuple[int, int, int]]:
+        """Return (queue, begin, end) of the dead letters that lie in the rows before one, and nowhere else."""
+        group, found = topic.name.removeprefix(DLQ_PREFIX), list[tuple[int, int, int]]()
+        for queue, begin, end in self._open(group, topic):
+            index = topic.queues[queue].index
+            # A repeated one has no place in the queue; of the others those in later segments stay where they are.
+            if begin >= index.min_offset:
+                end = min(end, index.first_at(before_seq, begin))
+            # A pass that was interrupted has repeated some of them.
+            runs = self._parts.repeated_dead_letters.runs(group, queue)
+            done = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
+            found += [(queue, *span) for span in left_of((begin, end), done)]
+        return found
+
+    def _chunks(self, topic: Topic, spans: Iterable[tuple[int, int, int]]) -> Iterator[list[Position]]:
+        """Yield the positions of spans in portions that fit into a frame."""
+        chunk, size_bytes, rows_max = list[Position](), 0, limits.DEAD_LETTERS_REPEATED_AT_ONCE
+        for queue, first, last in spans:
+            for begin in range(first, last, rows_max):
+                end = min(last, begin + rows_max)
+                for offset, bytes_ in zip(
+                    range(begin, end), self._sizes(topic, queue, begin, end), strict=True
+                ):
+                    is_full = size_bytes + bytes_ > limits.DEAD_LETTERS_REPEATED_BYTES
+                    if chunk and (is_full or len(chunk) == rows_max):
+                        yield chunk
+                        chunk, size_bytes = [], 0
+                    chunk.append((queue, offset))
+                    size_bytes += bytes_
+        if chunk:
+            yield chunk
+
+    def _sizes(self, topic: Topic, queue: int, begin: int, end: int) -> list[int]:
+        index = topic.queues[queue].index
+        if begin >= index.min_offset:
+            sizes: list[int] = index.read(begin, end - begin)["size"].tolist()
+            return sizes
+        # About, and operators may have dealt with some meanwhile.
+        runs = self._parts.repeated_dead_letters.runs(topic.name.removeprefix(DLQ_PREFIX), queue)
+        of_run = {at: run.size_bytes // run.rows for run in runs for at in range(run.offset, run.end)}
+        return [of_run.get(at, 0) for at in range(begin, end)]
+
+    async def _repeat_some(self, topic: Topic, chunk: Sequence[Position]) -> None:
+        """Repeat some dead letters, in one frame with the rows that say where they are."""
+        parts, group = self._parts, topic.name.removeprefix(DLQ_PREFIX)
+        chunk = [position for position in chunk if self._is_open(group, topic, position)]
+        if not chunk:
+            return
+        rows = await self._read(topic, chunk)
+        # An operator may have dealt with some meanwhile; from here on nothing gives up the loop before the append.
+        is_left = np.array([self._is_open(group, topic, position) for position in chunk], dtype=np.bool_)
+        retention_ms = parts.settings.dead_letter_retention_ms
+        died_ms, now_ms = rows.column("store_ms").to_numpy(), parts.clock.now_ms()
+        is_kept = is_left & ((died_ms > now_ms - retention_ms) if retention_ms else True)
+        sizes = stored_sizes(rows)
+        evicted = self._evicted(group, chunk, int(sizes[is_kept].sum()), int(died_ms[is_kept].max(initial=0)))
+        # Those that are kept already died later, so these are the oldest.
+        if evicted is None:
+            is_kept[:], evicted = False, []
+        runs = _runs(chunk, np.flatnonzero(is_kept).tolist(), parts.writer.next_seq, sizes, died_ms)
+        expired = [chunk[at] for at in np.flatnonzero(is_left & ~is_kept).tolist()]
+        lost = self._lost(group, topic, expired)
+        dropped: dict[str, list[Position]] = {group: list(chunk)}
+        for name, queue, run in evicted:
+            dropped.setdefault(name, []).extend((queue, at) for at in range(run.offset, run.end))
+            lost.append(Expiry(name, DLQ_PREFIX + name, run.rows, {}))
+        changes = [parts.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])]
+        if lost:
+            changes.append(parts.expired.changed(lost, now_ms))
+        change = together(*changes)
+        copies = [_as_repeated(rows.filter(pa.array(is_kept)))] if runs else []
+        _, durable = parts.writer.append(pa.concat_batches([*copies, change.rows]))
+        change.keep()
+        await durable  # one portion in memory at a time
+        log_expired(lost, dead=True)
+
+    def _evicted(
+        self, group: str, chunk: Sequence[Position], size_bytes: int, died_ms: int
+    ) -> list[tuple[str, int, Run]] | None:
+        """Return the runs that make room for so many bytes of a chunk; None when they died later than the chunk."""
+        bytes_max, repeated = self._parts.settings.kept_bytes, self._parts.repeated_dead_letters
+        over_bytes = repeated.size_bytes + size_bytes - bytes_max
+        if not bytes_max or over_bytes <= 0:
+            return []
+        # Runs of the chunk are replaced, and give their room back. A chunk holds their begin or their end.
+        moving, others, found = set(chunk), list[tuple[str, int, Run]](), list[tuple[str, int, Run]]()
+        for one in repeated.by_age():
+            name, queue, run = one
+            if name == group and ((queue, run.offset) in moving or (queue, run.end - 1) in moving):
+                over_bytes -= run.size_bytes
+            else:
+                others.append(one)
+        for one in others:
+            if over_bytes > 0 and one[2].died_ms <= died_ms:
+                found.append(one)
+                over_bytes -= one[2].size_bytes
+        return found if over_bytes <= 0 else None
+
+    def _lost(self, group: str, topic: Topic, expired: Sequence[Position]) -> list[Expiry]:
+        """Return the count of dead letters that are not kept; one that is still in its queue is counted once."""
+        counted_to, rows, new = self._parts.expired.counted_to(group, topic.name), 0, dict[int, int]()
+        for queue, offset in expired:
+            if offset < topic.queues[queue].index.min_offset:
+                rows += 1
+            elif offset >= counted_to.get(queue, 0):
+                rows += 1
+                new[queue] = offset + 1
+        return [Expiry(group, topic.name, rows, new)] if rows else []
+
     # -- positions ----------------------------------------------------------------------------------------------
 
     def _topic(self, group: str) -> Topic | None:
@@ -160,8 +306,13 @@ class DeadLetters:
     def _open(self, group: str, topic: Topic, first: Position = (0, 0)) -> Iterator[tuple[int, int, int]]:
         """Yield (queue, begin, end) of open positions, from a position on."""
         for number in range(first[0], len(topic.queues)):
-            index = topic.queues[number].index
-            begin = max(index.min_offset, first[1] if number == first[0] else 0)
+            index, low = topic.queues[number].index, first[1] if number == first[0] else 0
+            # Before the queue's first offset those are left that are repeated; one that is dealt with is not.
+            for run in self._parts.repeated_dead_letters.runs(group, number):
+                begin, end = max(low, run.offset), min(run.end, index.min_offset)
+                if begin < end:
+                    yield number, begin, end
+            begin = max(index.min_offset, low)
             for span in self._parts.resolved_dead_letters.open_spans(group, number, begin, index.max_offset):
                 yield number, *span
 
@@ -171,20 +322,64 @@ class DeadLetters:
                 yield queue, offset
 
     def _is_open(self, group: str, topic: Topic, position: Position) -> bool:
-        found = next(self._open(group, topic, position), None)
-        return found is not None and found[:2] == position
+        queue, offset = position
+        # A handle may name any queue.
+        if queue >= len(topic.queues):
+            return False
+        index = topic.queues[queue].index
+        if offset < index.min_offset:
+            return self._parts.repeated_dead_letters.find_seq(group, queue, offset) is not None
+        end = min(offset + 1, index.max_offset)
+        return any(True for _ in self._parts.resolved_dead_letters.open_spans(group, queue, offset, end))
 
     async def _read(self, topic: Topic, positions: Sequence[Position]) -> pa.RecordBatch:
         """Return the rows at these positions, in READ_SCHEMA."""
         if not positions:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
-        seqs = np.empty(len(positions), np.int64)
+        group, find_seq = topic.name.removeprefix(DLQ_PREFIX), self._parts.repeated_dead_letters.find_seq
+        # A repeated row before the row in the queue: retention may remove that one at any moment.
+        seqs: Int64Array = np.array([find_seq(group, *at) or -1 for at in positions], dtype=np.int64)
         queues = np.array([queue for queue, _ in positions])
         offsets: Int64Array = np.array([offset for _, offset in positions], dtype=np.int64)
-        for queue in set(queues.tolist()):
-            mine = queues == queue
+        for queue in set(queues[seqs < 0].tolist()):
+            mine = (queues == queue) & (seqs < 0)
             seqs[mine] = topic.queues[queue].index.at(offsets[mine])["seq"]
         return await in_thread(self._parts.reader_thread, self._parts.reader.read_rows, seqs)
+
+
+def _runs(
+    chunk: Sequence[Position], kept: Sequence[int], first_seq: int, sizes: Int64Array, died_ms: Int64Array
+) -> list[tuple[int, Run]]:
+    """Return the runs of the kept positions, whose rows get the numbers from `first_seq` on."""
+    found = list[tuple[int, Run]]()
+    for nth, at in enumerate(kept):
+        (queue, offset), size_bytes, at_ms = chunk[at], int(sizes[at]), int(died_ms[at])
+        if found and found[-1][0] == queue and found[-1][1].end == offset:
+            run = found[-1][1]
+            found[-1] = (
+                queue,
+                Run(run.offset, run.seq, run.rows + 1, run.size_bytes + size_bytes, max(run.died_ms, at_ms)),
+            )
+        else:
+            found.append((queue, Run(offset, first_seq + nth, 1, size_bytes, at_ms)))
+    return found
+
+
+def _as_repeated(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return READ_SCHEMA rows of dead letters as LOG_SCHEMA rows that repeat them: no message, and no promise."""
+    kinds, seq, source_seq = (rows.column(name) for name in ("kind", "seq", "source_seq"))
+    is_repeated = pc.equal(kinds, int(Kind.MOVED))
+    changed = {
+        "kind": pa.array(np.full(rows.num_rows, Kind.MOVED, np.int8)),
+        "source_seq": pc.if_else(is_repeated, source_seq, seq),
+        # Rows with a place are messages, rows with an instant promises.
+        **dict.fromkeys(
+            ("queue_offset", "due_ms", "accepted_ms", "version_seq", "from_due_ms"),
+            pa.nulls(rows.num_rows, pa.int64()),
+        ),
+    }
+    columns = [changed[name] if name in changed else rows.column(name) for name in LOG_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
 def handle_of(position: Position) -> str:

@@ -11,6 +11,7 @@ from timeball.access import Caller, Verb
 from timeball.answers import GroupPage, GroupState, TopicState
 from timeball.broker.components import Components
 from timeball.broker.consuming.leases import Leases, QueueLeases
+from timeball.broker.consuming.retry import dead_letter_topic
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.lease_counts import Counts, topic_of
@@ -23,17 +24,21 @@ QUEUES_AT_ONCE = 1_024  # of which one number is asked
 def lags(parts: Components, groups: Iterable[str]) -> Counts:
     """Return how many messages stand behind the offsets that each of these groups has stored."""
     found: Counts = {}
-    table, ends_of = parts.offsets.table, dict[str, list[int]]()
+    table, bounds_of = parts.offsets.table, dict[str, list[tuple[int, int]]]()
     for group in groups:
         for name, offsets in table.get(group, {}).items():
             # Asked once a topic: groups by the thousand share a few.
-            if (ends := ends_of.get(name)) is None:
+            if (bounds := bounds_of.get(name)) is None:
                 topic = parts.topics.find_topic(name)
-                ends_of[name] = ends = [] if topic is None else [q.index.max_offset for q in topic.queues]
-            if ends:  # else deleted, and its offsets with it at the next save
-                # Offsets of queues that the topic no longer has count for nothing.
+                indexes = [] if topic is None else [queue.index for queue in topic.queues]
+                bounds_of[name] = bounds = [(index.min_offset, index.max_offset) for index in indexes]
+            if bounds:  # else deleted, and its offsets with it at the next save
+                # Offsets of queues that the topic no longer has count for nothing, and messages that have expired
+                # are no lag any more.
                 found[group, name] = sum(
-                    max(0, ends[queue] - offset) for queue, offset in offsets.items() if queue < len(ends)
+                    max(0, bounds[queue][1] - max(offset, bounds[queue][0]))
+                    for queue, offset in offsets.items()
+                    if queue < len(bounds)
                 )
     return found
 
@@ -71,6 +76,17 @@ class GroupStates:
             add_in_flight(found, queues)
         return found
 
+    def expired(self) -> tuple[Counts, dict[tuple[str], int]]:
+        """Return the messages that expired unread, by group and topic, and the expired dead letters, by group."""
+        unread, letters = Counts(), dict[tuple[str], int]()
+        for group, facts in self._parts.expired.groups().items():
+            for topic, one in facts.topics.items():
+                if topic == dead_letter_topic(group):
+                    letters[(group,)] = one.rows
+                else:
+                    unread[group, topic] = one.rows
+        return unread, letters
+
     async def one(self, group: str, caller: Caller) -> GroupState:
         """Return a group; raise GroupNotFound."""
         self._policy.allow(caller, Verb.LOOK)
@@ -90,8 +106,9 @@ class GroupStates:
             raise OutOfRange(f"{rows} groups in a page: 1 to {limits.LISTED_ROWS_MAX}")
         # First, since a group that only holds messages, and was deleted, is listed too.
         parts, held, names = self._parts, await self.in_flight(), list[str]()
-        # Groups that were configured, have stored offsets, or hold messages.
+        # Groups that were configured, have stored offsets, hold messages, or have lost some.
         known = parts.groups.names() | parts.offsets.table.keys() | {name for name, _ in held}
+        known |= parts.expired.groups().keys()
         async for some in shares(known if after is None else (name for name in known if name > after)):
             names += [name for name in some if self._policy.allows(caller, Verb.RECEIVE, group=name)]
         # One more than is shown says whether there is a next page. To sort all would take as long as a share of many.
@@ -111,17 +128,22 @@ class GroupStates:
             for name, topic in behind:
                 topics_of[name].add(topic)
             for name in some:
+                expired = self._parts.expired.topics(name)
+                rows = {topic: one.rows for topic, one in expired.items() if topic != dead_letter_topic(name)}
                 states = [
-                    TopicState(topic, behind.get((name, topic), 0), held.get((name, topic), 0))
-                    for topic in sorted(topics_of[name])
+                    TopicState(
+                        topic, behind.get((name, topic), 0), held.get((name, topic), 0), rows.get(topic, 0)
+                    )
+                    for topic in sorted(topics_of[name] | rows.keys())
                 ]
-                if states or self._parts.groups.find_group(name) is not None:
+                if states or expired or self._parts.groups.find_group(name) is not None:
                     found.append(self._state(name, states))
         return found
 
     def _state(self, name: str, topics: list[TopicState]) -> GroupState:
         # None: offsets of a group that was deleted without them.
         config = self._parts.groups.find_group(name)
+        letters = self._parts.expired.topics(name).get(dead_letter_topic(name))
         return GroupState(
             name,
             sum(topic.lag for topic in topics),
@@ -131,4 +153,6 @@ class GroupStates:
             config is not None and config.consume_message_orderly,
             config is None or config.consume_enable,
             topics,
+            sum(topic.expired for topic in topics),
+            0 if letters is None else letters.rows,
         )

@@ -50,7 +50,7 @@ from timeball.broker.transactions import Half, Transactions
 from timeball.broker.waiters import Waiters
 from timeball.broker.waiting.forecast import Forecast
 from timeball.broker.waiting.listing import Listing
-from timeball.errors import NotFound, OutOfRange
+from timeball.errors import NotFound, OutOfRange, OverLimit
 from timeball.log.segment import starts
 from timeball.message import READ_SCHEMA, Kind, codes_of, without_secrets
 from timeball.schedule.ticker import Ticker
@@ -70,7 +70,6 @@ class Broker:
         self.policy = Policy(parts.topics, parts.groups, parts.settings, parts.clock.clock)
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
-        self.administration = Administration(parts, self.policy, self.waiters)
         self.push = PushChanges(parts, self.policy)
         self.lateness = delivery.Lateness()
         self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
@@ -83,6 +82,9 @@ class Broker:
         self.campaign_changes = CampaignChanges(parts, self.mover)
         self.appender = Appender(parts, self.policy, self.waiters, self.mover.tail_count)
         self.dead_letters = DeadLetters(parts, self.appender, self.policy)
+        self.administration = Administration(
+            parts, self.policy, self.waiters, self.dead_letters, self._count_pending
+        )
         consuming = Consuming if parts.traces is None else TracedConsuming
         self.consuming = consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
         self.job_reports = JobReports(parts, self.policy)
@@ -312,6 +314,19 @@ class Broker:
         self.parts.topics.get(topic)
         ends = {queue: high for queue, (_, high) in self.queues(topic).items()}
         self.parts.offsets.commit(group, topic, offsets, ends)
+
+    async def _count_pending(self, topic: str) -> int | None:
+        """Return how many scheduled messages wait for a topic; None when they are too many to be counted."""
+        if not self.parts.waiting_messages:
+            return 0
+        now_ms = self.parts.clock.now_ms()
+        # Overdue ones, too. No delay is longer, but for a bulk write whose instants are its own.
+        window = now_ms - limits.DAY_MS, now_ms + limits.DELAY_MS_MAX
+        try:
+            counted = await self.forecast.counted("day", *window, topic)
+        except OverLimit:
+            return None
+        return counted.topics.get(topic, 0)
 
     # -- moving what waits (see table_changes.py) -----------------------------------------------------------------
 

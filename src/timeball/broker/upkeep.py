@@ -18,6 +18,7 @@ from timeball import limits
 from timeball.broker import stored_table
 from timeball.broker.components import in_thread, rollback_on_error
 from timeball.broker.memory import give_back
+from timeball.broker.retention import Retention
 from timeball.broker.service import Broker
 from timeball.broker.stored_table import StoredTable
 from timeball.errors import OverLimit, RequestError, Unavailable
@@ -53,6 +54,7 @@ class Upkeep:
         self._broker = broker
         self._parts = broker.parts
         self._settings = broker.parts.settings
+        self._retention = Retention(broker.parts)
         self._checkpoint_seq = -1
         self._snapshot_seq = snapshot_seq
         self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
@@ -306,10 +308,17 @@ class Upkeep:
             needed_from_seq=needed,
         )
         if gone:
+            # Engines store offsets once a second: a group must not lose messages that it has read.
+            self._broker.save_offsets()
+            gone = await self._retention.may_go(gone)
+        # Without a snapshot no segment may go, and none can be written while an attach is half done.
+        if gone and not self._broker.mover.is_unfinished:
+            # Before the snapshot: replicas remove segments as soon as they have applied it.
+            await self._broker.dead_letters.repeat(gone[-1].next_seq)
+            await self._retention.count_expired(gone[-1].next_seq)
             # First a snapshot says what they said, and that they may be gone: else a start refuses a log that lacks
             # them. The checkpoint follows, or it would not be believed.
             self._log_from_seq = gone[-1].next_seq
-            # An attach is half done, so no snapshot can be written; and without one no segment may go.
             if not await self.snapshot():
                 return
             await self.checkpoint()

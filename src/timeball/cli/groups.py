@@ -13,7 +13,7 @@ from timeball.cli.output import out, print_json, print_note
 if TYPE_CHECKING:
     from timeball.wire import GroupState
 
-COLUMNS = ("group", "topic", "lag", "in flight", "dead letters", "attempts")
+COLUMNS = ("group", "topic", "lag", "in flight", "expired", "dead letters", "attempts")
 
 
 def groups(
@@ -24,6 +24,8 @@ def groups(
     as_json: JsonOption = False,
 ) -> None:
     """List the consumer groups: how many messages each is behind, how many its members hold, its dead letters.
+
+    "expired" counts the messages that retention, or the deletion of a topic, removed before the group read them.
 
     \b
     Examples:
@@ -50,8 +52,17 @@ def groups(
 
 def _add(table: Table, state: GroupState, *, by_topic: bool) -> None:
     topics = ", ".join(each.topic for each in state.topics)
-    counts = f"{state.lag:,}", f"{state.in_flight:,}", f"{state.dead_letters:,}", f"{state.attempts_max:,}"
+    letters = f"{state.dead_letters:,}"
+    if state.expired_dead_letters:
+        letters += f" ({state.expired_dead_letters:,} expired)"
+    counts = (
+        f"{state.lag:,}",
+        f"{state.in_flight:,}",
+        f"{state.expired:,}",
+        letters,
+        f"{state.attempts_max:,}",
+    )
     table.add_row(state.group, "all" if by_topic and len(state.topics) > 1 else topics, *counts)
     if by_topic and len(state.topics) > 1:
         for each in state.topics:
-            table.add_row("", each.topic, f"{each.lag:,}", f"{each.in_flight:,}", "", "")
+            table.add_row("", each.topic, f"{each.lag:,}", f"{each.in_flight:,}", f"{each.expired:,}", "", "")

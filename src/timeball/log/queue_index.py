@@ -134,16 +134,20 @@ class QueueIndex:
 
     def hide(self, first_seq: int) -> None:
         """Forget entries of rows before `first_seq`."""
-        low, high = self.min_offset, self.max_offset
-        if low == high or int(self.read(low, 1)["seq"][0]) >= first_seq:
-            return
+        self.min_offset = self.first_at(first_seq)
+
+    def first_at(self, seq: int, from_offset: int = 0) -> int:
+        """Return the first offset, from `from_offset` on, whose row is `seq` or a later one; else the queue's end."""
+        low, high = max(from_offset, self.min_offset), self.max_offset
+        if low >= high or int(self.read(low, 1, is_kept=False)["seq"][0]) >= seq:
+            return min(low, high)
         while low < high:
             middle = (low + high) // 2
-            if int(self.read(middle, 1)["seq"][0]) < first_seq:
+            if int(self.read(middle, 1, is_kept=False)["seq"][0]) < seq:
                 low = middle + 1
             else:
                 high = middle
-        self.min_offset = low
+        return low
 
     def _from_file(self, offset: int, end: int) -> EntryArray:
         """Return entries from `offset` on as far as their file goes; a file that is damaged is built again."""

@@ -242,6 +242,17 @@ class Metrics:
             "Messages that members have given back and that wait for their next delivery.",
             parts.lease_counts.nacked(),
         )
+        expired, letters = groups.expired()
+        unread = CounterMetricFamily(
+            "timeball_expired_unread_messages",
+            "Messages that retention removed, or a deleted topic took along, before a group read them.",
+            labels=["group", "topic"],
+        )
+        yield _largest(unread, expired)
+        dead = CounterMetricFamily(
+            "timeball_expired_dead_letters", "Dead letters that retention removed.", labels=["group"]
+        )
+        yield _largest(dead, letters)
         connections = GaugeMetricFamily("timeball_connections", "Open connections.", labels=["edge"])
         for edge, count in self._connections().items():
             connections.add_metric([edge], count)

@@ -81,7 +81,7 @@ async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> No
     assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]
 
 
-@on_node(retention_ms=1)
+@on_node(retention_ms=1, unread_retention_ms=1)
 @pytest.mark.parametrize("in_order", [False, True])
 async def test_what_retention_has_let_go_does_not_stand_in_the_way(world: World, in_order: bool) -> None:
     await send_in_order(world, 3)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.broker.registry.state_rows import StateRows
 
 from timeball import limits
-from timeball.broker.registry.dead_letters import ResolvedDeadLetters, joined
+from timeball.broker.registry.dead_letters import (
+    RepeatedDeadLetters,
+    ResolvedDeadLetters,
+    Run,
+    joined,
+    left_of,
+)
 from timeball.broker.registry.meta import MetaLog
 from timeball.errors import OverLimit
 
@@ -44,3 +51,31 @@ def test_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DEAD_LETTER_SPANS_MAX", 2)
     with pytest.raises(OverLimit, match="oldest"):
         registry().changed("g", [(0, 1), (0, 3), (0, 5)], {})
+
+
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30), max_size=6))
+def test_what_is_repeated_is_found_until_it_is_dropped(positions: set[int], dropped: set[int]) -> None:
+    rows = StateRows()
+    repeated = rows.opened(RepeatedDeadLetters)
+    runs = [Run(begin, 100 + begin, end - begin, 10 * (end - begin), begin) for begin, end in
+            joined((at, at + 1) for at in positions)]  # fmt: skip
+    repeated.changed({"g": []}, [("g", 2, run) for run in reversed(runs)]).keep()
+    change = repeated.changed({"g": [(2, at) for at in dropped], "other": [(0, 1)]})
+    rows.appended.append(change.rows)
+    change.keep()
+    for table in (repeated, rows.opened(RepeatedDeadLetters)):
+        left = {at: table.find_seq("g", 2, at) for at in range(32)}
+        assert {at: seq for at, seq in left.items() if seq is not None} == {
+            at: 100 + at for at in positions - dropped
+        }
+        assert table.size_bytes == 10 * len(positions - dropped)
+        assert [run.died_ms for _, _, run in table.by_age()] == sorted(
+            run.died_ms for run in table.runs("g", 2)
+        )
+    repeated.forget("g")
+    assert repeated.runs("g", 2) == [] and repeated.find_seq("g", 2, 0) is None
+
+
+def test_the_rest_of_a_span_is_what_is_not_done() -> None:
+    assert list(left_of((2, 9), [(0, 3), (4, 5), (8, 20)])) == [(3, 4), (5, 8)]
+    assert list(left_of((2, 9), [])) == [(2, 9)]

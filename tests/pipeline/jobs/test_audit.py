@@ -293,7 +293,13 @@ def test_what_others_keep_balances_when_they_have_moved_it(
 ) -> None:
     """A ring of a minute and a level of a minute are over, and what they held in the beginning is gone."""
     clock = ManualClock()
-    settings = {"strategy": schedule, "timer_wheel_ms": MINUTE_MS, "retention_ms": 1, "segment_bytes": MIB}
+    settings = {
+        "strategy": schedule,
+        "timer_wheel_ms": MINUTE_MS,
+        "retention_ms": 1,
+        "unread_retention_ms": 1,
+        "segment_bytes": MIB,
+    }
     with running_node(tmp_path / "data", clock, **settings) as node, Timeball(node.endpoint) as ball:
         for after_ms in (30 * SECOND_MS, 100 * SECOND_MS):
             send_at(ball, [clock.wall + after_ms] * 10)

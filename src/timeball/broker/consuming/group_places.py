@@ -103,7 +103,8 @@ class GroupPlaces:
 
     def _of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
         """Return the place by the last row that speaks of the message to this group."""
-        if copy.kind in (Kind.PROMISE, Kind.MOVED):
+        # A MOVED row without an instant repeats a dead letter.
+        if copy.kind in (Kind.PROMISE, Kind.MOVED) and copy.due_ms is not None:
             if copy.kind == Kind.PROMISE and copy.source_seq is None:
                 # Sent back by a RocketMQ client with a delay: no lease, and not released yet.
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)

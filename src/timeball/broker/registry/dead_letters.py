@@ -1,11 +1,15 @@
-"""Which dead letters operators have dealt with, as META rows: positions in the queues of `%DLQ%<group>`.
+"""State of dead letters, as META rows: positions in the queues of `%DLQ%<group>`.
 
-dead/<group>    {queue: [[begin, end], …]}, disjoint and in order, end exclusive
+dead/<group>        those that operators have dealt with: {queue: [[begin, end], …]}, disjoint, in order, end exclusive
+repeated/<group>    those whose rows retention has removed, and the later rows that repeat them:
+                    {queue: [[offset, seq, rows, bytes, died_ms], …]}, disjoint and in order
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
@@ -63,6 +67,112 @@ class ResolvedDeadLetters:
         """Forget a group whose dead letters have been deleted with their topic."""
         if group in self._kept.values:
             self._kept.put([(group, None)])
+
+
+class Run(NamedTuple):
+    """Dead letters `offset`, `offset` + 1, … that the rows `seq`, `seq` + 1, … repeat."""
+
+    offset: int
+    seq: int
+    rows: int
+    size_bytes: int
+    died_ms: int  # the last of them
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last of them."""
+        return self.offset + self.rows
+
+
+Runs = dict[int, list[Run]]  # by queue
+
+
+class RepeatedDeadLetters:
+    """The rows that repeat dead letters which retention has removed. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, "repeated", Runs)
+
+    def runs(self, group: str, queue: int) -> list[Run]:
+        """Return the repeated dead letters of a queue, in order."""
+        return self._kept.values.get(group, {}).get(queue, [])
+
+    def queues(self, group: str) -> Iterable[int]:
+        """Return the queues with repeated dead letters."""
+        return self._kept.values.get(group, {})
+
+    def find_seq(self, group: str, queue: int, offset: int) -> int | None:
+        """Return the row that repeats a dead letter, if one does."""
+        runs = self.runs(group, queue)
+        at = bisect_right(runs, offset, key=lambda run: run.offset) - 1
+        return runs[at].seq + offset - runs[at].offset if at >= 0 and offset < runs[at].end else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all repeated dead letters."""
+        return sum(run.size_bytes for _, _, run in self._all())
+
+    def by_age(self) -> list[tuple[str, int, Run]]:
+        """Return all runs with their groups and queues, those whose letters died first at the beginning."""
+        return sorted(self._all(), key=lambda one: one[2].died_ms)
+
+    def _all(self) -> Iterator[tuple[str, int, Run]]:
+        for group, queues in self._kept.values.items():
+            for queue, runs in queues.items():
+                for run in runs:
+                    yield group, queue, run
+
+    def changed(
+        self,
+        dropped: Mapping[str, Iterable[Position]],
+        added: Iterable[tuple[str, int, Run]] = (),
+    ) -> Change:
+        """Return the rows that say so: without the dropped positions of each group, with the added runs."""
+        found: dict[str, Runs] = {}
+        for group, positions in dropped.items():
+            found[group] = self._without(group, positions)
+        for group, queue, run in added:
+            runs = found.setdefault(group, self._without(group, ()))
+            runs[queue] = sorted([*runs.get(queue, []), run])
+        return self._kept.changed(
+            [
+                (group, {q: runs for q, runs in queues.items() if runs} or None)
+                for group, queues in found.items()
+            ]
+        )
+
+    def forget(self, group: str) -> None:
+        """Forget a group whose dead letters have been deleted with their topic."""
+        if group in self._kept.values:
+            self._kept.put([(group, None)])
+
+    def _without(self, group: str, positions: Iterable[Position]) -> Runs:
+        # Copied: an append that is refused must leave memory as the log is.
+        found = {queue: list(runs) for queue, runs in self._kept.values.get(group, {}).items()}
+        spans: dict[int, list[Span]] = {}
+        for queue, offset in positions:
+            spans.setdefault(queue, []).append((offset, offset + 1))
+        for queue, of_queue in spans.items():
+            if queue in found:
+                gone = joined(of_queue)
+                found[queue] = [
+                    _part(run, *span) for run in found[queue] for span in left_of((run.offset, run.end), gone)
+                ]
+        return found
+
+
+def left_of(span: Span, done: Iterable[Span]) -> Iterator[Span]:
+    """Yield the parts of a span that are not in `done`, disjoint spans in order."""
+    begin, end = span
+    for low, high in [*done, (end, end)]:
+        if begin < min(low, end):
+            yield begin, min(low, end)
+        begin = max(begin, high)
+
+
+def _part(run: Run, begin: int, end: int) -> Run:
+    size_bytes = run.size_bytes * (end - begin) // run.rows
+    return Run(begin, run.seq + begin - run.offset, end - begin, size_bytes, run.died_ms)
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:

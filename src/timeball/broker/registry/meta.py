@@ -12,6 +12,8 @@
     secret/receipts                    32 bytes, as base64      leases.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
+    repeated/<group>                   {queue: [Run]}           dead_letters.py
+    expired/<group>                    ExpiredFacts             expired.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
     source/<hash of caller and name>   SourceState              source_positions.py
     cluster/epoch                      EpochFacts               epochs.py, written by the replica that leads
@@ -44,6 +46,16 @@ class Change(NamedTuple):
     rows: pa.RecordBatch
     # Called right after the append: an append that is refused must leave memory as the log is.
     keep: Callable[[], None]
+
+
+def together(*changes: Change) -> Change:
+    """Return changes of several tables as one."""
+
+    def keep() -> None:
+        for change in changes:
+            change.keep()
+
+    return Change(pa.concat_batches([change.rows for change in changes]), keep)
 
 
 class Restorable(Protocol):

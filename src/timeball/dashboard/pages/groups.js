@@ -23,10 +23,11 @@ export const groups = {
         { label: 'Group', make: row => bdi(row().group, 80) },
         { label: 'Lag', kind: 'number', value: row => count(row.lag) },
         { label: 'In flight', kind: 'number', value: row => count(row.in_flight) },
+        { label: 'Expired unread', kind: 'number', make: () => el('span'), update: showExpired },
         { label: 'Dead letters', kind: 'number', make: row => el('a', { href: `#/dead-letters?${new URLSearchParams({ group: row().group })}` }),
           update: (cell, row) => write(cell.firstChild, count(row.dead_letters)) },
         { label: 'Attempts', kind: 'number', value: row => (row.attempts_max ? `at most ${count(row.attempts_max)}` : '–') },
-        { label: 'Topics: lag, in flight', make: () => el('ul', { class: 'lines' }), update: showTopics },
+        { label: 'Topics: lag, in flight, expired', make: () => el('ul', { class: 'lines' }), update: showTopics },
       ],
     });
     root.append(refused.node, el('section', { class: 'card' }, table.node));
@@ -43,10 +44,17 @@ export const groups = {
   },
 };
 
+/** Show how many messages the group has lost before it read them, and how many of its dead letters. */
+function showExpired(cell, row) {
+  const letters = row.expired_dead_letters ? `, dead letters ${count(row.expired_dead_letters)}` : '';
+  write(cell.firstChild, `${count(row.expired ?? 0)}${letters}`);
+  set(cell.firstChild, 'class', (row.expired || row.expired_dead_letters) && 'state warn');
+}
+
 function showTopics(cell, row) {
   keyed(cell.firstChild, row.topics ?? [], ({ topic }) => topic, ({ topic }) => el('li', {}, nameOf(topic, row.group), el('span')),
-    (item, { lag, in_flight: inFlight }) => {
-      write(item.lastChild, `  ${count(lag)}, ${count(inFlight ?? NaN)}`);
+    (item, { lag, in_flight: inFlight, expired }) => {
+      write(item.lastChild, `  ${count(lag)}, ${count(inFlight ?? NaN)}, ${count(expired ?? 0)}`);
       set(item, 'class', lag > 0 && 'behind');
     });
 }

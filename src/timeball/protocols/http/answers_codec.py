@@ -168,9 +168,17 @@ class TopicSize(msgspec.Struct):
 
 
 class TopicDeleted(msgspec.Struct):
-    """A topic that is no more."""
+    """A topic that is no more.
+
+    `unread`: messages that consumer groups had not read. `dead_letters`: those of the group whose dead letters it held.
+    `pending`: scheduled messages that still wait, and make the topic again when they are due; without it they are too
+    many to be counted.
+    """
 
     topic: str
+    unread: int
+    dead_letters: int
+    pending: int | None = None
     verdict: str = "deleted"
 
 

@@ -65,8 +65,11 @@ class Operators:
         return Answer(200, TopicSize(call.path["topic"], len(queues)))
 
     async def _delete_topic(self, call: Call) -> Answer:
-        await self._broker.administration.delete_topic(call.path["topic"], call.caller)
-        return Answer(200, TopicDeleted(call.path["topic"]))
+        name = call.path["topic"]
+        removed = await self._broker.administration.delete_topic(name, call.caller)
+        if removed is None:
+            raise NotFound(f"topic {name!r} does not exist")
+        return Answer(200, TopicDeleted(name, removed.unread, removed.dead_letters, removed.pending))
 
     async def _jobs(self, call: Call) -> Answer:
         jobs, audit = await self._broker.job_reports.all(call.caller)

@@ -1,0 +1,98 @@
+"""How many messages retention has removed before a group read them, as META rows.
+
+expired/<group>    {"topics": {topic: {"rows", "at_ms", "counted_to": {queue: offset}}}, "is_deleted"}
+
+The row is in the log before the messages leave it. A crash between the two makes retention look at the same messages
+again; `counted_to` says which of them have been counted. Dead letters are counted under the topic `%DLQ%<group>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from timeball import limits
+from timeball.broker.registry.meta import Change, MetaLog, MetaTable
+
+
+class ExpiredTopic(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The expired messages of one topic: how many, when the last ones expired, and the offsets counted so far."""
+
+    rows: int
+    at_ms: int
+    counted_to: dict[int, int] = {}
+
+
+class ExpiredFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The expired messages of a group. `is_deleted`: an operator deleted the group, but kept its offsets."""
+
+    topics: dict[str, ExpiredTopic] = {}
+    is_deleted: bool = False
+
+
+class Expiry(NamedTuple):
+    """Messages that expire now; `counted_to` names, by queue, the offset behind the last of them."""
+
+    group: str
+    topic: str
+    rows: int
+    counted_to: Mapping[int, int]
+
+
+class ExpiredMessages:
+    """Counts of expired messages. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._kept = MetaTable(meta, "expired", ExpiredFacts)
+
+    def groups(self) -> dict[str, ExpiredFacts]:
+        """Return all groups that lost messages; to be read only."""
+        return self._kept.values
+
+    def topics(self, group: str) -> dict[str, ExpiredTopic]:
+        """Return the topics in which a group lost messages."""
+        facts = self._kept.values.get(group)
+        return {} if facts is None else facts.topics
+
+    def counted_to(self, group: str, topic: str) -> dict[int, int]:
+        """Return, by queue, the offset up to which the expired messages of a group have been counted."""
+        known = self.topics(group).get(topic)
+        return {} if known is None else known.counted_to
+
+    def is_deleted(self, group: str) -> bool:
+        """Return whether an operator deleted this group and kept its offsets."""
+        facts = self._kept.values.get(group)
+        return facts is not None and facts.is_deleted
+
+    def changed(self, found: Iterable[Expiry], now_ms: int) -> Change:
+        """Return the rows that count these messages, for a frame with other rows."""
+        return self._kept.changed(self._counted(found, now_ms))
+
+    def add(self, found: Iterable[Expiry], now_ms: int) -> None:
+        """Count these messages in a frame of its own."""
+        self._kept.put(self._counted(found, now_ms))
+
+    def note_deleted(self, group: str, *, keeps_offsets: bool) -> None:
+        """Forget the counts of a group that an operator deletes."""
+        if keeps_offsets or group in self._kept.values:
+            self._kept.put([(group, ExpiredFacts(is_deleted=True) if keeps_offsets else None)])
+
+    def _counted(self, found: Iterable[Expiry], now_ms: int) -> list[tuple[str, ExpiredFacts | None]]:
+        changed: dict[str, dict[str, ExpiredTopic]] = {}
+        for group, topic, rows, counted_to in found:
+            topics = changed.setdefault(group, dict(self.topics(group)))
+            known = topics.get(topic, ExpiredTopic(0, 0))
+            # Offsets only grow: a topic that is deleted and made again goes on with the next one.
+            topics[topic] = ExpiredTopic(known.rows + rows, now_ms, {**known.counted_to, **counted_to})
+        return [
+            (group, ExpiredFacts(_newest(topics), self.is_deleted(group)))
+            for group, topics in changed.items()
+        ]
+
+
+def _newest(topics: dict[str, ExpiredTopic]) -> dict[str, ExpiredTopic]:
+    """Return the topics without the oldest counts beyond the limit: each change writes all topics of the group."""
+    names = sorted(topics, key=lambda name: topics[name].at_ms)
+    return {name: topics[name] for name in names[-limits.EXPIRED_TOPICS_MAX :]}
