@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import msgspec
 
+CREATED, EXISTS = "created", "exists"
 
-class SendAck(msgspec.Struct, frozen=True):
-    """A batch is on disk: rows have first_seq, first_seq + 1, …"""
+
+class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The current state of a message that was sent before under the same idempotency key.
+
+    waiting      until `due_ms`, which a reschedule may have changed
+    visible      it is in its queue, or was; `due_ms`: its last due time, if it had one
+    cancelled    it will not be delivered
+    expired      it does not wait, and the log does not keep its end any more
+    handed       it waits in another group of the cluster: look it up by its id
+    unavailable  it is on its way from one group of the cluster to another
+    """
+
+    state: str
+    due_ms: int | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it does not wait, and never will again."""
+        return self.state in ("visible", "cancelled", "expired")
+
+
+class SendAck(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A batch is on disk: rows have first_seq, first_seq + 1, …
+
+    `outcome`: "created" by this send, or "exists": sent before under the same idempotency key. Of a send that is
+    repeated `first_seq`, `rows` and `store_ms` are those of the first, and `states` the current states of its messages;
+    its outcome is "created" when it names the attempt of the first.
+    """
 
     first_seq: int
     rows: int
     store_ms: int
+    outcome: str = CREATED
+    states: list[SentState] = []
 
 
 class ReleaseAck(msgspec.Struct, frozen=True):
@@ -33,6 +62,8 @@ class SendAnswer(msgspec.Struct, frozen=True):
     first_seq: int = -1
     rows: int = 0
     store_ms: int = 0
+    outcome: str = CREATED
+    states: list[SentState] = []
     error: str | None = None
     text: str = ""
 

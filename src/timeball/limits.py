@@ -29,7 +29,7 @@ GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
 OWN_TOPIC_BYTES_MAX = 255  # RocketMQ's, for %RETRY%<group>_<topic>: made of two that are each in bounds
 UNIQUE_KEY_BYTES_MAX = 255
 IDEMPOTENCY_KEY_BYTES_MAX = 512  # a topic, a message id, and what a client puts between them
-# Known at a time: some 300 bytes each in memory, 100 in a snapshot and in a checkpoint.
+# Known at a time: some 400 bytes each in memory, 150 in a snapshot and in a checkpoint.
 IDEMPOTENCY_KEYS_MAX = 100_000
 # Sources of batches whose positions the log keeps, and the partitions of one: each batch writes all of its source's.
 SOURCES_MAX = 1_000

@@ -232,10 +232,17 @@ def check_campaign(campaign: str) -> str:
     return campaign
 
 
-def check_idempotency_key(key: str) -> None:
-    """Raise InvalidMessage when a text cannot be an idempotency key."""
+def check_idempotency_key(key: str, attempt: str = "", *, anew: bool = False) -> None:
+    """Raise InvalidMessage when a text cannot be an idempotency key, or the name of an attempt beside it."""
     if not 0 < size_bytes(key) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
         raise InvalidMessage(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
+    if size_bytes(attempt) > limits.IDEMPOTENCY_KEY_BYTES_MAX:
+        raise InvalidMessage(f"the name of an attempt has at most {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
+    if anew and not attempt:
+        raise InvalidMessage(
+            "to send anew, name the attempt by a text of your own, the same when you repeat it: else a send whose "
+            "answer was lost would be sent twice"
+        )
 
 
 def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:

@@ -14,6 +14,9 @@ from msgspec import Meta
 
 from timeball import limits
 from timeball.answers import (
+    EXISTS as EXISTS,
+)
+from timeball.answers import (
     HANDED as HANDED,
 )
 from timeball.answers import (
@@ -81,6 +84,9 @@ from timeball.answers import (
 )
 from timeball.answers import (
     SendRefusal as SendRefusal,
+)
+from timeball.answers import (
+    SentState as SentState,
 )
 from timeball.answers import (
     Start as Start,
@@ -185,6 +191,17 @@ class SourcePositions(Request, frozen=True):
     """source_positions: how far a source has been sent, by partition."""
 
     source: SourceName
+
+
+class SendKey(Request, frozen=True):
+    """Beside a batch: its idempotency key, and the name of this attempt to send it.
+
+    `if_settled`: when it was sent before and does not wait any more, "keep" it so, or "send" it anew.
+    """
+
+    idempotency_key: str
+    attempt: str = ""
+    if_settled: Literal["keep", "send"] = "keep"
 
 
 class SourceStep(Request, frozen=True):

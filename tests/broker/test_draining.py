@@ -12,6 +12,8 @@ from functools import partial
 import msgspec
 import pyarrow as pa
 import pytest
+from tests.broker.on_node import batch
+from tests.broker.test_keyed_sends import Client
 from tests.broker.two_groups import InGroup, Neighbours, groups_of, in_two_groups
 from tests.crash.lives import run
 from tests.crash.world import HOUR_MS, CutFiles
@@ -92,6 +94,19 @@ async def test_all_that_waits_goes_and_comes_at_its_instant(
     assert {row.key for row in (await two.outcome()).rows} == set(soon)
     due = {row.key: row.due_ms for row in (await one.outcome()).rows}
     assert due == {key: place.due_ms for key, place in before.items()}
+
+
+@in_two_groups
+async def test_a_repeated_send_is_told_that_another_group_has_its_message(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
+    client, rows = Client(two), batch(delay_ms=[HOUR_MS], unique_key=["once"])
+    assert await client.states("a", rows) == "created"
+    await drain(two)
+    assert await client.states("a", rows) == [("handed", two.clock.wall + HOUR_MS)]
+    # It may still wait there, so nothing is sent anew.
+    assert await client.states("a", rows, "again") == [("handed", two.clock.wall + HOUR_MS)]
+    assert one.broker.parts.waiting_messages == 1
 
 
 @in_two_groups

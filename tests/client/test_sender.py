@@ -1,16 +1,19 @@
 """Sending one and many: what is known to be accepted, what is refused, what is tried again and what is not."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
+from msgspec.structs import replace
 from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
-from timeball import Timeball
+from timeball import AsyncTimeball, Timeball
 from timeball.client.calls import NotNow
 from timeball.client.exchange import Lost
 from timeball.client.sender import Receipt, outcome
@@ -112,11 +115,39 @@ def test_a_send_that_is_repeated_by_its_id_is_one(data: Path) -> None:
         node.stop()
         node.start()
         sent.append(ball.send("again", "1", message_id="order-1", after="1h", retry=True))
-        assert sent[0] == sent[1] == sent[2]
+        assert [one.outcome for one in sent] == ["created", "exists", "exists"]
+        assert [replace(one, outcome="created") for one in sent[1:]] == [sent[0], sent[0]]
         with pytest.raises(Conflict, match="a send of other messages"):
             ball.send("again", "2", message_id="order-1", after="1h", retry=True)
         other = ball.send("others", "1", message_id="order-1", after="1h", retry=True)
         assert other.seq > sent[0].seq, "another topic's ids are its own"
+
+
+def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(node: RunningNode) -> None:
+    async def by_async(**wanted: Any) -> Receipt:
+        async with AsyncTimeball(node.endpoint) as ball:
+            return await ball.send("anew", "1", message_id="order-1", after="1h", retry=True, **wanted)
+
+    with Timeball(node.endpoint) as ball:
+        first = ball.send("anew", "1", message_id="order-1", after="1h", retry=True)
+        moved = ball.reschedule("order-1", after="3h")
+        again = asyncio.run(by_async())
+        assert (again.outcome, again.state, again.due_ms) == ("exists", "waiting", moved.due_ms)
+        assert asyncio.run(by_async(if_settled="send")) == again
+        ball.cancel("order-1")
+        assert asyncio.run(by_async()).state == "cancelled"
+        anew = asyncio.run(by_async(if_settled="send"))
+        assert (anew.outcome, anew.state) == ("created", "waiting") and anew.seq > first.seq
+        assert ball.get("order-1").seq == anew.seq
+        rows = [{"topic": "anew", "body": str(n), "message_id": f"n{n}", "after": "1h"} for n in range(2)]
+        ball.send_many(rows, retry=True)
+        (existing,) = ball.send_many(rows, retry=True).existing
+        assert (existing.first_row, [each.state for each in existing.states]) == (0, ["waiting"] * 2)
+        ball.cancel(ids=["n0", "n1"])
+        assert ball.send_many(rows, retry=True, if_settled="send").existing == []
+        for wrong in ({"if_settled": "send"}, {"if_settled": "never", "retry": True}):
+            with pytest.raises(RequestError, match="if_settled="):
+                ball.send("anew", "1", **wrong)  # type: ignore[arg-type]
 
 
 ROWS = [{"topic": "lost", "body": str(n), "message_id": f"m{n}"} for n in range(3)]

@@ -33,6 +33,9 @@ def test_the_newest_of_each_number_that_has_not_passed(
     for one in (known, restored):
         assert len(one) == len(kept)
         assert {number: one.newest(number) for number in range(10)} == {n: kept.get(n) for n in range(10)}
+        for first, rows in ((0, 10), (2, 1), (3, 4), (8, 9)):
+            due = [found[0] for number, found in kept.items() if first <= number < first + rows]
+            assert one.last_due_ms(first, rows) == max([0, *due])
 
 
 def test_many_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.access import ANONYMOUS, Caller
+from timeball.answers import SentState
 from timeball.broker import admission, few_sends
 from timeball.broker.components import Components
 from timeball.broker.few_sends import SendRuns, Sends
@@ -76,13 +77,24 @@ class Appended(NamedTuple):
     durable: asyncio.Future[int]
 
 
+class Sent(NamedTuple):
+    """The outcome of a send that is repeated: `outcome` as in answers.SendAck, and the states of its messages now."""
+
+    outcome: str
+    states: list[SentState]
+
+
 class Accepted(msgspec.Struct, frozen=True):
-    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there."""
+    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there.
+
+    `sent`: of a batch that was in the log before, its outcome; `written` is empty then.
+    """
 
     first_seq: int
     rows: int
     store_ms: int
     written: Rows
+    sent: Sent | None = None
 
     @property
     def kept(self) -> pa.RecordBatch:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.answers import SentState
 from timeball.broker.adoption import Adoption
 from timeball.broker.components import Components
 from timeball.broker.draining import LOOK_MS, Draining
@@ -39,6 +40,7 @@ from timeball.broker.revoking.group_questions import (
 )
 from timeball.broker.revoking.merged import merge_places, merge_verdicts
 from timeball.broker.revoking.recall import SETTLED, RecallRefused, decode_handle
+from timeball.broker.revoking.sent_states import sent_states
 from timeball.broker.service import Broker
 from timeball.errors import StorageError, TimeballError, Unavailable, from_code
 from timeball.table.attachment import Attachment
@@ -74,6 +76,10 @@ class GroupedBroker(Broker):
         self.duties = [(LOOK_MS, self.draining.look)]
 
     # -- asked by clients ------------------------------------------------------------------------------------
+
+    async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
+        """Return the states of scheduled messages; `handed` of those that another group has now."""
+        return await sent_states(self.look_ups, numbers, self._handed)
 
     async def cancel(
         self,

@@ -1,32 +1,46 @@
-"""Sends with an idempotency key: the first one is appended, and those that repeat it get its answer.
+"""Sends with an idempotency key: the first one is appended, and those that repeat it are told what became of it.
 
-    put -> the key is new        -> batch -> in the log, with the row of its key -> answer, also to those that wait
-        -> its send is under way -> wait for the outcome of that one
-        -> its send is known     -> answer, once the log is durable up to here
+    put -> the key is new        -> batch -> in the log, with the row of its key -> answer: created
+        -> its send is under way -> wait for the outcome of that one             -> answer: exists
+        -> its send is known     -> look up what became of its messages          -> answer: exists
 
 A repeated send with other messages is refused. One that repeats a refused send is refused with it, and may try again:
 a key is used by a send that is in the log, and by no other.
+
+A client may name its attempt by a text of its own, the same whenever it repeats that attempt because an answer was
+lost. A repetition with the attempt of the send in the log is answered "created" as the first was.
+
+With an attempt a client may also ask to send anew: when no message of the earlier send waits any more, the messages are
+appended, and the key names this send from then on. A repetition of that attempt sends nothing. A message that does not
+wait will never wait again, so no pause between look and append can make a second one either.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
-from timeball.access import Caller
-from timeball.broker.appender import Accepted, Appender
+from timeball.access import Verb
+from timeball.answers import CREATED, EXISTS, SentState
+from timeball.broker.appender import Accepted, Appender, Sent
 from timeball.broker.components import Components
 from timeball.broker.ingress import BATCH_ROWS_MAX, Batcher, Begun, Piece, answer, joined, refuse
 from timeball.broker.policy import Policy
 from timeball.broker.registry.idempotency import KeyedSend, KeyUse, check_same, key_use
 from timeball.broker.registry.meta import Change
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.errors import Conflict, InvalidMessage, OverLimit
 from timeball.message import build_rows, codes_of
 from timeball.rules import check_idempotency_key
 
 # Of a send that is repeated its rows are not read again: its edge says where they stand, and no more.
 _NOT_READ = build_rows(0)
+_VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
+
+# From numbers of scheduled messages to their states, in that order (revoking/sent_states.py).
+StatesOf = Callable[[Sequence[int]], Awaitable[list[SentState]]]
 
 
 class _Use(msgspec.Struct):
@@ -34,57 +48,113 @@ class _Use(msgspec.Struct):
 
     piece: Piece
     key: KeyUse
-    repeats: list[Piece] = []
+    repeats: list[tuple[Piece, KeyUse]] = []
 
 
 class KeyedSends:
     """The sends of all edges that have an idempotency key. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, appender: Appender, policy: Policy) -> None:
+    def __init__(self, parts: Components, appender: Appender, policy: Policy, states_of: StatesOf) -> None:
         self._parts, self._policy, self._send = parts, policy, parts.traced(appender.send_with)
+        self._states_of = states_of
         self._under_way: dict[str, _Use] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._batcher: Batcher[_Use] = Batcher(self._begin, self._answer, self._refuse)
 
-    def put(self, piece: Piece, key: str) -> None:
-        """Add a piece of SEND_COLUMNS; its edge is told the outcome. Raises InvalidMessage, Conflict, OverLimit."""
-        check_idempotency_key(key)
+    def put(self, piece: Piece, key: str, attempt: str = "", *, anew: bool = False) -> None:
+        """Add a piece of SEND_COLUMNS; its edge is told the outcome. Raises InvalidMessage, Conflict, OverLimit.
+
+        `anew`: append it also if an earlier attempt was, of which no message waits any more.
+        """
+        check_idempotency_key(key, attempt, anew=anew)
         if piece.count > BATCH_ROWS_MAX:
             raise InvalidMessage(
                 f"{piece.count} messages under one idempotency key; at most {BATCH_ROWS_MAX}"
             )
-        caller: Caller = piece.caller
-        use = key_use(caller.name, key, piece.rows)
+        self._put(piece, key_use(piece.caller.name, key, piece.rows, attempt, anew=anew))
+
+    def _put(self, piece: Piece, use: KeyUse) -> None:
         first = self._under_way.get(use.name)
         if first is not None:
             check_same(first.key.content, use)
-            first.repeats.append(piece)
+            first.repeats.append((piece, use))
             return
-        parts = self._parts
-        known = parts.idempotency_keys.get(use.name, parts.clock.now_ms() - parts.settings.idempotency_ms)
+        known = self._known(use)
         if known is not None:
-            known.check_same(use)
-            # Permissions may have changed since.
-            self._policy.admit(codes_of(piece.rows.column("topic"))[1], caller)
-            self._answering.add(task := asyncio.ensure_future(self._repeat(piece, known)))
-            task.add_done_callback(self._answering.discard)
+            is_anew = use.is_anew and use.attempt != known.attempt
+            if not is_anew:
+                known.check_same(use)
+            # Permissions may have changed since. A repetition makes no topic, and a group that is drained answers it.
+            for topic in codes_of(piece.rows.column("topic"))[1]:
+                self._policy.allow(piece.caller, Verb.SEND, topic=topic)
+            self._begin_task(
+                self._send_anew(piece, use, known) if is_anew else self._repeat(piece, use, known)
+            )
             return
+        self._start(piece, use)
+
+    def _start(self, piece: Piece, use: KeyUse) -> None:
         own = self._under_way[use.name] = _Use(piece, use)
         try:
-            self._batcher.put(own, piece.count, piece.size_bytes, (piece.rows.schema, caller))
+            self._batcher.put(own, piece.count, piece.size_bytes, (piece.rows.schema, piece.caller))
         except OverLimit:
             del self._under_way[use.name]
             raise
 
-    async def _repeat(self, piece: Piece, known: KeyedSend) -> None:
-        # The row of the key may be in the log, and not on disk yet.
+    def _known(self, use: KeyUse) -> KeyedSend | None:
+        parts = self._parts
+        after_ms = parts.clock.now_ms() - parts.settings.idempotency_ms
+        return parts.idempotency_keys.get(use.name, after_ms, parts.outcomes.moved.last_due_ms)
+
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
+        self._answering.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._answering.discard)
+
+    async def _repeat(self, piece: Piece, use: KeyUse, known: KeyedSend) -> None:
+        """Answer a send that was sent before, with the states of its messages."""
         try:
-            await self._parts.writer.flushed()
+            states = await self._states(known)
         except Exception as error:  # of any kind: the client waits for an outcome
             refuse([piece], error)
-            return
+        else:
+            self._exists(piece, use, known, states)
+
+    async def _send_anew(self, piece: Piece, use: KeyUse, known: KeyedSend) -> None:
+        """Send anew if no message of the earlier send waits, else answer as to a repetition."""
+        try:
+            states = await self._states(known)
+            waiting = sum(not state.is_settled for state in states)
+            if not waiting:
+                if use.name not in self._under_way and self._known(use) is known:
+                    self._start(piece, use)
+                else:
+                    self._put(piece, use)  # another send with this key came first
+                return
+            if use.content != known.content:
+                raise Conflict(
+                    f"{waiting} messages of an earlier send with this idempotency key, from number {known.first_seq} "
+                    "on, still wait, and this send has other messages; cancel or reschedule those, or use a new key"
+                )
+        except Exception as error:  # of any kind: the client waits for an outcome
+            refuse([piece], error)
+        else:
+            self._exists(piece, use, known, states)
+
+    async def _states(self, known: KeyedSend) -> list[SentState]:
+        # The row of the key may be in the log, and not on disk yet.
+        await self._parts.writer.flushed()
+        numbers = range(known.first_seq, known.first_seq + known.rows)
+        if known.last_due_ms == 0:  # none of them was scheduled
+            first_seq = self._parts.reader.first_seq
+            return [_VISIBLE if number >= first_seq else _EXPIRED for number in numbers]
+        return await self._states_of(numbers)
+
+    @staticmethod
+    def _exists(piece: Piece, use: KeyUse, known: KeyedSend, states: list[SentState]) -> None:
         piece.first_row = 0
-        answer([piece], Accepted(known.first_seq, known.rows, known.store_ms, _NOT_READ))
+        is_own = bool(use.attempt) and use.attempt == known.attempt
+        sent = Sent(CREATED if is_own else EXISTS, states)
+        answer([piece], Accepted(known.first_seq, known.rows, known.store_ms, _NOT_READ, sent))
 
     def _begin(self, uses: list[_Use]) -> Begun:
         pieces = [use.piece for use in uses]
@@ -92,25 +162,25 @@ class KeyedSends:
         def keys(first_seq: int, store_ms: int) -> Change:
             sends = []
             for key in (use.key for use in uses):  # their rows stand side by side in the batch
-                sends.append((key.name, KeyedSend(first_seq, key.rows, store_ms, key.content)))
+                sends.append((key.name, key.sent(first_seq, store_ms)))
                 first_seq += key.rows
             return self._parts.idempotency_keys.changed(sends)
 
         return self._send(joined(pieces), keys, pieces[0].caller)
 
     def _answer(self, uses: list[_Use], accepted: Accepted) -> None:
-        answer(self._ended(uses), accepted)
+        ended = self._ended(uses)
+        answer([use.piece for use in ended], accepted)
+        for use in ended:
+            known = use.key.sent(accepted.first_seq + use.piece.first_row, accepted.store_ms)
+            for piece, repeated in use.repeats:
+                self._begin_task(self._repeat(piece, repeated, known))
 
     def _refuse(self, uses: list[_Use], error: BaseException) -> None:
-        refuse(self._ended(uses), error)
+        ended = self._ended(uses)
+        refuse([use.piece for use in ended] + [piece for use in ended for piece, _ in use.repeats], error)
 
-    def _ended(self, uses: list[_Use]) -> list[Piece]:
-        """Return the pieces of sends that have ended, and those that repeat them."""
-        pieces: list[Piece] = []
-        for use in uses:
-            # Absent when the answers of a batch have failed half way.
-            if self._under_way.pop(use.key.name, None) is not None:
-                for piece in use.repeats:
-                    piece.first_row = use.piece.first_row
-                pieces += [use.piece, *use.repeats]
-        return pieces
+    def _ended(self, uses: list[_Use]) -> list[_Use]:
+        """Return the sends that have ended, each once."""
+        # Absent when the answers of a batch have failed half way.
+        return [use for use in uses if self._under_way.pop(use.key.name, None) is not None]

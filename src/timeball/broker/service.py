@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from timeball import limits, wire
 from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.answers import SentState
 from timeball.broker import delivery, transactions
 from timeball.broker.administration import Administration
 from timeball.broker.admission import as_columns
@@ -43,6 +44,7 @@ from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
+from timeball.broker.revoking.sent_states import sent_states
 from timeball.broker.sourced_sends import SourcedSends
 from timeball.broker.table_changes import TableChanges
 from timeball.broker.transaction_checks import TransactionChecks
@@ -92,7 +94,7 @@ class Broker:
         # Two ways in: halves become promises without an instant, so they cannot share a batch with sends.
         self.sends = Ingress(parts.traced(self.appender.send))
         self.halves = Ingress(parts.traced(self.prepare_nowait))
-        self.keyed_sends = KeyedSends(parts, self.appender, self.policy)
+        self.keyed_sends = KeyedSends(parts, self.appender, self.policy, self.sent_states)
         self.sourced_sends = SourcedSends(parts, self.appender)
         self.transactions = Transactions(parts, self._publish, halves)
         self.transaction_checks = TransactionChecks(parts, self.transactions)
@@ -104,6 +106,10 @@ class Broker:
         accepted, durable = self.appender.send(batch, caller)
         await durable
         return accepted
+
+    async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
+        """Return the states of scheduled messages, for their sender (revoking/sent_states.py)."""
+        return await sent_states(self.look_ups, numbers)
 
     async def send_again(self, batch: pa.RecordBatch) -> None:
         """Append copies of accepted messages that go back to a group; returns when they are durable."""

@@ -241,8 +241,10 @@ class Upkeep:
 
     async def drop_idempotency_keys(self) -> None:
         """Append which idempotency keys have expired."""
-        self._parts.writer.check_room()
-        self._parts.idempotency_keys.drop(self._parts.clock.now_ms() - self._settings.idempotency_ms)
+        parts = self._parts
+        parts.writer.check_room()
+        before_ms = parts.clock.now_ms() - self._settings.idempotency_ms
+        parts.idempotency_keys.drop(before_ms, parts.outcomes.moved.last_due_ms)
 
     async def index_keys(self) -> None:
         """Let the keys of new data files be found, and merge runs of keys."""

@@ -88,7 +88,7 @@ class SendExchange:
     def submit(self, batch: pa.RecordBatch, key: str = "") -> Future[SendAck]:
         """Write a batch of the stream's schema, with the text beside it; the future gets its answer.
 
-        `key`: an idempotency key; of a stream from a source, of which records the batch is made.
+        `key`: JSON of wire.SendKey; of a stream from a source, of wire.SourceStep.
 
         Raises NotSent, or the refusal that ended the stream.
         """
@@ -179,4 +179,6 @@ class SendExchange:
         if answer.error is not None:
             future.set_exception(refusal(answer.error, answer.text))
         else:
-            future.set_result(SendAck(answer.first_seq, answer.rows, answer.store_ms))
+            future.set_result(
+                SendAck(answer.first_seq, answer.rows, answer.store_ms, answer.outcome, answer.states)
+            )

@@ -2,7 +2,8 @@
 
 A batch that was never written, or that the broker has refused as it stops, is tried again on a new stream, a few times.
 A batch whose answer was lost is tried again only with an idempotency key, by which the broker knows whether it has it:
-`retry=True` gives each batch one, made of its first topic and message id.
+`retry=True` gives each batch one, made of its first topic and message id. The receipt of a batch that was sent before
+says so, and what became of its messages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 import pyarrow as pa
@@ -18,19 +19,35 @@ import pyarrow as pa
 from timeball.client.calls import Calls, NotNow, NotSent
 from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, SendExchange
-from timeball.client.outgoing import ONE_SCHEMA, Rows, batches
+from timeball.client.outgoing import IDENTIFIERS, ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
 from timeball.errors import RequestError, TimeballError, Unavailable
-from timeball.wire import SendAck
+from timeball.wire import EXISTS, SendAck, SendKey, SentState
+
+IfSettled = Literal["keep", "send"]
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """One message is on disk. `due_ms` is None for a message that is visible at once."""
+    """One message is on disk. `due_ms` is None for a message that is visible at once.
+
+    `outcome`: "created" by this send; or "exists", as it was sent before under the same message id. `state` is the
+    current state of the message (answers.SentState), and `due_ms` its current due time.
+    """
 
     id: str
     seq: int
     due_ms: int | None
     store_ms: int
+    outcome: str = "created"
+    state: str = "waiting"
+
+
+class ExistingRows(msgspec.Struct, frozen=True):
+    """Rows of a `send_many` that were sent before, [first_row, first_row + len(states)), and their current states."""
+
+    first_row: int
+    first_seq: int
+    states: list[SentState]
 
 
 class RefusedRows(msgspec.Struct, frozen=True):
@@ -42,12 +59,16 @@ class RefusedRows(msgspec.Struct, frozen=True):
 
 
 class SendSummary(msgspec.Struct, frozen=True):
-    """The outcome of a `send_many`. `ranges`: (first_seq, rows) of each batch accepted, in order."""
+    """The outcome of a `send_many`. `ranges`: (first_seq, rows) of each batch accepted, in order.
+
+    `existing`: of these, the rows that were sent before, by a call with the same ids and `retry=True`.
+    """
 
     rows: int
     ranges: list[tuple[int, int]]
     refused: list[RefusedRows]
     ids: pa.ChunkedArray  # one string per row given, accepted or not
+    existing: list[ExistingRows] = []
 
 
 class Sender:
@@ -70,9 +91,9 @@ class Sender:
         if exchange is not None:
             exchange.close()
 
-    def send(self, batch: pa.RecordBatch, *, retry: bool) -> SendAck:
+    def send(self, batch: pa.RecordBatch, *, retry: bool, if_settled: IfSettled = "keep") -> SendAck:
         """A batch in ONE_SCHEMA, on disk when this returns. Raises what the broker says, or Unavailable."""
-        key = key_of(batch) if retry else ""
+        key = _Keys(if_settled, is_used=retry).of(batch)
         again = Unavailable if retry else NotNow
         for more in self._calls.attempts():
             exchange: SendExchange | None = None
@@ -86,10 +107,17 @@ class Sender:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def send_many(
-        self, rows: Rows, topic: str | None, batch_rows: int, window: int, collect: bool, retry: bool
+        self,
+        rows: Rows,
+        topic: str | None,
+        batch_rows: int,
+        window: int,
+        collect: bool,
+        retry: bool,
+        if_settled: IfSettled = "keep",
     ) -> SendSummary:
         """Send rows in batches, pipelined; Timeball.send_many documents the arguments."""
-        run = _Run(self._calls, window, collect, retry)
+        run = _Run(self._calls, window, collect, retry, if_settled)
         try:
             for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
                 run.put(batch)
@@ -127,19 +155,35 @@ def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
         ) from None
 
 
-def key_of(batch: pa.RecordBatch) -> str:
-    """Return the idempotency key of a batch with ids: the same when the same messages are sent again."""
-    return f"{batch.column('topic')[0]}/{batch.column('unique_key')[0]}"
+class _Keys:
+    """The idempotency keys of one call, which names its attempt by an id; without `is_used` there are none."""
+
+    def __init__(self, if_settled: IfSettled, *, is_used: bool) -> None:
+        if if_settled not in ("keep", "send"):
+            raise RequestError(f"if_settled={if_settled!r}: 'keep' or 'send'")
+        if if_settled == "send" and not is_used:
+            raise RequestError(
+                "if_settled='send' goes with retry=True, by which the broker knows the earlier send"
+            )
+        self._if_settled, self._attempt = if_settled, IDENTIFIERS.next_id() if is_used else ""
+
+    def of(self, batch: pa.RecordBatch) -> str:
+        """Return the text beside a batch with ids: the same key when the same messages are sent again."""
+        if not self._attempt:
+            return ""
+        key = f"{batch.column('topic')[0]}/{batch.column('unique_key')[0]}"
+        said = SendKey(idempotency_key=key, attempt=self._attempt, if_settled=self._if_settled)
+        return msgspec.json.encode(said).decode()
 
 
 class _Run:
     """One send_many: a stream opened with the first batch, and the batches it has not been answered for."""
 
-    def __init__(self, calls: Calls, window: int, collect: bool, retry: bool) -> None:
+    def __init__(self, calls: Calls, window: int, collect: bool, retry: bool, if_settled: IfSettled) -> None:
         self._calls = calls
         self._window = window
         self._collect = collect
-        self._retry = retry
+        self._keys = _Keys(if_settled, is_used=retry)
         self._again_when = Unavailable if retry else NotNow
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None
@@ -148,6 +192,7 @@ class _Run:
         self._ranges: list[tuple[int, int]] = []
         self._refused: list[RefusedRows] = []
         self._ids: list[pa.Array] = []
+        self._existing: list[ExistingRows] = []
 
     def put(self, batch: pa.RecordBatch) -> None:
         """Send a batch, after waiting for room in the window."""
@@ -162,7 +207,7 @@ class _Run:
         """Wait for the last answers."""
         self._settle_all()
         ids = pa.chunked_array(self._ids, pa.string()) if self._ids else pa.chunked_array([], pa.string())
-        return SendSummary(self._rows, self._ranges, self._refused, ids)
+        return SendSummary(self._rows, self._ranges, self._refused, ids, self._existing)
 
     def close(self) -> None:
         """Let go of the stream."""
@@ -182,7 +227,7 @@ class _Run:
                     # A stream that broke has batches whose fate is unknown: `_settle` will say so.
                     self._settle_all()
                 exchange = self._open(batch.schema)
-                return exchange.submit(batch, self._key(batch)), exchange
+                return exchange.submit(batch, self._keys.of(batch)), exchange
             except NotSent:
                 if not more:
                     raise
@@ -194,7 +239,7 @@ class _Run:
             exchange: SendExchange | None = None
             try:
                 exchange = self._open(batch.schema)
-                future = exchange.submit(batch, self._key(batch))
+                future = exchange.submit(batch, self._keys.of(batch))
                 return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
             except self._again_when:
                 if not more:
@@ -212,9 +257,6 @@ class _Run:
         if exchange is not None and self._exchange is exchange:
             self._exchange = None
             exchange.finish()
-
-    def _key(self, batch: pa.RecordBatch) -> str:
-        return key_of(batch) if self._retry else ""
 
     def _settle_all(self) -> None:
         while self._waiting:
@@ -234,6 +276,8 @@ class _Run:
                 self._fail(self._refused[-1])
         else:
             self._ranges.append((ack.first_seq, ack.rows))
+            if ack.outcome == EXISTS:
+                self._existing.append(ExistingRows(first_row, ack.first_seq, ack.states))
 
     def _fail(self, refused: RefusedRows) -> NoReturn:
         """Raise this refusal, after counting what else is known to be accepted."""

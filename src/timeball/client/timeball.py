@@ -30,7 +30,7 @@ from timeball.client.calls import Calls
 from timeball.client.dialing import credentials
 from timeball.client.outgoing import IDENTIFIERS, Body, Rows
 from timeball.client.reader import Reader
-from timeball.client.sender import Receipt, Sender, SendSummary
+from timeball.client.sender import IfSettled, Receipt, Sender, SendSummary
 from timeball.client.tracing import current_context
 from timeball.clock import SystemClock
 from timeball.errors import InvalidDelay, NotFound, RequestError
@@ -116,13 +116,16 @@ class Timeball(Reader):
         at: At | None = None,
         message_id: str | None = None,
         retry: bool = False,
+        if_settled: IfSettled = "keep",
     ) -> Receipt:
         """Send one message: visible at once, `after` a while, or `at` an instant.
 
         `after`: seconds, a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
         since 1970. `keys`: names it can be cancelled by, blank-separated or a list. `message_id`: made if not
-        given. `retry`: send again if the answer was lost; the broker, which knows the id for a day, takes it once.
-        So a program that starts again may repeat a send by its `message_id`, and gets the receipt of the first.
+        given. `retry`: send again if the answer was lost; the broker knows the id for a day and for a day after the
+        due time, and takes it once. So a program that starts again may repeat a send by its `message_id`: the receipt
+        says `outcome="exists"`, and the message's current state and due time. `if_settled="send"`: if that message does
+        not wait any more, because it was cancelled or released, send this one.
 
         Raises InvalidMessage, InvalidDelay, OverLimit; Unavailable if the broker cannot be reached, or the answer
         was lost (the text says which).
@@ -146,10 +149,14 @@ class Timeball(Reader):
         )
         if context := current_context():
             batch = with_contexts(batch, [context])
-        ack = self._sender.send(batch, retry=retry)
+        ack = self._sender.send(batch, retry=retry, if_settled=if_settled)
+        if ack.states:
+            now = ack.states[0]
+            return Receipt(key, ack.first_seq, now.due_ms, ack.store_ms, ack.outcome, now.state)
         if relative_ms is not None:
             due_ms = ack.store_ms + relative_ms
-        return Receipt(key, ack.first_seq, due_ms, ack.store_ms)
+        state = "visible" if due_ms is None or due_ms <= ack.store_ms else "waiting"
+        return Receipt(key, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state)
 
     def send_many(
         self,
@@ -160,6 +167,7 @@ class Timeball(Reader):
         window: int = WINDOW,
         on_refused: Literal["raise", "collect"] = "raise",
         retry: bool = False,
+        if_settled: IfSettled = "keep",
     ) -> SendSummary:
         """Send a table, a record batch, a reader or an iterable of dicts; pipelined, a batch atomic.
 
@@ -167,7 +175,7 @@ class Timeball(Reader):
         flag, due_ms, delay_ms, at (timestamp with zone), after (duration or seconds) what there is. `topic` fills a
         missing column. Returns when every batch was answered. A refused batch ends it with the broker's error, in
         which the text names the rows; with on_refused="collect" it goes on, and the summary lists them. `retry`: send a
-        batch again if its answer was lost; the broker takes it once.
+        batch again if its answer was lost; the broker takes it once. `if_settled`: as for `send`, of whole batches.
 
         >>> import pyarrow as pa
         >>> with Timeball(endpoint) as ball:
@@ -181,7 +189,8 @@ class Timeball(Reader):
             raise RequestError(f"window={window}: at least 1")
         if on_refused not in ("raise", "collect"):
             raise RequestError(f"on_refused={on_refused!r}: 'raise' or 'collect'")
-        return self._sender.send_many(rows, topic, batch_rows, window, on_refused == "collect", retry)
+        collect = on_refused == "collect"
+        return self._sender.send_many(rows, topic, batch_rows, window, collect, retry, if_settled)
 
     def get(self, id: str, topic: str | None = None) -> MessagePlace:
         """Return where the message with this id is: waiting, visible, cancelled or expired; raise NotFound.

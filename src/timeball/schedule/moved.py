@@ -53,6 +53,15 @@ class Moved:
         known = self._find(number)
         return None if known is None else known[:2]
 
+    def last_due_ms(self, first: int, rows: int) -> int:
+        """Return the latest newest instant of the promises first, first + 1, …; 0 when none of them was moved."""
+        numbers, due_ms, *_ = self._older
+        begin, end = np.searchsorted(numbers, [first, first + rows])
+        last_ms = int(due_ms[begin:end].max()) if begin < end else 0
+        recent = self._recent
+        moved = range(first, first + rows) if rows < len(recent) else recent
+        return max([last_ms, *(recent[n][0] for n in moved if n in recent and first <= n < first + rows)])
+
     def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return (due_ms, version) of many promises, of which these are the first instants."""
         due_ms, version = due_ms.copy(), number.copy()

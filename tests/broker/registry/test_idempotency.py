@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -16,7 +17,11 @@ from timeball.errors import Conflict
 
 KEPT_MS = 10
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["use", "drop", "start"]), st.sampled_from("abcdef"), st.integers(0, 5)),
+    st.tuples(
+        st.sampled_from(["use", "schedule", "move", "drop", "start"]),
+        st.sampled_from("abcdef"),
+        st.integers(0, 5),
+    ),
     max_size=30,
 )
 
@@ -35,18 +40,30 @@ def test_content_is_the_messages_and_not_their_layout() -> None:
 @given(STEPS)
 def test_the_newest_keys_count_before_and_after_a_start(steps: list[tuple[str, str, int]]) -> None:
     log, model, now_ms = StateRows(), dict[str, KeyedSend](), 1_000
-    keys = log.opened(IdempotencyKeys)
+    keys, moved = log.opened(IdempotencyKeys), dict[int, int]()
+
+    def is_known(send: KeyedSend) -> bool:
+        return max(send.store_ms, send.last_due_ms, moved.get(send.first_seq, 0)) > now_ms - KEPT_MS
+
+    def last_due_ms(first_seq: int, _: int) -> int:
+        return moved.get(first_seq, 0)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "IDEMPOTENCY_KEYS_MAX", 4)
+        patch.setattr(idempotency, "STALE_MAX", 2)
         for step, name, passed_ms in steps:
             now_ms += passed_ms
             if step == "start":
                 keys = log.opened(IdempotencyKeys)
             elif step == "drop":
-                keys.drop(now_ms - KEPT_MS)
-                model = {key: send for key, send in model.items() if send.store_ms > now_ms - KEPT_MS}
-            elif keys.get(name, now_ms - KEPT_MS) is None:
-                send = KeyedSend(len(log.appended), 1, now_ms, "content")
+                keys.drop(now_ms - KEPT_MS, last_due_ms)
+                model = {key: send for key, send in model.items() if is_known(send)}
+                assert len(keys) == len(model)
+            elif step == "move" and name in model:
+                moved[model[name].first_seq] = now_ms + 3 * passed_ms
+            elif step in ("use", "schedule") and keys.get(name, now_ms - KEPT_MS, last_due_ms) is None:
+                due_ms = now_ms + 4 * passed_ms if step == "schedule" else 0
+                send = KeyedSend(len(log.appended), 1, now_ms, "content", "", due_ms)
                 change = keys.changed([(name, send)])
                 log.appended.append(change.rows)
                 change.keep()
@@ -54,5 +71,19 @@ def test_the_newest_keys_count_before_and_after_a_start(steps: list[tuple[str, s
                 model = dict(list(model.items())[-4:])
             for key in "abcdef":
                 known = model.get(key)
-                is_fresh = known is not None and known.store_ms > now_ms - KEPT_MS
-                assert keys.get(key, now_ms - KEPT_MS) == (known if is_fresh else None)
+                expected = known if known is not None and is_known(known) else None
+                assert keys.get(key, now_ms - KEPT_MS, last_due_ms) == expected
+
+
+def test_a_row_of_an_older_version_is_read() -> None:
+    old = msgspec.json.decode(b'[7,1,1000,"content"]', type=KeyedSend)
+    assert (old.first_seq, old.attempt, old.last_due_ms, old.last_ms) == (7, "", -1, 1_000)
+
+
+def test_only_its_frame_tells_when_the_last_message_of_a_send_is_due() -> None:
+    use = idempotency.key_use("one", "key", batch(3, due_ms=[5_000, None, None], delay_ms=[None, 70, None]))
+    assert use.sent(7, 4_000).last_due_ms == 5_000
+    assert use.sent(7, 6_000).last_due_ms == 6_070
+    assert idempotency.key_use("one", "key", batch(2)).sent(7, 6_000).last_due_ms == 0
+    attempts = [idempotency.key_use(*who, batch(), "r").attempt for who in (("one", "key"), ("two", "key"))]
+    assert len({"", *attempts}) == 3

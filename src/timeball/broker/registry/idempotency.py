@@ -2,17 +2,22 @@
 
 A key is text that a client chooses for one send. Its row stands in the frame of the messages, so both are on disk or
 neither is. The log and the snapshots hold a hash of the key and of who used it, never the key.
+
+A key is known for a while after its send, and for as long after the due time of its last message, also when that was
+rescheduled: a message that waits cannot be sent a second time by its key.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
@@ -24,14 +29,13 @@ DROPPED_AT_ONCE_MAX = 10_000  # expired keys; their rows share a frame
 _HASH_BYTES = 16
 # A client that sends again may have another address, may stamp the message anew, and may be in another span.
 _CONTENT = [name for name in SEND_COLUMNS if name not in ("born_ms", "born_host")]
+STALE_MAX = (
+    1_000  # entries of the queue of ends whose keys have gone; more than the keys besides, and it is rebuilt
+)
 
-
-class KeyUse(NamedTuple):
-    """A key as one send uses it."""
-
-    name: str  # hash of caller and key
-    content: str  # hash of the messages
-    rows: int
+LastDue = Callable[
+    [int, int], int
+]  # from the first number of messages and how many: the latest instant moved to
 
 
 class KeyedSend(msgspec.Struct, frozen=True, array_like=True):
@@ -41,14 +45,43 @@ class KeyedSend(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     store_ms: int
     content: str
+    attempt: str = ""
+    last_due_ms: int = (
+        -1
+    )  # of its messages, as they were sent; 0: none is scheduled, -1: not known, of an old row
+
+    @property
+    def last_ms(self) -> int:
+        """Return the later of the send and the due time of its last message."""
+        return max(self.store_ms, self.last_due_ms)
 
     def check_same(self, use: KeyUse) -> None:
         """Raise Conflict when a later send has the key, and other messages."""
         check_same(self.content, use)
 
 
-def key_use(caller: str, key: str, batch: pa.RecordBatch) -> KeyUse:
-    """Return how a send of SEND_COLUMNS uses a key; `caller` is the name of the account."""
+class KeyUse(NamedTuple):
+    """A key as one send uses it."""
+
+    name: str  # hash of caller and key
+    content: str  # hash of the messages
+    rows: int
+    attempt: str = ""  # hash of the text by which the client names its attempt, "" when it does not
+    is_anew: bool = False
+    due_ms: int = 0  # the latest due time, 0 if there is none
+    delay_ms: int = 0  # the longest delay
+
+    def sent(self, first_seq: int, store_ms: int) -> KeyedSend:
+        """Return the value of the key's row, for messages that stand in the log from this number on."""
+        last_due_ms = max(self.due_ms, store_ms + self.delay_ms if self.delay_ms else 0)
+        return KeyedSend(first_seq, self.rows, store_ms, self.content, self.attempt, last_due_ms)
+
+
+def key_use(caller: str, key: str, batch: pa.RecordBatch, attempt: str = "", *, anew: bool = False) -> KeyUse:
+    """Return the use of a key by a send of SEND_COLUMNS; `caller` is the name of the account.
+
+    `attempt`: text by which the client names its attempt; `anew`: it asks to send anew when nothing waits.
+    """
     # By rows, so that neither slices nor dictionaries of the same messages make a difference.
     columns = [batch.column(name).to_pylist() if name in batch.schema.names else None for name in _CONTENT]
     at = _CONTENT.index("properties")
@@ -56,14 +89,27 @@ def key_use(caller: str, key: str, batch: pa.RecordBatch) -> KeyUse:
     columns = [
         column if column and any(value is not None for value in column) else None for column in columns
     ]
-    return KeyUse(_hash([caller, key]), _hash(columns), batch.num_rows)
+    return KeyUse(
+        _hash([caller, key]),
+        _hash(columns),
+        batch.num_rows,
+        _hash([caller, key, attempt]) if attempt else "",
+        anew,
+        _largest(batch, "due_ms"),
+        _largest(batch, "delay_ms"),
+    )
+
+
+def _largest(batch: pa.RecordBatch, name: str) -> int:
+    return (pc.max(batch.column(name)).as_py() or 0) if name in batch.schema.names else 0
 
 
 def check_same(content: str, use: KeyUse) -> None:
     """Raise Conflict when a send with the key of another has not its messages."""
     if content != use.content:
         raise Conflict(
-            "this idempotency key has been used for a send of other messages; use a new key for each send"
+            "this idempotency key has been used for a send of other messages; use a new key for each send, or ask "
+            "to send anew once nothing of the earlier send waits"
         )
 
 
@@ -72,39 +118,63 @@ def _hash(values: Sequence[object]) -> str:
 
 
 class IdempotencyKeys:
-    """The keys that count, oldest first. Belongs to the event loop.
+    """The keys that count, in the order of their sends. Belongs to the event loop.
 
-    A key gives way when IDEMPOTENCY_KEYS_MAX newer ones have come, or when it is older than the caller says.
+    A key gives way when IDEMPOTENCY_KEYS_MAX newer ones have come, or when its send and the due times of its messages
+    lie before the instant that the caller names.
     """
 
     def __init__(self, meta: MetaLog) -> None:
         self._kept = MetaTable(meta, "once", KeyedSend)
+        # (last_ms, name), a heap: which keys expire next. A cache of `_kept`, with entries of keys that have gone.
+        self._ends: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         """Return how many are known, some of which may have expired."""
         return len(self._kept.values)
 
-    def get(self, name: str, after_ms: int) -> KeyedSend | None:
-        """Return the send that has used a key after an instant."""
+    def get(self, name: str, after_ms: int, last_due_ms: LastDue) -> KeyedSend | None:
+        """Return the send that has used a key, if it or the due time of one of its messages lies after an instant."""
         found = self._kept.values.get(name)
-        return found if found is not None and found.store_ms > after_ms else None
+        if found is None or found.last_ms > after_ms:
+            return found
+        return found if last_due_ms(found.first_seq, found.rows) > after_ms else None
 
     def changed(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
         """Return the rows of keys that are used now, and of the oldest ones, which give way to them."""
         added: dict[str, KeyedSend | None] = dict(sends)
-        surplus = len(self._kept.values) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
-        gone = dict.fromkeys(islice(self._kept.values, max(0, surplus)))
-        # A key that has expired, and is used again: deleted first, so that it stands at the end like other new ones.
-        gone |= dict.fromkeys(name for name in added if name in self._kept.values)
-        return self._kept.changed([*gone.items(), *added.items()])
+        values = self._kept.values
+        # A key that is used again: deleted first, so that it stands at the end like other new ones.
+        gone = dict.fromkeys(name for name in added if name in values)
+        surplus = len(values) - len(gone) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
+        gone |= dict.fromkeys(islice((name for name in values if name not in gone), max(0, surplus)))
+        rows, keep = self._kept.changed([*gone.items(), *added.items()])
 
-    def drop(self, before_ms: int) -> int:
-        """Delete keys used up to an instant, DROPPED_AT_ONCE_MAX of them at most; return how many."""
+        def keep_ends() -> None:
+            keep()
+            for name, send in added.items():
+                if send is not None:
+                    heappush(self._ends, (send.last_ms, name))
+
+        return Change(rows, keep_ends)
+
+    def drop(self, before_ms: int, last_due_ms: LastDue) -> int:
+        """Delete keys whose sends and due times lie before an instant, DROPPED_AT_ONCE_MAX at most; return how many."""
+        values = self._kept.values
+        # After a start there are none, and after a flood of keys most of them are of keys that have gone.
+        if len(self._ends) < len(values) or len(self._ends) > 2 * len(values) + STALE_MAX:
+            self._ends = [(send.last_ms, name) for name, send in values.items()]
+            heapify(self._ends)
         expired: list[str] = []
-        for name, send in self._kept.values.items():
-            # In the order of their use; a clock that was set back lets some live longer.
-            if send.store_ms > before_ms or len(expired) >= DROPPED_AT_ONCE_MAX:
-                break
-            expired.append(name)
-        self._kept.put((name, None) for name in expired)
+        while self._ends and self._ends[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
+            end_ms, name = heappop(self._ends)
+            send = values.get(name)
+            if send is None or send.last_ms > end_ms:
+                continue
+            moved_to_ms = last_due_ms(send.first_seq, send.rows)
+            if moved_to_ms > before_ms:
+                heappush(self._ends, (moved_to_ms, name))
+            else:
+                expired.append(name)
+        self._kept.put((name, None) for name in dict.fromkeys(expired))
         return len(expired)

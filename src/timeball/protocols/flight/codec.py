@@ -133,12 +133,19 @@ _IO_ERROR = "5"  # Arrow's StatusCode, which its clients read as a FlightServerE
 _DETAIL = "Failed"
 
 
-def idempotency_key(metadata: memoryview) -> str:
-    """Return the key that stands beside a batch, "" where there is none; raises InvalidMessage."""
+def metadata_text(metadata: memoryview) -> str:
+    """Return the text that stands beside a batch, "" where there is none; raises InvalidMessage."""
     try:
         return str(metadata, "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidMessage("the metadata of a batch is its idempotency key, and must be UTF-8") from error
+        raise InvalidMessage("the metadata of a batch is JSON, and must be UTF-8") from error
+
+
+def send_key(metadata: str) -> wire.SendKey:
+    """Return the idempotency key that stands beside a batch; raises InvalidMessage, OverLimit, RequestError."""
+    check_size("the metadata of a batch", len(metadata), wire.BODY_BYTES_MAX)
+    key: wire.SendKey = _decode(metadata.encode(), wire.SendKey, "the metadata of a batch")
+    return key
 
 
 def source_step(metadata: str) -> wire.SourceStep:

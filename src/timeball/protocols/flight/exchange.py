@@ -209,7 +209,7 @@ class Upload(FlightCall):
                 ipc.batch(message.header, message.body, self._schema), self.call.caller
             )
             size_bytes = size_of(batch)
-            key = codec.idempotency_key(message.metadata)
+            key = codec.metadata_text(message.metadata)
         except Exception as error:  # of any kind: this batch gets an answer and the next one its turn
             return _Entry(refusal(error), 0, "")
         return _Entry(batch, max(message.size_bytes, size_bytes), key)

@@ -44,12 +44,14 @@ class Sends:
     def put(self, batch: SendBatch, slot: Slot, caller: Caller, key: str = "") -> None:
         """Hand over a few rows, or a batch with the types of SEND_SCHEMA; its slot will be settled.
 
-        `key`: for idempotency; with one a batch it is.
+        `key`: the JSON of wire.SendKey; "" for a batch without an idempotency key.
         """
         piece = _Piece(self, batch, len(batch), slot.size_bytes, 0, caller, slot)
         try:
             if key:
-                self._broker.keyed_sends.put(piece, key)
+                said = codec.send_key(key)
+                anew = said.if_settled == "send"
+                self._broker.keyed_sends.put(piece, said.idempotency_key, said.attempt, anew=anew)
             else:
                 self._broker.sends.put(piece)
         except Exception as error:  # of any kind: the stream waits for this answer before all later ones
@@ -59,7 +61,8 @@ class Sends:
         """Settle the slots of batches that are durable."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
-            piece.slot.settle(codec.encode(wire.SendAck(first_seq, piece.count, accepted.store_ms)))
+            ack = wire.SendAck(first_seq, piece.count, accepted.store_ms, *(accepted.sent or ()))
+            piece.slot.settle(codec.encode(ack))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Settle the slots of batches that were not taken."""

@@ -48,6 +48,11 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "RouteHere": {"ask": "route", "topic": "orders"},
     "Subscribing": {"topic": "orders", "group": "billing", "url": "https://billing.example/hooks/orders"},
 }
+_SEND_HEADERS = {
+    "Idempotency-Key": "A send with the key of an earlier one sends nothing: it is told what became of those messages.",
+    "Idempotency-Attempt": "A text of the client's, new for each attempt, and the same when the attempt is repeated.",
+    "Idempotency-If-Settled": "'send' sends anew, as another attempt, if no message of the earlier send waits.",
+}
 _PARAMETER_EXAMPLES = {
     "topic": "orders",
     "group": "billing",
@@ -327,10 +332,10 @@ def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
         if f"{{{name}}}" in each.path:
             parameters.append({"name": name, "in": "path", "required": True, "schema": _PATH[name]})
     if each.name == "send":
-        text = "A send with the key of an earlier one gets its answer, and no message is sent twice."
-        parameters.append(
-            {"name": "Idempotency-Key", "in": "header", "description": text, "schema": {"type": "string"}}
-        )
+        for name, text in _SEND_HEADERS.items():
+            parameters.append(
+                {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+            )
     if each.name == "events":
         text = "The id of an event: the stream goes on behind it. Without one it begins with what comes now."
         parameters.append(
@@ -366,8 +371,9 @@ def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
                 "schema": {"type": "string", "format": "binary", "description": text}
             }
         found["requestBody"] = {"required": True, "content": content}
-    if each.name == "subscribe":
-        found["responses"]["201"] = found["responses"]["200"]  # as it was there before, or not
+    # A send may be a repetition, and a subscription be new.
+    if other := {"send": "200", "subscribe": "201"}.get(each.name):
+        found["responses"][other] = found["responses"][str(each.status)]
     if each.path.startswith(("/health", "/leader")):
         found["security"] = []
     return found

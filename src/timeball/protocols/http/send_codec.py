@@ -14,6 +14,7 @@ and delays are read by instants.py, as those of the Python client are; a bare nu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -23,6 +24,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.access import ANONYMOUS
+from timeball.answers import SentState
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import SEND_COLUMNS, SendBatch, SendRow
 from timeball.protocols import arrow_ipc
@@ -61,13 +63,19 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, omit_defaults=True):
-    """The answer to a message that was taken. Without `due` it is in its queue already."""
+    """The answer to a message that was taken. Without `due` it is in its queue already.
+
+    Of a send with an idempotency key, `outcome`: created, or "exists" when it was sent before. Of one that is repeated,
+    `state` and `due`: its current state and due time.
+    """
 
     id: str
     seq: int
     durable: bool
     due: str | None = None
     due_ms: int | None = None
+    outcome: str | None = None
+    state: str | None = None
 
 
 class SentMany(msgspec.Struct):
@@ -76,12 +84,14 @@ class SentMany(msgspec.Struct):
     messages: list[Sent]
 
 
-class SentRows(msgspec.Struct):
-    """The answer to columns: their rows stand side by side."""
+class SentRows(msgspec.Struct, omit_defaults=True):
+    """The answer to columns: their rows stand side by side. `states`: how many are in each, of those sent before."""
 
     first_seq: int
     rows: int
     durable: bool
+    outcome: str | None = None
+    states: dict[str, int] = {}
 
 
 class Place(NamedTuple):
@@ -203,16 +213,31 @@ def _of_headers(
     )
 
 
-def sent(sending: Sending, first_seq: int, store_ms: int, *, durable: bool) -> Sent | SentMany | SentRows:
-    """Return the answer to messages that stand in the log from `first_seq` on."""
+def sent(
+    sending: Sending,
+    first_seq: int,
+    store_ms: int,
+    keyed: tuple[str, list[SentState]] | None = None,
+    *,
+    durable: bool,
+) -> Sent | SentMany | SentRows:
+    """Return the answer to messages that stand in the log from `first_seq` on.
+
+    `keyed`: of a send with an idempotency key its outcome, and the states of messages that were sent before.
+    """
+    outcome, states = keyed or (None, ())
     if sending.places is None:
-        return SentRows(first_seq, sending.row_count, durable)
+        counts = Counter(each.state for each in states)
+        return SentRows(first_seq, sending.row_count, durable, outcome, counts)
     answers = []
-    for seq, (message_id, due_ms, delay_ms) in enumerate(sending.places, first_seq):
-        if delay_ms is not None:
+    for at, (message_id, due_ms, delay_ms) in enumerate(sending.places):
+        state = None
+        if states:
+            state, due_ms = states[at].state, states[at].due_ms
+        elif delay_ms is not None:
             due_ms = store_ms + delay_ms
         text = None if due_ms is None else instant_text(due_ms)
-        answers.append(Sent(message_id, seq, durable, text, due_ms))
+        answers.append(Sent(message_id, first_seq + at, durable, text, due_ms, outcome, state))
     return answers[0] if sending.is_one else SentMany(answers)
 
 

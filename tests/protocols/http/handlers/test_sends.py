@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -128,14 +129,15 @@ def test_a_raw_body_that_any_page_could_send_wants_a_header(client: Client) -> N
 
 def test_a_raw_send_with_a_key_is_taken_once(client: Client) -> None:
     first, again = (client.send("raw", b"x", timeball_delay="1h", idempotency_key="k-raw") for _ in range(2))
-    assert first.value == again.value
+    assert (first.status, first.value["outcome"]) == (201, "created")
+    assert (again.status, again.value) == (200, first.value | {"outcome": "exists", "state": "waiting"})
 
 
 def test_a_send_with_a_key_is_taken_once(client: Client) -> None:
     first = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")
     again = client.send("once", {"body": "a", "delay": "1h"}, idempotency_key="k1")
-    assert first.status == again.status == 201
-    assert first.value == again.value
+    assert (first.status, again.status) == (201, 200)
+    assert again.value == first.value | {"outcome": "exists", "state": "waiting"}
     other = client.send("once", {"body": "b", "delay": "1h"}, idempotency_key="k1")
     assert (other.status, other.value["code"]) == (409, "conflict")
 
@@ -153,6 +155,48 @@ def test_columns_are_taken_whole_and_answered_by_their_numbers(client: Client) -
         "columns", sink.getvalue(), content_type="application/vnd.apache.arrow.stream", idempotency_key="c"
     )
     assert again.status == 201
+    repeated = client.send(
+        "columns", sink.getvalue(), content_type="application/vnd.apache.arrow.stream", idempotency_key="c"
+    )
+    assert (repeated.status, repeated.value) == (
+        200,
+        again.value | {"outcome": "exists", "states": {"visible": 500}},
+    )
+
+
+def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(client: Client) -> None:
+    def send(body: str = "a", **headers: str) -> tuple[int, Any]:
+        answer = client.send(
+            "anew", [{"body": body, "delay": "1h"}, {"body": "now"}], idempotency_key="k", **headers
+        )
+        return answer.status, answer.value
+
+    status, first = send()
+    ids = [one["id"] for one in first["messages"]]
+    assert (status, [one["outcome"] for one in first["messages"]]) == (201, ["created"] * 2)
+    moved = client.ask("PATCH", f"/v1/messages/{ids[0]}", {"delay": "2h"}).value
+    status, again = send()
+    assert [one.get("due") for one in again["messages"]] == [moved["due"], None]
+    assert (status, [one["state"] for one in again["messages"]]) == (200, ["waiting", "visible"])
+    assert send(idempotency_attempt="1", idempotency_if_settled="send") == (status, again)
+    client.ask("DELETE", f"/v1/messages/{ids[0]}")
+    status, again = send()
+    assert (status, [one["state"] for one in again["messages"]]) == (200, ["cancelled", "visible"])
+    status, anew = send(idempotency_attempt="1", idempotency_if_settled="send")
+    assert (status, anew["messages"][0]["outcome"]) == (201, "created")
+    assert anew["messages"][0]["seq"] > first["messages"][1]["seq"]
+    # The answer was lost: the same attempt makes no second message.
+    status, lost = send(idempotency_attempt="1", idempotency_if_settled="send")
+    assert (status, lost["messages"][0]) == (201, anew["messages"][0] | {"state": "waiting"})
+    status, problem = send("b", idempotency_attempt="2", idempotency_if_settled="send")
+    assert (status, problem["code"]) == (409, "conflict")
+    for wrong in (
+        {"idempotency_if_settled": "send"},
+        {"idempotency_attempt": "1", "idempotency_if_settled": "never", "idempotency_key": "k"},
+        {"idempotency_key": "k", "idempotency_if_settled": "send"},
+    ):
+        refused = client.send("anew", {"body": "a"}, **wrong)
+        assert (refused.status, refused.value["code"]) == (400, "invalid_message")
 
 
 @pytest.mark.parametrize("name", ["string_view", "binary_view", "list_view<item: string>"])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
-from timeball.broker.appender import Accepted
+from timeball.access import Verb
+from timeball.answers import CREATED, EXISTS
+from timeball.broker.appender import Accepted, Sent
 from timeball.broker.ingress import Piece, settle
 from timeball.broker.service import Broker
+from timeball.errors import InvalidMessage
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import codec, send_codec
 from timeball.protocols.http.problems import Answer
@@ -20,8 +23,16 @@ SMALL_BYTES = 64 * 1024  # decoded on the loop; more in a thread
 _IDS_AT_ONCE = 64
 
 
+class _Stood(NamedTuple):
+    """The place of messages in the log; `sent` of those that were sent before."""
+
+    first_seq: int
+    store_ms: int
+    sent: Sent | None
+
+
 class _Piece(Piece, gc=False):
-    accepted: Any  # a future of Accepted
+    accepted: Any  # a future of _Stood
 
 
 class _Derived(send_codec.IdSource):
@@ -64,8 +75,19 @@ class Sends:
     async def _send(self, call: Call) -> Answer:
         """Send the messages of a request; return where they stand."""
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
+        attempt, if_settled = (
+            call.headers.get(f"idempotency-{name}", "") for name in ("attempt", "if-settled")
+        )
+        if if_settled not in ("", "keep", "send"):
+            raise InvalidMessage(f"idempotency-if-settled: {if_settled[:80]!r}; 'keep' or 'send'")
+        if key is None and (attempt or if_settled):
+            raise InvalidMessage("name the send by the header idempotency-key, too")
         # What a client may not send is not read.
-        known = self._broker.policy.destination(topic, call.caller)
+        policy = self._broker.policy
+        policy.allow(call.caller, Verb.SEND, topic=topic)
+        # A group that is drained takes no new send, and answers one that is repeated.
+        is_closed = key is not None and policy.closed
+        known = None if is_closed else policy.destination(topic, call.caller)
         # Only with a header that no page of another site may send without being asked: a browser on this machine would
         # carry its messages here.
         is_event, kind = "ce-specversion" in call.headers, ""
@@ -89,23 +111,28 @@ class Sends:
         if context := of_headers(call.headers):
             rows = with_contexts(sending.rows, [context] * sending.row_count)
             sending = sending._replace(rows=rows)
-        accepted: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        accepted: asyncio.Future[_Stood] = asyncio.get_running_loop().create_future()
         # Rows are of a topic that was asked for; columns may be, and are asked for again.
         caller = None if isinstance(sending.rows, list) else call.caller
         piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, caller, accepted)
         if key is None:
             self._broker.sends.put(piece)
         else:
-            self._broker.keyed_sends.put(piece, key)
-        first_seq, store_ms = await accepted
-        sent = send_codec.sent(sending, first_seq, store_ms, durable=self._is_durable)
+            self._broker.keyed_sends.put(piece, key, attempt, anew=if_settled == "send")
+        first_seq, store_ms, repeated = await accepted
+        if key is not None and repeated is None:
+            repeated = Sent(CREATED, [])
+        sent = send_codec.sent(sending, first_seq, store_ms, repeated, durable=self._is_durable)
         answered = 1 if sending.places is None else sending.row_count
-        return Answer(201, sent, size_bytes=200 * answered)
+        return Answer(
+            200 if repeated and repeated.outcome == EXISTS else 201, sent, size_bytes=200 * answered
+        )
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Tell each request where its messages stand (an Edge of broker/ingress.py)."""
         for piece in pieces:
-            settle(piece.accepted, (accepted.first_seq + piece.first_row, accepted.store_ms))
+            first_seq = accepted.first_seq + piece.first_row
+            settle(piece.accepted, _Stood(first_seq, accepted.store_ms, accepted.sent))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Tell each request why its messages were not taken."""

@@ -1,0 +1,50 @@
+"""Tell a sender that repeats a send the states of its messages, by their numbers: a read, which settles nothing.
+
+The caller has sent these messages, so no permission to look messages up is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from timeball import limits
+from timeball.answers import SentState
+from timeball.broker.revoking.cancel import settle
+from timeball.broker.revoking.find_message import WAITING
+from timeball.broker.revoking.look_ups import LookUps
+from timeball.broker.revoking.promise_lookup import CANCELLED, RELEASED, Candidate, Names, pairs
+from timeball.wire import Verdict
+
+# Of a number that was sent for an instant in the past no scheduled message is known: it was visible at once.
+_STATES = {RELEASED: "visible", "not_found": "visible", CANCELLED: "cancelled"}
+
+
+async def sent_states(
+    look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]] = list
+) -> list[SentState]:
+    """Return the current states of scheduled messages; `retold`: what a group of a cluster makes of the verdicts."""
+    found: list[SentState] = []
+    for start in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
+        found += await _states(look_ups, numbers[start : start + limits.CANCELS_PER_REQUEST_MAX], retold)
+    return found
+
+
+async def _states(
+    look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]]
+) -> list[SentState]:
+    outcomes, names = look_ups.parts.outcomes, Names(seqs=numbers)
+    due_ms = {c.number: c.due_ms for c in (await look_ups.look_up(names)).candidates}
+
+    async def look(named: list[Candidate]) -> dict[int, Verdict]:
+        due_ms.update({c.number: c.due_ms for c in named})
+        waits = outcomes.waits(*pairs(named)).tolist()
+        return {
+            c.number: Verdict("", WAITING, c.number) for c, does in zip(named, waits, strict=True) if does
+        }
+
+    # One verdict for each number, in their order.
+    verdicts = retold(await settle(look_ups, names, look))
+    return [
+        SentState(_STATES.get(each.verdict, each.verdict), due_ms.get(number))
+        for number, each in zip(numbers, verdicts, strict=True)
+    ]

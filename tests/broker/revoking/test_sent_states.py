@@ -1,0 +1,44 @@
+"""The states of messages by their numbers, for a sender that repeats a send: all kinds, in the order asked."""
+
+from __future__ import annotations
+
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import HOUR_MS, World
+
+from timeball import limits
+
+
+@on_node()
+async def test_states_are_in_the_order_of_the_numbers_however_many(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CANCELS_PER_REQUEST_MAX", 2)
+    now_ms = world.clock.wall
+    accepted = await world.broker.send(
+        batch(5, due_ms=[now_ms + HOUR_MS, now_ms + HOUR_MS, None, now_ms - 1, now_ms + 3 * HOUR_MS])
+    )
+    first = accepted.first_seq
+    await world.broker.cancel(seqs=[first + 1])
+    await world.broker.compact()
+    await world.advance(2 * HOUR_MS)
+    numbers = [first + 4, first, first + 1, first + 2, first + 3]
+    states = await world.broker.sent_states(numbers)
+    assert [each.state for each in states] == ["waiting", "visible", "cancelled", "visible", "visible"]
+    assert [each.due_ms for each in states[:3]] == [now_ms + 3 * HOUR_MS, now_ms + HOUR_MS, now_ms + HOUR_MS]
+    assert [each.is_settled for each in states] == [False, True, True, True, True]
+
+
+@on_node(segment_bytes=1024 * 1024, retention_ms=60_000)
+async def test_of_a_message_that_retention_has_removed_only_its_end_is_told(world: World) -> None:
+    accepted = await world.broker.send(batch(due_ms=[world.clock.wall + HOUR_MS]))
+    number = accepted.first_seq
+    await world.broker.compact()
+    await world.advance(2 * HOUR_MS)
+    for _ in range(3):
+        await world.broker.send(batch(body=[b"x" * 700_000]))
+    await world.advance(HOUR_MS)
+    await world.let_go()
+    assert world.broker.parts.reader.first_seq > number
+    (state,) = await world.broker.sent_states([number])
+    assert state.state == "expired" and state.is_settled
