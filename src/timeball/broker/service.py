@@ -311,6 +311,10 @@ class Broker:
         self.policy.check_group(group)
         return self.parts.offsets.get(group, topic)
 
+    def is_group(self, group: str) -> bool:
+        """Return whether a consumer group is known here: by its configuration, or by stored offsets."""
+        return self.parts.groups.find_group(group) is not None or group in self.parts.offsets.table
+
     async def commit_offsets(
         self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS
     ) -> None:

@@ -45,6 +45,17 @@ _ENTRY = re.compile(rb"\s*(\{[^{}]*\})\s*:\s*(-?[0-9]{1,19})\s*,?")
 
 Reply = Command | None
 
+# Header fields of RocketMQ 5.5 that give a request another meaning, and the values that do not. A request with another
+# value is refused: to do what it would mean without the field is wrong. tests/protocols/remoting/test_header_fields.py
+# lists all fields of 5.5 and what becomes of each.
+NEW_FIELDS: dict[str, frozenset[str]] = {
+    "liteTopic": frozenset({""}),
+    "suspend": frozenset({"", "false"}),  # of a lite topic's consumer
+    "indexType": frozenset({"", "K", "U"}),  # keys, ids; and "T", tags
+    "lastKey": frozenset({""}),  # a page of a query, behind this key
+}
+_NEW_NAMES = frozenset(NEW_FIELDS)
+
 
 class Call:
     """A request, the connection it came by, and typed access to its fields."""
@@ -99,6 +110,18 @@ class Call:
     def answer_json(self, value: Any) -> Command:
         """A response whose body is JSON."""
         return self.answer(body=msgspec.json.encode(value))
+
+
+def check_new_fields(command: Command) -> None:
+    """Raise Refused for a field of newer clients that asks for something that the broker does not do."""
+    if _NEW_NAMES.isdisjoint(command.ext):
+        return
+    for name in _NEW_NAMES & command.ext.keys():
+        if command.ext[name] not in NEW_FIELDS[name]:
+            raise Refused(
+                ResponseCode.INVALID_PARAMETER,
+                f"code {command.code}: {name} {command.ext[name][:64]!r} is not supported by Timeball: leave it out",
+            )
 
 
 Handler = Callable[[Call], Reply | Awaitable[Reply]]

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Iterable
 
 from timeball.protocols.error_codes import log_failure, sentence
-from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, response_code
+from timeball.protocols.remoting.calls import Call, Handler, Handlers, Reply, check_new_fields, response_code
 from timeball.protocols.remoting.codec import frame as codec
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, Frame
@@ -65,6 +65,7 @@ class Dispatch:
             self._reply(call, call.answer(ResponseCode.SYSTEM_BUSY, remark))
             return
         try:
+            check_new_fields(command)
             reply = handler(call)
         except Exception as error:  # of any kind: the client gets an answer, and we go on
             self._reply(call, failure(call, error))

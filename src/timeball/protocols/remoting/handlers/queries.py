@@ -38,6 +38,7 @@ class _Query(msgspec.Struct, rename="camel"):
     begin_timestamp: int = 0
     end_timestamp: int = (1 << 63) - 1
     unique_key_query: bool = msgspec.field(name="_UNIQUE_KEY_QUERY", default=False)
+    index_type: str = ""  # of 5.x tools: "U" asks for an id as `_UNIQUE_KEY_QUERY` does
 
 
 class _View(msgspec.Struct):
@@ -137,7 +138,7 @@ def _waits(rows: pa.RecordBatch) -> pa.Array:
 
 
 def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
-    if fields.unique_key_query:
+    if fields.unique_key_query or fields.index_type == "U":
         named = pc.equal(rows.column("unique_key"), fields.key)
     else:
         named = _has_key(rows.column("keys"), fields.key)

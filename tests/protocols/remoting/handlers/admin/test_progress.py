@@ -200,12 +200,81 @@ async def test_the_cpp_client_is_told_in_json(world: World) -> None:
     rig.pair.close()
 
 
+@pytest.mark.parametrize("members", [True, False])
+@pytest.mark.parametrize(
+    ("said", "offsets"),
+    [
+        ({"queueId": 0, "offset": 7, "timestamp": 0}, {0: 7, 1: 1}),
+        ({"queueId": 1, "offset": 0, "timestamp": 0}, {0: 5, 1: 0}),
+        ({"queueId": 0, "offset": 0, "timestamp": 0}, {0: 0, 1: 1}),
+        ({"queueId": 0, "offset": 10, "timestamp": 0, "isForce": "false"}, {0: 10, 1: 1}),
+        ({"queueId": 0, "offset": -1, "timestamp": 0}, {0: 0, 1: 1}),
+        ({"queueId": 0, "timestamp": -1, "isForce": "true"}, {0: 10, 1: 1}),
+        ({"queueId": -1, "offset": -1, "timestamp": 0, "isForce": "true"}, {0: 0, 1: 0}),
+    ],
+)
 @on_node()
-async def test_nobody_to_tell_and_nothing_to_reset(world: World) -> None:
-    rig = await Rig.made(world, members=False)
-    answer = await rig.reset(timestamp=0, isForce="true")
-    assert answer.code == ResponseCode.CONSUMER_NOT_ONLINE
-    assert str(answer.remark).startswith("Consumer not online, so can not reset offset, Group: g")
-    assert (await rig.reset(topic="x", timestamp=0)).code == ResponseCode.SYSTEM_ERROR
+async def test_one_queue_is_reset_and_no_other(
+    world: World, said: dict[str, object], offsets: dict[int, int], members: bool
+) -> None:
+    rig = await Rig.made(world, members=members)
+    await send(world, "orders", 1, 2)
+    await world.broker.commit_offsets("g", "orders", {1: 1})
+    answer = await rig.reset(**said)
+    assert (answer.code, rig.offsets) == (0, offsets), answer.remark
+    changed = said["queueId"] if said["queueId"] != -1 else 0
+    assert b'"queueId":%d,"topic":"orders"}:%d' % (changed, offsets[changed]) in answer.body
+    assert answer.body.count(b"queueId") == (1 if said["queueId"] != -1 else 2)
+    if members:
+        assert (await rig.pair.read()).body == answer.body
+    rig.pair.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "remark"),
+    [
+        (
+            {"queueId": 0, "offset": 11},
+            ResponseCode.SYSTEM_ERROR,
+            "Target offset 11 not in consume queue range [0-10]",
+        ),
+        (
+            {"queueId": 0, "offset": -7},
+            ResponseCode.SYSTEM_ERROR,
+            "Target offset -7 not in consume queue range [0-10]",
+        ),
+        ({"queueId": 2, "offset": 0}, ResponseCode.INVALID_PARAMETER, "queueId[2] is illegal"),
+        ({"topic": "x", "timestamp": 0}, ResponseCode.TOPIC_NOT_EXIST, "topic[x] not exist"),
+        ({"group": "x", "timestamp": 0}, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, "Group x does not exist"),
+        ({"group": "x", "topic": "x"}, ResponseCode.TOPIC_NOT_EXIST, "topic[x] not exist"),
+    ],
+)
+@on_node()
+async def test_a_reset_that_names_nothing_there_is(
+    world: World, said: dict[str, object], code: int, remark: str
+) -> None:
+    rig = await Rig.made(world)
+    answer = await rig.reset(**said)
+    assert (answer.code, str(answer.remark)[: len(remark)]) == (code, remark)
     assert rig.offsets == {0: 5}
     rig.pair.close()
+
+
+@on_node()
+async def test_a_group_without_members_is_reset(world: World) -> None:
+    rig = await Rig.made(world, members=False)
+    answer = await rig.reset(timestamp=rig.began_ms + 2_000, isForce="true")
+    assert (answer.code, rig.offsets) == (0, {0: 2, 1: 0})
+    assert b'"queueId":0,"topic":"orders"}:2' in answer.body
+    rig.pair.close()
+
+
+@on_node()
+async def test_the_progress_of_the_topics_that_a_tool_lists(world: World) -> None:
+    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+    for topic in ("orders", "other", "third"):
+        await send(world, topic, 0, 1)
+        await world.broker.commit_offsets("g", topic, {0: 1})
+    answer = await pair.ask(progress, CONSUMED, consumerGroup="g", topicList="orders;third;", topic="other")
+    assert {topic for topic, _ in entries(answer.body)} == {"orders", "third"}
+    pair.close()

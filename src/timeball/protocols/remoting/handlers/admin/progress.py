@@ -3,10 +3,10 @@
 The tables have queues as keys, in fastjson's manner (calls.py). Times are read from the messages
 themselves, in the reader thread; a message that retention has let go in between has none any more and counts as 0.
 
-A reset (`mqadmin resetOffsetByTime` and the consoles) sets a group's offsets to an instant. They are worked out and
-stored here, and the group's members are told (220): each drops what it has pulled, goes on from there and stores its
-own offsets from then on. Without `isForce` a group only goes back, never forward over messages it has not seen. A group
-without members is answered as RocketMQ does, so that the tool then sets the offsets by itself.
+A reset (`mqadmin resetOffsetByTime` and the consoles) sets a group's offsets to an instant, in all queues or in one, or
+one queue to an offset (`resetOffsetByQueueId`). The offsets are stored here, as RocketMQ 5 does, whether or not the
+group has members. Members are told (220): each drops what it has pulled, goes on from there and stores its own offsets
+from then on. Without `isForce` an instant only takes a group back, never forward over messages it has not seen.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.topics import Topic
-from timeball.errors import OutOfRange
+from timeball.errors import GroupNotFound, OutOfRange
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.protocols.error_codes import Refused
-from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, address, by_object
+from timeball.protocols.remoting.calls import (
+    Call,
+    Handlers,
+    RemotingContext,
+    Reply,
+    address,
+    by_object,
+    illegal_queue,
+)
 from timeball.protocols.remoting.codec.codes import Language, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, text
 from timeball.protocols.remoting.connection import Member
@@ -41,6 +49,7 @@ class _Topic(msgspec.Struct):
 class _Stats(msgspec.Struct, rename="camel"):
     consumer_group: str
     topic: str | None = None
+    topic_list: str = ""  # of 5.x tools, with semicolons; counts before `topic`
 
 
 class _Span(msgspec.Struct):
@@ -51,8 +60,10 @@ class _Span(msgspec.Struct):
 class _Reset(msgspec.Struct, rename="camel"):
     topic: str
     group: str
-    timestamp: int
+    timestamp: int = 0
     is_force: bool = False
+    queue_id: int = -1  # of 5.x tools: this queue alone
+    offset: int | None = None  # of that queue; none or -1: the one at `timestamp`
 
 
 class Progress:
@@ -91,7 +102,8 @@ class Progress:
         asked = call.fields(_Stats)
         entries: list[tuple[Any, Any]] = []
         tps = 0.0
-        for name in [asked.topic] if asked.topic else self._topics_of(asked.consumer_group):
+        names = [name for name in asked.topic_list.split(";") if name]
+        for name in names or ([asked.topic] if asked.topic else self._topics_of(asked.consumer_group)):
             topic = self._broker.parts.topics.find_topic(name)
             if topic is not None:
                 entries += await self._progress(asked.consumer_group, topic, call.caller)
@@ -150,33 +162,37 @@ class Progress:
 
     async def _reset(self, call: Call) -> Reply:
         said = call.fields(_Reset)
-        topic = self._broker.parts.topics.find_topic(said.topic)
-        if topic is None:
-            raise Refused(
-                ResponseCode.SYSTEM_ERROR,
-                f"[reset-offset] reset offset failed, no topic in this broker. topic={said.topic}",
-            )
+        topic = self._topic(said.topic)
         group = self._context.sessions.group(said.group)
-        if group is None:
-            raise Refused(
-                ResponseCode.CONSUMER_NOT_ONLINE,
-                "Consumer not online, so can not reset offset, "
-                f"Group: {said.group} Topic: {said.topic} Timestamp: {said.timestamp}",
-            )
+        if group is None and not self._broker.is_group(said.group):
+            raise GroupNotFound(f"Group {said.group} does not exist")
         offsets = await self._offsets_at(topic, said, call.caller)
         await self._broker.commit_offsets(said.group, said.topic, offsets, call.caller)
-        self._tell(group, said, offsets)
+        if group is not None:
+            self._tell(group, said, offsets)
         return call.answer(body=self._table(said.topic, offsets))
 
     async def _offsets_at(self, topic: Topic, said: _Reset, caller: Caller) -> dict[int, int]:
+        """Return where a reset takes the group, by queue."""
         parts, stored = self._broker.parts, self._broker.offsets(said.group, said.topic, caller)
+        if said.queue_id >= topic.read_queues:
+            raise illegal_queue(ResponseCode.INVALID_PARAMETER, said.queue_id, topic)
+        if said.queue_id >= 0 and said.offset is not None and said.offset != -1:
+            index = topic.queues[said.queue_id].index
+            if not index.min_offset <= said.offset <= index.max_offset:
+                raise Refused(
+                    ResponseCode.SYSTEM_ERROR,  # RocketMQ's code and sentence
+                    f"Target offset {said.offset} not in consume queue range [{index.min_offset}-{index.max_offset}]",
+                )
+            return {said.queue_id: said.offset}
         offsets = {}
-        for at, queue in enumerate(topic.queues[: topic.read_queues]):
+        for at in [said.queue_id] if said.queue_id >= 0 else range(topic.read_queues):
+            index = topic.queues[at].index
             if said.timestamp < 0:
-                found = queue.index.max_offset  # RocketMQ's -1: to the end
+                found = index.max_offset  # RocketMQ's -1: to the end
             else:
                 found = await in_thread(
-                    parts.reader_thread, pull.offset_at, parts.reader, queue.index, said.timestamp
+                    parts.reader_thread, pull.offset_at, parts.reader, index, said.timestamp
                 )
             offsets[at] = found if said.is_force else min(found, stored.get(at, found))
         return offsets
