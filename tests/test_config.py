@@ -32,6 +32,7 @@ def test_the_defaults_work_and_are_durable() -> None:
         {"delay_ms_max": 1},
         {"gather_ahead_ms": 1_000},
         {"dispatch_grace_ms": 0},
+        {"delay_properties": " TIMING,__STARTDELIVERTIME,"},
     ],
     ids=str,
 )
@@ -53,6 +54,7 @@ def test_the_edges_are_allowed(allowed: dict[str, Any]) -> None:
         {"delay_ms_max": 0},
         {"delay_ms_max": limits.DELAY_MS_MAX + 1},
         {"gather_ahead_ms": 999},
+        {"delay_properties": "TIMING,DELAY"},
         {"table_cache_bytes": MIB - 1},
         {"dispatch_grace_ms": -1},
         {"dispatch_grace_ms": limits.HOUR_MS + 1},

@@ -31,6 +31,7 @@ LogFormat = Literal["text", "json"]
 
 MIB = 1024 * 1024
 BROKER_NAME = "timeball"
+DELAY_PROPERTIES = ("TIMING", "__STARTDELIVERTIME")
 TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
 PORT_MAX = 65_535
 
@@ -179,6 +180,10 @@ class Settings:
     timer_congest_num_each_slot: int = _of(
         0, "Refuse more scheduled messages than this for one slot of the wheel; 0: never.", 0
     )
+    delay_properties: str = _of(
+        "",
+        "User properties of RocketMQ clients that delay a message, with commas: TIMING, __STARTDELIVERTIME.",
+    )
     timing_zone: str = _of("UTC", "Time zone of a TIMING property that names none.")
     gather_ahead_ms: int = _of(10_000, "Bodies due within this time are held in memory.", 1_000)
     gather_bytes: int = _of(512 * MIB, "And never more than about this much of them.")
@@ -236,11 +241,19 @@ class Settings:
         self._check_cluster()
         Allowed.parse(self.push_allow)
         host_names(self.http_hosts)
+        if unknown := sorted(self.delay_names - set(DELAY_PROPERTIES)):
+            known = " and ".join(DELAY_PROPERTIES)
+            raise SetupError(f"--delay-properties {self.delay_properties}: {unknown[0]!r} is none of {known}")
         try:
             ZoneInfo(self.timing_zone)
         except (ZoneInfoNotFoundError, ValueError) as error:
             advice = "no IANA time zone, such as Europe/Berlin"
             raise SetupError(f"--timing-zone {self.timing_zone!r}: {advice}") from error
+
+    @property
+    def delay_names(self) -> frozenset[str]:
+        """Return the user properties that delay a message."""
+        return frozenset(name.strip() for name in self.delay_properties.split(",") if name.strip())
 
     def _check_security(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):

@@ -43,6 +43,8 @@ class StockBroker:
             str(self._data),
             "--delay-levels",
             levels,
+            "--delay-properties",
+            "__STARTDELIVERTIME",  # for Aliyun's client
             *self._options,
         )
         ready = self._process.wait_line(event="ready")

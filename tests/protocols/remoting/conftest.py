@@ -26,11 +26,17 @@ def codec() -> str:
 
 
 @pytest.fixture
-def node(tmp_path: Path, codec: str) -> Iterator[RunningNode]:
+def delay_properties() -> str:
+    return ""
+
+
+@pytest.fixture
+def node(tmp_path: Path, codec: str, delay_properties: str) -> Iterator[RunningNode]:
     if codec == "compiled" and COMPILED is None:
         pytest.skip("the codec is not compiled here: no Cython, or no C compiler with Python's headers")
     choice = "python" if codec == "python" else "auto"
-    with running_node(tmp_path / "data", grpc_port=-1, codec=choice) as running:
+    settings = {"codec": choice, "delay_properties": delay_properties}
+    with running_node(tmp_path / "data", grpc_port=-1, **settings) as running:
         assert running.node.edges is not None
         assert codec in ("auto", running.node.edges.remoting.codec.name)
         yield running

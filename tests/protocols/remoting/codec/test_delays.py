@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from timeball.config import DELAY_PROPERTIES
 from timeball.errors import InvalidDelay
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.protocols.remoting.codec import delays
-from timeball.protocols.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms, plan, zone_named
+from timeball.protocols.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms, zone_named
 
 NOW = 1_700_000_000_000
 DAY = 86_400_000
@@ -29,6 +30,12 @@ REMARK = (
 NUMBERS = ["TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS", "__STARTDELIVERTIME"]
 TIMERS = [*NUMBERS[:3], "TIMING", NUMBERS[3]]
 MIDNIGHT = 1_700_006_400_000  # the next in ZONE; NOW is 22:13:20
+USER_NAMES = frozenset(DELAY_PROPERTIES)
+
+
+def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, zone: str) -> Plan:
+    """What the properties say to a broker that has --delay-properties for all user properties."""
+    return delays.plan(properties, now_ms, delay_ms_max, zone, USER_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,22 @@ MIDNIGHT = 1_700_006_400_000  # the next in ZONE; NOW is 22:13:20
 )
 def test_what_properties_say(properties: dict[str, str], expected: Plan) -> None:
     assert plan(properties, NOW, MAX, ZONE) == expected
+
+
+@pytest.mark.parametrize(
+    "names", [frozenset[str](), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"}), USER_NAMES]
+)
+def test_user_properties_delay_only_where_the_broker_is_told_so(names: frozenset[str]) -> None:
+    said = {"TIMING": "00:00:00", "__STARTDELIVERTIME": str(NOW + 9)}
+    due = {"TIMING": MIDNIGHT, "__STARTDELIVERTIME": NOW + 9}
+    for name, text in said.items():
+        expected = Plan(0, due[name]) if name in names else AT_ONCE
+        assert delays.plan({name: text}, NOW, MAX, ZONE, names) == expected
+        assert delays.names_delay({name: text}, names) == (name in names)
+        if name not in names:  # an application's own text
+            assert delays.plan({name: "8 o'clock"}, NOW, MAX, ZONE, names) == AT_ONCE
+        # And beside it the timers count as ever.
+        assert delays.plan({name: text, "TIMER_DELAY_MS": "5"}, NOW, MAX, ZONE, names) == Plan(0, NOW + 5)
 
 
 def test_a_level_wins_over_every_timer() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.broker.admission import batch_of
+from timeball.config import DELAY_PROPERTIES
 from timeball.errors import TimeballError
 from timeball.message import READ_SCHEMA, encode_properties
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
@@ -62,8 +63,11 @@ class Way:
     plain: int = 0
 
 
-def send_rows() -> SendRows:
-    return SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", "cluster")
+USER_NAMES = frozenset(DELAY_PROPERTIES)
+
+
+def send_rows(names: frozenset[str] = USER_NAMES) -> SendRows:
+    return SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", names, "cluster")
 
 
 def item_of(rows: SendRows, frame: Frame) -> Any:
@@ -99,9 +103,9 @@ def shown(item: Any) -> Any:
     return msgspec.structs.astuple(item) if isinstance(item, Ticket) else item
 
 
-def read(codec: Codec, data: bytes) -> Way:
+def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Way:
     """All that a codec makes of these bytes; a run's rows beside what the reference makes of its frames."""
-    way, rows = Way(), send_rows()
+    way, rows = Way(), send_rows(names)
     try:
         found, at, awaited_bytes = codec.cut(data, FRAME_BYTES_MAX)
     except BadFrame as error:
@@ -118,7 +122,7 @@ def read(codec: Codec, data: bytes) -> Way:
         try:
             # As the edge does: the clock is not read for a run that says it needs no time.
             now_ms = NOW_MS if each.needs_time else 0
-            each.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, "UTC")
+            each.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, "UTC", names)
         except TimeballError as error:
             # The whole run goes the way of the reference then: one of its sends must be at fault.
             assert f"{type(error).__name__}: {error}" in tickets
@@ -153,10 +157,10 @@ def check_run(codec: Codec, run: Any, tickets: list[Any]) -> None:
     assert written == b"".join(expected), "other answers"
 
 
-def agree(data: bytes, codec: Codec | None = COMPILED) -> int:
+def agree(data: bytes, codec: Codec | None = COMPILED, names: frozenset[str] = USER_NAMES) -> int:
     """Fail unless a codec makes the same as the reference; return how many sends were plain."""
     assert codec is not None
-    reference, other = read(PYTHON, data), read(codec, data)
+    reference, other = read(PYTHON, data, names), read(codec, data, names)
     assert (other.error, other.items) == (reference.error, reference.items)
     return other.plain
 
@@ -235,6 +239,19 @@ def test_a_recorded_stream_may_be_cut_anywhere(name: str) -> None:
 def test_delays_timers_and_texts_are_plain(form: int, properties: dict[str, str]) -> None:
     ext = {**PLAIN, "i": encode_properties({"UNIQ_KEY": "AB", **properties})}
     assert agree(send(form=form) + send(ext, form=form) + send(form=form)) == 3
+
+
+@needs_compiled
+@pytest.mark.parametrize("form", [JSON, BINARY])
+@pytest.mark.parametrize("names", [frozenset(), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"})])
+def test_user_properties_that_are_no_delays_are_the_same(form: int, names: frozenset[str]) -> None:
+    for properties in (
+        {"TIMING": "8"}, {"TIMING": "08:00:00"}, {"__STARTDELIVERTIME": str(NOW_MS + 9)}, {"__STARTDELIVERTIME": "x"},
+        {"TIMING": "08:00:00", "DELAY": "3"}, {"__STARTDELIVERTIME": "9", "TIMER_DELAY_MS": "5"},
+    ):  # fmt: skip
+        text = encode_properties({"UNIQ_KEY": "AB", **properties})
+        assert agree(send({**PLAIN, "i": text}, form=form), names=names) == 1
+        assert agree(batch([record(text)], {**PLAIN, "i": text}, form), names=names) == 0
 
 
 @needs_compiled
@@ -340,7 +357,7 @@ def test_columns_of_several_runs_are_those_of_all_their_rows() -> None:
             tags = encode_properties({"UNIQ_KEY": f"k{number}", **({"TAGS": "t"} if number else {})})
             data = send({**PLAIN, "i": tags, "b": f"t{number}"}, form=form) * (number + 1)
             [run], _, _ = COMPILED.cut(data, FRAME_BYTES_MAX)
-            run.plan(b"10.0.0.%d:7" % number, NOW_MS, limits.DELAY_MS_MAX, "UTC")
+            run.plan(b"10.0.0.%d:7" % number, NOW_MS, limits.DELAY_MS_MAX, "UTC", USER_NAMES)
             runs.append(run)
         assert COMPILED.join(runs).equals(batch_of([row for run in runs for row in run]))
 

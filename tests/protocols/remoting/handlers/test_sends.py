@@ -9,13 +9,18 @@ from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.wire import Wire
 
 from timeball import limits
-from timeball.message import encode_properties
+from timeball.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch, parse_offset_msg_id
 
 V2, LONG, BATCH = RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_MESSAGE, RequestCode.SEND_BATCH_MESSAGE
 BORN_MS = 1_761_000_000_000
+
+
+@pytest.fixture
+def delay_properties() -> str:
+    return "TIMING,__STARTDELIVERTIME"
 
 
 def send(wire: Wire, body: bytes = b"body", *, code: int = V2, topic: str = "orders", **more: object) -> int:
@@ -223,6 +228,29 @@ def test_a_time_of_day_waits_for_its_next_instant(
     [promise] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
     assert promise["due_ms"] == round(wall.timestamp() * 1000)
     assert f"TIMING\x01{text}\x02" in promise["properties"]
+
+
+@pytest.mark.parametrize("delay_properties", [""])
+def test_user_properties_are_no_delays_unless_the_broker_is_told_so(node: RunningNode, wire: Wire) -> None:
+    texts = [{"TIMING": "08:00:00"}, {"TIMING": "at noon"}, {"__STARTDELIVERTIME": "4000000000000"}]
+    for properties in texts:
+        answer = sent(wire, properties=properties)
+        assert (answer.code, "recallHandle" in answer.ext) == (0, False)
+    body = encode_batch(
+        [BatchRecord(0, b"a", encode_properties({"UNIQ_KEY": "A", **each})) for each in texts]
+    )
+    assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1)).code == 0
+    kept = [decode_properties(str(row["properties"])) for row in rows(node)]
+    assert len(kept) == 6
+    for properties in texts:
+        assert sum(properties.items() <= each.items() for each in kept) == 2
+
+
+def test_what_comes_back_from_a_client_waits_for_its_level_alone(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {"groupName": "g"})
+    later = {"TIMING": "08:00:00", "__STARTDELIVERTIME": "4000000000000"}
+    assert sent(wire, topic="%RETRY%g", properties=later, j=17, l=16, e=0).code == 0
+    assert [row["body"] for row in rows(node, "%DLQ%g")] == [b"body"]
 
 
 def test_an_instant_that_has_passed_is_now(node: RunningNode, wire: Wire) -> None:

@@ -106,7 +106,7 @@ async def test_what_is_not_there_or_anothers(world: World) -> None:
         ({"TIMING": "22:13:21"}, 23 * limits.HOUR_MS + 1_000),
     ],
 )
-@on_node()
+@on_node(delay_properties="TIMING")
 async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str, str], wait_ms: int) -> None:
     room, seq = Transactions(context_of(world.broker)), await prepare(world, **properties)
     await world.advance(limits.HOUR_MS)

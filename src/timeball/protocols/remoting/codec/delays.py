@@ -1,4 +1,4 @@
-"""From a message's properties to when it is to be delivered: RocketMQ's rules, and Aliyun's one on top.
+"""From a message's properties to when it is to be delivered: RocketMQ's rules, and two user properties on top.
 
     strongest  DELAY               a level, n > 0: the nth item of the broker's table
                TIMER_OUT_MS        the timer is done with this message: deliver at once
@@ -6,7 +6,10 @@
                TIMER_DELAY_MS      milliseconds from the broker's now
                TIMER_DELIVER_MS    an instant
                TIMING              the next 08:00:00, in a zone (below)
-    weakest    __STARTDELIVERTIME  an instant; Aliyun's clients send it, open-source RocketMQ does not act on it
+    weakest    __STARTDELIVERTIME  an instant, sent by Aliyun's clients
+
+RocketMQ does not act on the last two, and applications may use these names for themselves. They delay a message only
+when `--delay-properties` names them. Otherwise they are properties like any other.
 
 Numbers are Java's: an optional sign and ASCII digits within the type's range, no blanks. Another text is
 refused, never taken for "now"; so is an instant beyond the maximum delay. An instant that has passed on the message's
@@ -50,6 +53,9 @@ NAMES = frozenset(
     }
 )  # fmt: skip
 
+_USERS = frozenset({TIMING, START_DELIVER_TIME})
+_TIMERS = NAMES - _USERS - {LEVEL, TIMER_DONE}
+
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 _INT_BITS, _LONG_BITS = 31, 63
 _TEXT = re.compile(
@@ -72,10 +78,12 @@ class Plan(NamedTuple):
 AT_ONCE = Plan(0, None)
 
 
-def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str) -> Plan:
+def plan(
+    properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
+) -> Plan:
     """When a message with these properties is due; raises InvalidDelay with the remark of a MESSAGE_ILLEGAL answer.
 
-    `timing_zone` is that of a TIMING which names none.
+    `timing_zone` is that of a TIMING which names none. `user_names`: the user properties that delay a message.
 
     A level above the table's last is not known here: the broker clamps it.
     """
@@ -84,7 +92,7 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone
         return Plan(level, None)
     if TIMER_DONE in properties:
         return AT_ONCE
-    due_ms = _due_ms(properties, now_ms, delay_ms_max, timing_zone)
+    due_ms = _due_ms(properties, now_ms, delay_ms_max, timing_zone, user_names)
     if due_ms is None:
         return AT_ONCE
     if TIMER_DELETES in properties:
@@ -101,11 +109,11 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone
     return Plan(0, due_ms)
 
 
-def names_delay(properties: dict[str, str]) -> bool:
+def names_delay(properties: dict[str, str], user_names: frozenset[str]) -> bool:
     """Return whether these properties ask for a later delivery, whatever the value; raises InvalidDelay."""
     if _level(properties.get(LEVEL)) > 0:
         return True
-    return TIMER_DONE not in properties and not NAMES.isdisjoint(properties.keys() - {LEVEL})
+    return TIMER_DONE not in properties and not (_TIMERS | user_names).isdisjoint(properties)
 
 
 def _is_instant(properties: dict[str, str]) -> bool:
@@ -122,7 +130,9 @@ def _level(text: str | None) -> int:
     return level
 
 
-def _due_ms(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str) -> int | None:
+def _due_ms(
+    properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
+) -> int | None:
     for name, base_ms, unit_ms in (
         (TIMER_SECONDS, now_ms, 1000),
         (TIMER_MS, now_ms, 1),
@@ -131,7 +141,7 @@ def _due_ms(properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_z
         (START_DELIVER_TIME, 0, 1),
     ):
         text = properties.get(name)
-        if text is None:
+        if text is None or (name in _USERS and name not in user_names):
             continue
         if name == TIMING:
             return next_instant_ms(text, now_ms, timing_zone)

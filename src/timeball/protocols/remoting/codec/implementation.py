@@ -44,7 +44,14 @@ class SendRun(Protocol):
     size_bytes: int  # of bodies and properties
     needs_time: bool  # whether `plan` looks at the time: for a delay, or where a producer has left it out
 
-    def plan(self, born_host: bytes, now_ms: int, delay_ms_max: int, timing_zone: str) -> None:
+    def plan(
+        self,
+        born_host: bytes,
+        now_ms: int,
+        delay_ms_max: int,
+        timing_zone: str,
+        user_names: frozenset[str],
+    ) -> None:
         """Complete the rows by what the edge knows, and by their delays; raises InvalidDelay."""
 
     def frames(self) -> list[Frame]:

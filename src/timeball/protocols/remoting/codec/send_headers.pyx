@@ -35,7 +35,6 @@ NEVER = -INT64_MAX - 1
 cdef list _delays = [name.encode() for name in sorted(delays.NAMES)]
 cdef dict _units_ms = {
     delays.LEVEL: LEVEL_UNIT, delays.TIMER_SECONDS: 1000, delays.TIMER_MS: 1, delays.TIMER_INSTANT: INSTANT_UNIT,
-    delays.START_DELIVER_TIME: INSTANT_UNIT,
 }
 cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_NAMES.items(), key=lambda pair: pair[1])]
 cdef Text DELAYS[NAMES_MAX]

@@ -109,9 +109,16 @@ class Runs:
 class SendRows:
     """Makes tickets of sends. `keys` names the messages whose producers did not."""
 
-    def __init__(self, keys: UniqueKeys, delay_ms_max: int, timing_zone: str, cluster_name: str) -> None:
+    def __init__(
+        self,
+        keys: UniqueKeys,
+        delay_ms_max: int,
+        timing_zone: str,
+        user_names: frozenset[str],
+        cluster_name: str,
+    ) -> None:
         self._keys, self._delay_ms_max, self._timing_zone = keys, delay_ms_max, timing_zone
-        self._cluster_name = cluster_name
+        self._user_names, self._cluster_name = user_names, cluster_name
 
     def ticket(
         self,
@@ -151,7 +158,9 @@ class SendRows:
         found = decode_properties(properties)
         level, due_ms = 0, None
         if not delays.NAMES.isdisjoint(found):
-            level, due_ms = delays.plan(found, now_ms, self._delay_ms_max, self._timing_zone)
+            level, due_ms = delays.plan(
+                found, now_ms, self._delay_ms_max, self._timing_zone, self._user_names
+            )
         tag, keys, unique_key = found.get("TAGS"), found.get("KEYS"), found.get("UNIQ_KEY")
         if not unique_key:
             unique_key = self._keys.next(now_ms)
@@ -178,7 +187,7 @@ class SendRows:
         # One answer names one place in a queue for all, so none of them may wait. MessageBatch has properties too.
         for properties in (fields.properties or "", *(record.properties for record in records)):
             found = decode_properties(properties)
-            if not delays.NAMES.isdisjoint(found) and delays.names_delay(found):
+            if not delays.NAMES.isdisjoint(found) and delays.names_delay(found, self._user_names):
                 raise InvalidDelay("a batch takes no delayed messages; send them one by one")
         rows = [self._row(fields, r.flag, r.body, r.properties, born_host, queue_id, now_ms) for r in records]
         return rows, ",".join(row[_UNIQUE_KEY] for row in rows)

@@ -81,7 +81,10 @@ class Sends:
         settings, self._clock = context.broker.parts.settings, context.broker.parts.clock
         self._broker_name = context.broker_name
         keys = UniqueKeys(b"", os.getpid(), self._clock.now_ms())
-        self._rows = SendRows(keys, settings.delay_ms_max, settings.timing_zone, context.cluster_name)
+        self._user_names = settings.delay_names
+        self._rows = SendRows(
+            keys, settings.delay_ms_max, settings.timing_zone, self._user_names, context.cluster_name
+        )
         self._turn = itertools.count()
         self.handlers: Handlers = {RequestCode.RECALL_MESSAGE: self._recall}
 
@@ -130,7 +133,10 @@ class Sends:
                 settings, count = self._context.settings, len(run)
                 # Three clocks are read for an instant, at a cost like the rest of a lone send's way to here.
                 now_ms = self._clock.now_ms() if run.needs_time else 0
-                run.plan(connection.name.encode(), now_ms, settings.delay_ms_max, settings.timing_zone)
+                run.plan(
+                    connection.name.encode(), now_ms, settings.delay_ms_max, settings.timing_zone,
+                    self._user_names,
+                )  # fmt: skip
                 size_bytes = run.size_bytes + OVERHEAD_BYTES * count
                 self._broker.sends.put(
                     RunTicket(
@@ -178,11 +184,15 @@ class Sends:
             fields.max_reconsume_times,
             header.version,
         )
+        properties = then.properties
+        if not self._user_names.isdisjoint(properties):
+            # They have delayed the message before: only the level decided above may delay it again.
+            properties = {name: value for name, value in properties.items() if name not in self._user_names}
         return msgspec.structs.replace(
             fields,
             topic=then.topic,
             queue_id=-1 if then.is_dead_letter else fields.queue_id,
-            properties=encode_properties(then.properties),
+            properties=encode_properties(properties),
             reconsume_times=then.reconsume_times,
             # A message that was sent in a transaction comes back with the bit set, and is no half message.
             sys_flag=(fields.sys_flag or 0) & ~TRANSACTION_BITS,

@@ -67,6 +67,7 @@ class Transactions:
     def __init__(self, context: RemotingContext) -> None:
         self._context = context
         self._core = context.broker.transactions
+        self._user_names = context.broker.parts.settings.delay_names
         context.broker.transaction_checks.askers.append(self)
         self.handlers: Handlers = {RequestCode.END_TRANSACTION: self.end}
 
@@ -100,7 +101,7 @@ class Transactions:
         parts = self._context.broker.parts
         settings = parts.settings
         level, due_ms = delays.plan(
-            properties, parts.clock.now_ms(), settings.delay_ms_max, settings.timing_zone
+            properties, parts.clock.now_ms(), settings.delay_ms_max, settings.timing_zone, self._user_names
         )
         if level:
             return {"delay_level": level}
