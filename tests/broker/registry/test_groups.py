@@ -13,6 +13,7 @@ from tests.crash.world import World
 from timeball import limits
 from timeball.broker.registry.groups import (
     LEVELS_MS,
+    PUSH_FIRST,
     CustomizedRetry,
     ExponentialRetry,
     Groups,
@@ -177,6 +178,21 @@ def test_a_list_begins_with_its_third_item_and_ends_with_its_last() -> None:
     assert [retry_delay_ms(policy, attempt) for attempt in (1, 2, 3, 99)] == [3, 4, 4, 4]
     assert retry_delay_ms(RetryPolicy(customized_retry_policy=CustomizedRetry([7])), 1) == 7
     assert durations_ms(policy.customized_retry_policy) == [1, 2, 3, 4]
+
+
+def test_a_push_consumer_over_grpc_begins_with_the_first_item() -> None:
+    seconds = [retry_delay_ms(None, attempt, first=PUSH_FIRST) // 1_000 for attempt in range(1, 20)]
+    assert seconds == [1, 5, *SECONDS[:16], 7_200]
+    policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1, 2, 3, 4]))
+    assert [retry_delay_ms(policy, attempt, first=PUSH_FIRST) for attempt in (1, 2, 3, 4, 99)] == [
+        1,
+        2,
+        3,
+        4,
+        4,
+    ]
+    exponential = RetryPolicy(type="EXPONENTIAL")
+    assert retry_delay_ms(exponential, 1, first=PUSH_FIRST) == retry_delay_ms(exponential, 1) == 5_000
 
 
 def test_exponential_grows_from_its_initial_to_its_maximum() -> None:

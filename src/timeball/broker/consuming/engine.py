@@ -42,6 +42,7 @@ from timeball.broker.consuming.selection import Selection, check, check_invisibl
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
+from timeball.broker.registry.groups import FIRST_LEVEL
 from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.topics import check_topic
 from timeball.broker.waiters import Waiters, WaitQueue
@@ -333,6 +334,17 @@ class Consuming:
         in_memory = iter(self._memory.acknowledge(_positions(receipts)))
         return [next(verdicts if isinstance(one, Receipt) else in_memory) for one in receipts]
 
+    def was_ended(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
+        """Return which of these were acknowledged, or made dead letters, before, as far as that is remembered.
+
+        To acknowledge once more is right: the answer to the first time may have been lost. False for a message that has
+        come back meanwhile, and false some time after its lease would have been over.
+        """
+        return [
+            self._log.was_ended(one) if isinstance(one, Receipt) else self._memory.was_acknowledged(one)
+            for one in receipts
+        ]
+
     async def change_invisible_time(
         self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
     ) -> AnyReceipt | None:
@@ -348,15 +360,22 @@ class Consuming:
         return await self._memory.change(receipt, invisible_ms or 0)
 
     async def nack(
-        self, receipt: AnyReceipt, delay_ms: int | None, reason: str = "", *, counts: bool = True
+        self,
+        receipt: AnyReceipt,
+        delay_ms: int | None,
+        reason: str = "",
+        *,
+        counts: bool = True,
+        first: int = FIRST_LEVEL,
     ) -> AnyReceipt | None:
         """Give a message back: as `change_invisible_time`, and its consumer holds it no more.
 
-        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON).
+        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON). `first`: where the group's
+        retry policy begins if it is asked, see `retry_delay_ms`.
         """
         check_invisible(delay_ms or 0, 0)
         if isinstance(receipt, Receipt):
-            return await self._log.change(Change(receipt, delay_ms, counts, reason))
+            return await self._log.change(Change(receipt, delay_ms, counts, reason, first))
         return await self._memory.nack(receipt, delay_ms or 0, reason)
 
     async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:

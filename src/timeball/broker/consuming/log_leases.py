@@ -64,13 +64,15 @@ MOVES_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 class Change(NamedTuple):
     """Another invisible time for a receipt. None: what the group's retry policy says. `counts`: as an attempt.
 
-    `nack`: the reason for which the message is given back; None when its consumer keeps it.
+    `nack`: the reason for which the message is given back; None when its consumer keeps it. `first`: see
+    `retry_delay_ms`.
     """
 
     receipt: Receipt
     invisible_ms: int | None
     counts: bool = True
     nack: str | None = None
+    first: int = groups.FIRST_LEVEL
 
 
 class GivenUp(NamedTuple):
@@ -150,6 +152,11 @@ class LogLeases:
         if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
         return await self._acks.put(receipts) if receipts else []
+
+    def was_ended(self, receipt: Receipt) -> bool:
+        """Return whether this lease was ended by its consumer, while the schedule remembers it."""
+        due_ms, version = newest_versions(self._parts, [receipt])
+        return bool(self._parts.outcomes.was_cancelled(due_ms, version)[0])
 
     async def change(self, change: Change) -> Receipt | None:
         """Return the receipt, durably good for the new time; None when it is not valid (any more)."""
@@ -316,4 +323,5 @@ class LogLeases:
         if change.invisible_ms is not None:
             return change.invisible_ms
         group = self._parts.groups.find_group(change.receipt.group)
-        return groups.retry_delay_ms(group.group_retry_policy if group is not None else None, max(1, times))
+        policy = group.group_retry_policy if group is not None else None
+        return groups.retry_delay_ms(policy, max(1, times), first=change.first)

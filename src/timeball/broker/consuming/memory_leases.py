@@ -24,6 +24,8 @@ from timeball.broker.consuming.selection import Selection
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.waiters import Waiters
 
+ACKNOWLEDGED_MAX = 16_384  # of receipts that are remembered, some 300 bytes each
+
 
 class MemoryLeases:
     """Settles leases of positions. Belongs to the event loop; `close` ends its task."""
@@ -33,6 +35,8 @@ class MemoryLeases:
         self.redelivery = Redelivery(parts, appender, waiters, leases)
         # Receipts from before this are of an earlier life of the broker (`_ack_ahead`).
         self._started_ms = parts.clock.now_ms()
+        # The last receipts that were acknowledged, the oldest first: a client whose answer was lost sends them again.
+        self._acknowledged: dict[PositionReceipt, None] = {}
         # Leases that the last stop saved end when they would have ended without it.
         for queue in leases.all():
             for offset, lease in queue.in_flight.items():
@@ -62,11 +66,18 @@ class MemoryLeases:
                 queue.done(receipt.offset)
             verdicts.append(found is not None or self._ack_ahead(receipt))
             if verdicts[-1]:
+                self._acknowledged[receipt] = None
                 self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
         self._leases.store_all(was_full)
+        while len(self._acknowledged) > ACKNOWLEDGED_MAX:
+            del self._acknowledged[next(iter(self._acknowledged))]
         # Consumers may be waiting for a queue that was full, or in order for the last lease to end.
         self._waiters.wake({q.topic for q, full in was_full.items() if full or not q.in_flight})
         return verdicts
+
+    def was_acknowledged(self, receipt: PositionReceipt) -> bool:
+        """Return whether this receipt was acknowledged before, as far as that is remembered."""
+        return receipt in self._acknowledged
 
     async def change(self, receipt: PositionReceipt, invisible_ms: int) -> PositionReceipt | None:
         """Make a lease end `invisible_ms` from now; return the new receipt, None when the old one is not valid.

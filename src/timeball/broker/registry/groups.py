@@ -137,23 +137,26 @@ LEVELS_MS = (
     10 * _M, 20 * _M, 30 * _M, 1 * _H, 2 * _H,
 )  # fmt: skip
 FIRST_LEVEL = 2  # where in its list a customised policy begins; RocketMQ's levels 1 and 2 are no retries
+PUSH_FIRST = 0
 POWER_MAX = 32
 
 
-def retry_delay_ms(policy: RetryPolicy | None, attempt: int) -> int:
+def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIRST_LEVEL) -> int:
     """Return how long a message stays away after an attempt that failed; policy None: RocketMQ's default.
 
-        CUSTOMIZED    a list of durations, the last one for ever after; without one, RocketMQ's 18 levels from 10 s on
+        CUSTOMIZED    a list of durations, the last one for ever after; without one, RocketMQ's 18 levels
         EXPONENTIAL   initial x multiplier^n, at most max
 
     Attempts are counted from 1 as consumers of RocketMQ 5 see them; n, RocketMQ's reconsumeTimes, is one less.
+    `first`: where a list begins. RocketMQ's brokers begin with the third item (10 s), its push consumers over gRPC with
+    the first (PUSH_FIRST, 1 s).
     """
     policy = policy or RetryPolicy()
     times = max(0, attempt - 1)
     if policy.type == "EXPONENTIAL":
         found = _exponential(policy.exponential_retry_policy or ExponentialRetry(), times)
     else:
-        found = _customized(policy.customized_retry_policy or CustomizedRetry(), times)
+        found = _customized(policy.customized_retry_policy or CustomizedRetry(), times + first)
     # An administrator's tools send policies with any numbers.
     return min(max(0, found), limits.INVISIBLE_MS_MAX)
 
@@ -163,10 +166,10 @@ def durations_ms(policy: CustomizedRetry | None) -> list[int]:
     return list(policy.next) if policy is not None and policy.next else list(LEVELS_MS)
 
 
-def _customized(policy: CustomizedRetry, times: int) -> int:
+def _customized(policy: CustomizedRetry, at: int) -> int:
     durations = durations_ms(policy)
     # Beyond its end the last duration counts for ever.
-    return durations[min(times + FIRST_LEVEL, len(durations) - 1)]
+    return durations[min(at, len(durations) - 1)]
 
 
 def _exponential(policy: ExponentialRetry, times: int) -> int:

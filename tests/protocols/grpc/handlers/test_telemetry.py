@@ -9,7 +9,7 @@ from tests.node_fixture import RunningNode, eventually
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, producer_settings, s
 
 from timeball import limits
-from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.protocols.grpc.handlers.telemetry import answered, attempts_max, duration
 from timeball.protocols.grpc.session import Client
 
@@ -136,6 +136,21 @@ def test_a_consumer_hears_how_its_group_consumes(in_order: bool) -> None:
     assert found.subscription.group.name == "g"
     assert found.backoff_policy.max_attempts == 5  # once, and four times again
     assert found.backoff_policy.WhichOneof("strategy") is not None
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    [
+        (RetryPolicy(), [1, 5, 10, 30, 60, 120, 180]),
+        (RetryPolicy(customized_retry_policy=CustomizedRetry([7_000, 9_000])), [7, 9, 9, 9, 9, 9, 9]),
+    ],
+)
+def test_a_push_consumer_hears_the_pauses_that_rocketmqs_proxy_tells(
+    policy: RetryPolicy, seconds: list[int]
+) -> None:
+    group = SubscriptionGroup("g", retry_max_times=6, group_retry_policy=policy)
+    told = answered(consumer_settings("g"), group, check_types=True).backoff_policy
+    assert [each.ToMilliseconds() for each in told.customized_backoff.next] == [s * 1_000 for s in seconds]
 
 
 def test_a_group_without_a_number_of_its_own_has_rocketmqs() -> None:

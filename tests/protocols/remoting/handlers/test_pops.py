@@ -108,7 +108,11 @@ async def test_what_is_popped_is_acked_by_what_the_header_says(world: World) -> 
         for point in points:
             assert (await room.ack(point)).code == ResponseCode.SUCCESS
         assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 5
-        again = await room.ack(points[0])
+        # The first answer may have been lost.
+        assert (await room.ack(points[0])).code == ResponseCode.SUCCESS
+        assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 5
+        other = msgspec.structs.replace(points[0], pop_ms=points[0].pop_ms - 1)
+        again = await room.ack(other)
         assert again.code == ResponseCode.NO_MESSAGE and "not in hand" in (again.remark or "")
 
 
@@ -159,8 +163,8 @@ async def test_a_batch_is_acked_by_bits(world: World) -> None:
         body = {"brokerName": "timeball", "acks": entries}
         assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
         assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 6
-        for other in (body, {"acks": []}):
-            assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **other)).code == ResponseCode.NO_MESSAGE
+        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
+        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=[])).code == ResponseCode.NO_MESSAGE
 
 
 @on_node()

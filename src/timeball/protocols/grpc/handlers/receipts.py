@@ -4,8 +4,9 @@
     ChangeInvisibleDuration           the same handle, good for the other time
     ForwardMessageToDeadLetterQueue   to the group's dead letters, after any number of attempts
 
-A handle is INVALID_RECEIPT_HANDLE when it is none of ours, or of another group or topic, and when its message has been
-acknowledged or has come back to the group meanwhile. Answers are given when they are durable.
+A handle is INVALID_RECEIPT_HANDLE when it is none of ours, or of another group or topic, and when its message has come
+back to the group meanwhile. To acknowledge a message again is OK: the first answer may have been lost. Answers are
+given when they are durable.
 
 A push consumer asks for another time when its listener has failed, and the pause is the group's policy. RocketMQ's Node
 client reads the policy wrongly (a customised one as none, seconds as milliseconds), and would have its messages tried
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 
 from timeball import limits
 from timeball.broker.consuming.requests import AnyReceipt
+from timeball.broker.registry.groups import PUSH_FIRST
 from timeball.errors import InvalidReceipt
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
@@ -72,7 +74,13 @@ class Receipts:
             except InvalidReceipt as error:
                 refused[at] = status_of(error)
         async with self._renewals.answering(receipts):
-            verdicts = iter(await self._consuming.acknowledge(receipts))
+            ended = await self._consuming.acknowledge(receipts)
+            if not all(ended):
+                ended = [
+                    now or before
+                    for now, before in zip(ended, self._consuming.was_ended(receipts), strict=True)
+                ]
+        verdicts = iter(ended)
         fine, late = OK, status_of(invalid(LATE))
         statuses = [
             refused[at] if at in refused else fine if next(verdicts) else late
@@ -103,7 +111,7 @@ class Receipts:
             by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
             # Any other time may be a nack or an extension: the protocol does not say which.
             changed = await (
-                self._consuming.nack(receipt, None)
+                self._consuming.nack(receipt, None, first=PUSH_FIRST)
                 if by_policy
                 else self._consuming.change_invisible_time(receipt, invisible_ms, counts=not request.suspend)
             )

@@ -28,7 +28,13 @@ from google.protobuf.duration_pb2 import Duration
 
 from timeball import limits
 from timeball.access import Verb
-from timeball.broker.registry.groups import TIMES_MAX, ExponentialRetry, SubscriptionGroup, retry_delay_ms
+from timeball.broker.registry.groups import (
+    PUSH_FIRST,
+    TIMES_MAX,
+    ExponentialRetry,
+    SubscriptionGroup,
+    retry_delay_ms,
+)
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     ClientType,
@@ -179,9 +185,10 @@ def _policy(group: SubscriptionGroup, *, exponential: bool) -> RetryPolicy:
     if exponential or policy.type == "EXPONENTIAL":
         chosen = policy.exponential_retry_policy or ExponentialRetry()
         return _exponential(attempts, chosen.initial, chosen.max, chosen.multiplier)
-    # One for each attempt that may fail, as the broker itself would have it: clients only look them up.
+    # One for each attempt that may fail: clients only look them up.
     pauses = [
-        duration(retry_delay_ms(policy, attempt)) for attempt in range(1, min(attempts, PAUSES_MAX) + 1)
+        duration(retry_delay_ms(policy, attempt, first=PUSH_FIRST))
+        for attempt in range(1, min(attempts, PAUSES_MAX) + 1)
     ]
     return RetryPolicy(max_attempts=attempts, customized_backoff=CustomizedBackoff(next=pauses))
 

@@ -175,7 +175,8 @@ class Pops:
     def _ack(self, call: Call) -> Reply:
         fields = call.fields(_Ack)
         receipt, _ = self._receipt(fields)
-        if not self._broker.consuming.acknowledge_positions([receipt])[0]:
+        consuming = self._broker.consuming
+        if not consuming.acknowledge_positions([receipt])[0] and not consuming.was_ended([receipt])[0]:
             return _not_valid(call, receipt)
         return call.answer()
 
@@ -191,7 +192,8 @@ class Pops:
                 raise OutOfRange(
                     f"more than {check_points.BITS_MAX} messages in one acknowledgement; split it"
                 )
-        if not any(self._broker.consuming.acknowledge_positions(receipts)):
+        consuming = self._broker.consuming
+        if not any(consuming.acknowledge_positions(receipts)) and not any(consuming.was_ended(receipts)):
             return call.answer(ResponseCode.NO_MESSAGE, "none of these is in hand")
         return call.answer()
 
