@@ -1,12 +1,23 @@
 """after= and at=: what they mean in milliseconds, never early, and what is refused with which reason."""
 
+import io
 from datetime import UTC, datetime, timedelta, timezone
 from fractions import Fraction
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.local_time_oracle import (
+    CHANGED_ZONES,
+    EPOCH,
+    US,
+    changes,
+    clock,
+    first_instant_us,
+    local_times_around,
+)
 
 from timeball import limits
 from timeball.errors import InvalidDelay
@@ -139,6 +150,37 @@ def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
 def test_instants_refused(at: object, reason: str) -> None:
     with pytest.raises(InvalidDelay, match=reason):
         due_ms(at)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Berlin", "Australia/Lord_Howe", "Africa/Cairo"])
+def test_a_datetime_of_zoneinfo_is_the_instant_that_the_oracle_finds(zone: str) -> None:
+    for change in changes(zone, 2020, 2037):
+        for local in local_times_around(change, zone):
+            wanted = -(-first_instant_us(local, zone) // 1_000)
+            assert due_ms(local.replace(tzinfo=clock(zone))) == wanted
+            again = (EPOCH + (first_instant_us(local, zone) + 1) * US).astimezone(clock(zone))
+            assert due_ms(again) == -(-(first_instant_us(local, zone) + 1) // 1_000)
+
+
+def test_the_second_pass_of_a_repeated_time_can_be_asked_for() -> None:
+    second = datetime(2026, 10, 25, 2, 30, tzinfo=clock("Europe/Berlin"), fold=1)
+    assert due_ms(second) == due_ms("2026-10-25T02:30:00+01:00")
+
+
+def test_rules_of_this_machine_that_differ_from_ours_are_refused() -> None:
+    """Python reads the host's files first: an old one has Vancouver change its clocks for ever."""
+    old = b"TZif2" + bytes(15) + bytes(24) + b"TZif2" + bytes(15)
+    old += b"".join(n.to_bytes(4, "big") for n in (0, 0, 0, 0, 1, 4)) + (-28_800).to_bytes(
+        4, "big", signed=True
+    )
+    host = ZoneInfo.from_file(
+        io.BytesIO(old + b"\0\0PST\0\nPST8PDT,M3.2.0,M11.1.0\n"), key="America/Vancouver"
+    )
+    with pytest.raises(
+        InvalidDelay, match="at=2026-12-01T08:00:00-08:00: this machine's rules of America/Vancouver"
+    ):
+        due_ms(datetime(2026, 12, 1, 8, tzinfo=host))
+    assert due_ms(datetime(2026, 7, 1, 8, tzinfo=host)) == due_ms("2026-07-01T08:00:00-07:00")
 
 
 def test_one_instant_only() -> None:

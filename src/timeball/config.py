@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from timeball import limits
 from timeball.addresses import Allowed, host_names
-from timeball.errors import SetupError
+from timeball.errors import InvalidDelay, SetupError
+from timeball.local_time import zone_named
 
 Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
@@ -245,10 +245,9 @@ class Settings:
             known = " and ".join(DELAY_PROPERTIES)
             raise SetupError(f"--delay-properties {self.delay_properties}: {unknown[0]!r} is none of {known}")
         try:
-            ZoneInfo(self.timing_zone)
-        except (ZoneInfoNotFoundError, ValueError) as error:
-            advice = "no IANA time zone, such as Europe/Berlin"
-            raise SetupError(f"--timing-zone {self.timing_zone!r}: {advice}") from error
+            zone_named(self.timing_zone)
+        except InvalidDelay as error:
+            raise SetupError(f"--timing-zone {error}") from error
 
     @property
     def delay_names(self) -> frozenset[str]:

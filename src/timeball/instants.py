@@ -17,11 +17,12 @@ from functools import lru_cache
 from operator import index
 from typing import SupportsIndex
 
-from timeball import limits
+from timeball import limits, local_time
 from timeball.errors import InvalidDelay
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_LAST_US = limits.INSTANT_MS_MAX * 1_000
 
 _UNIT_MS = {
     "ms": 1,
@@ -161,7 +162,27 @@ def _of_datetime(at: datetime) -> int:
             f"{at.isoformat()}: without a time zone it names a different instant on each machine; end it with Z or "
             "an offset such as +01:00; a datetime needs a tzinfo"
         )
-    return -(-((at - _EPOCH) // _MICROSECOND) // 1000)
+    instant_us = -((_EPOCH - at) // _MICROSECOND)
+    zone = getattr(at.tzinfo, "key", None)
+    return -(-(_by_our_rules(at, instant_us, zone) if isinstance(zone, str) else instant_us) // 1000)
+
+
+def _by_our_rules(at: datetime, instant_us: int, zone: str) -> int:
+    """Return the instant of a datetime in a zone of `zoneinfo`, which may have read the files of the host.
+
+    It is taken as Python reads it, also the second pass of a repeated time (`fold=1`), if our rules agree. Within a gap
+    it is the end of the gap.
+    """
+    ours, local_us = local_time.zone_named(zone), local_time.local_us(at)
+    if instant_us + ours.offset_us(instant_us) == local_us or not 0 <= instant_us < _LAST_US:
+        return instant_us
+    again = (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo)
+    if not ours.is_shown(local_us) and again.replace(tzinfo=None) != at.replace(tzinfo=None):
+        return ours.instant_us(local_us)
+    raise InvalidDelay(
+        f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {local_time.VERSION}; write the "
+        "offset from UTC, or set PYTHONTZPATH= so that Python reads the installed tzdata"
+    )
 
 
 def _shown(value: object) -> str:

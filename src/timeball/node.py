@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from timeball import __version__
+from timeball import __version__, local_time
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker.applying import Applying, Recovered
 from timeball.broker.components import Components, Tables, Tracing, in_thread
@@ -371,6 +371,7 @@ class Node:
         return {
             "version": __version__,
             "format": FORMAT_VERSION,
+            "tzdata": local_time.VERSION,
             "pid": os.getpid(),
             "rss_bytes": memory.rss,
             "anon_bytes": memory.rss - memory.shared,  # without the mapped log, which is page cache

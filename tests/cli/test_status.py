@@ -41,6 +41,7 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
         "pending table",
         "released",
         "codec",
+        "time zones",
         "memory",
     ]
     assert labels == wanted
@@ -79,7 +80,7 @@ def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
 def status() -> dict[str, Any]:
     return {
         "version": "1", "pid": 1, "waiting_messages": 23, "redelivery_messages": 4,
-        "anon_bytes": 1, "rss_bytes": 2, "levels": {"waiting_rows": 0},
+        "anon_bytes": 1, "rss_bytes": 2, "tzdata": "2026.6", "levels": {"waiting_rows": 0},
         "log": {"first_seq": 1, "next_seq": 2, "durable_seq": 2, "bytes": 3}, "table": {"version": 1},
         "strategy": "hour_log", "disk": {"free_bytes": 5 << 20, "no_room": ""},
         "schedule": {"near_rows": 3, "tail_rows": 20, "table_rows": 0, "cancelled_rows": 0, "table_files": 0},

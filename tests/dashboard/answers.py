@@ -71,7 +71,7 @@ class BusyBroker:
         return {
             "version": "0.1.0", "format": 1, "pid": 4711, "rss_bytes": 431_000_000, "anon_bytes": 197_000_000,
             "disk": {"free_bytes": 41_000_000_000, "no_room": ""}, "access": {"accounts": 3, "refused": 1},
-            "codec": "compiled", "now_ms": now_ms(), "strategy": "hour_log", "durability": "sync",
+            "codec": "compiled", "tzdata": "2026.6", "now_ms": now_ms(), "strategy": "hour_log", "durability": "sync",
             "log": {"first_seq": 0, "next_seq": 2_903_112, "durable_seq": 2_903_112, "bytes": 1_300_000_000,
                     "commits": 8_123, "rows": 812_345},
             "waiting_messages": 1_914_646, "redelivery_messages": 41,

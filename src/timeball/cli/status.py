@@ -93,6 +93,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         *_replica(found.get("replica")),
         ("released", _punctuality(found["lateness"])),
         *([("codec", found["codec"])] if found.get("codec") else []),
+        ("time zones", f"tzdata {found['tzdata']}"),
         (
             "memory",
             f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
+from tests.local_time_oracle import CHANGED_ZONES, changes, first_instant_us, local_times_around
 
 from timeball import limits, rules
 from timeball.errors import InvalidMessage
@@ -126,7 +127,7 @@ def ms(text: str) -> int:
             {
                 "timestamp_ntz'2027-03-01 09:00:00.5'": ms("2027-03-01T09:00:00.500+01:00"),
                 "timestamp_ntz'2027-07-01 09:00:00'": ms("2027-07-01T09:00:00+02:00"),
-                "timestamp_ntz'2027-03-28 02:30:00'": ms("2027-03-28T03:30:00+02:00"),  # skipped
+                "timestamp_ntz'2027-03-28 02:30:00'": ms("2027-03-28T03:00:00+02:00"),  # in a gap
                 "timestamp_ntz'2027-10-31 02:30:00'": ms("2027-10-31T02:30:00+02:00"),  # twice
             },
         ),
@@ -139,6 +140,11 @@ def ms(text: str) -> int:
                 "'2027-03-01T09:00:00+01'": ms("2027-03-01T09:00:00+01:00"),
                 "'2027-03-01T09:00:00'": ms("2027-03-01T09:00:00+09:00"),
                 "'2027-03-01'": ms("2027-03-01T00:00:00+09:00"),
+                "'2027-3-1 9:00'": ms("2027-03-01T09:00:00+09:00"),
+                "'2027-03-01 09:00:00 UTC'": ms("2027-03-01T09:00:00+00:00"),
+                "'2027-03-01T09:00:00.0000001Z'": ms("2027-03-01T09:00:00.001+00:00"),
+                "'2027-03-01T09:00:00.123000001'": ms("2027-03-01T09:00:00.124+09:00"),
+                "'2027-03-01T09:00:00.123000000'": ms("2027-03-01T09:00:00.123+09:00"),
                 "'1800000000123'": 1_800_000_000_123,
             },
         ),
@@ -179,6 +185,62 @@ def test_no_instant(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
+def test_a_text_that_is_not_fully_understood_is_rejected(spark: SparkSession) -> None:
+    """Spark's own cast to a time without zone skips the zone, and reads a year as its first day."""
+    texts = [
+        "2027-12-01 09:00 GMT", "2027-12-01 09:00 PST", "2027-12-01T09:00:00 Europe/Paris", "2027-12-01 09:00+2",
+        "2027-12-01T09:00:00[Europe/Paris]", "2027-12-01T09:00:00 GMT+2", "2027-12-01T09:00:00+25:00", "2027-12",
+        "2027-12-01T", "T09:00", "09:00", "2027-12-01 09:00 tomorrow", "2027-12-01Z", "1/12/2027", "2027-12-01 24:00",
+        "now", "2027-12-01 09:00 AM", "+12027-12-01 09:00",
+    ]  # fmt: skip
+    found = due_of(spark, [f"'{text}'" for text in texts], "Europe/Paris")
+    assert found == [(None, bulk_input.NO_INSTANT)] * len(texts)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Paris", "Australia/Lord_Howe", "Factory", "ROC"])
+def test_a_local_time_is_the_instant_that_the_oracle_finds(spark: SparkSession, zone: str) -> None:
+    """Around each change of the coming years, as a time and as text; Java has other rules, or no such zone."""
+    times = [local for at in changes(zone, 2026, 2029) for local in local_times_around(at, zone)]
+    times += [dt.datetime.fromisoformat(text) for text in ("2026-12-01T08:00", "2027-07-01T08:00")]
+    wanted = [(-(-first_instant_us(local, zone) // 1_000), None) for local in times]
+    assert due_of(spark, [f"timestamp_ntz'{local}'" for local in times], zone) == wanted
+    assert due_of(spark, [f"'{local}'" for local in times], zone) == wanted
+
+
+@pytest.mark.spark
+def test_instants_that_few_types_have(spark: SparkSession) -> None:
+    """Before 1970, beyond the nanoseconds of 64 bits (2262), and at both ends of Spark's calendar."""
+    wrong = {
+        "timestamp_ntz'1969-12-31 23:59:59.999'": rules_text("1970"),
+        "timestamp_ntz'0001-01-01 00:00:00'": rules_text("1970"),
+        "timestamp_ntz'-99999-01-01 00:00:00'": rules_text("1970"),
+        "timestamp_ntz'2262-04-12 00:00:00'": rules_text("days ahead"),
+        "timestamp_ntz'2500-01-01 00:00:00'": rules_text("days ahead"),
+        "timestamp_ntz'9999-12-31 23:59:59.999999'": rules_text("days ahead"),
+        "timestamp_ntz'+294247-01-10 04:00:54.775807'": rules_text("days ahead"),
+    }
+    assert [why for _, why in due_of(spark, list(wrong), "Europe/Paris")] == list(wrong.values())
+    aware = {value.replace("_ntz", "").replace("'", "' ", 1).strip(): why for value, why in wrong.items()}
+    assert [why for _, why in due_of(spark, list(aware))] == list(aware.values())
+    texts = {
+        "'1969-12-31T23:59:59Z'": rules_text("1970"),
+        "'0001-01-01'": rules_text("1970"),
+        "'2500-01-01'": rules_text("days ahead"),
+        "'9999-12-31T23:59:59.9999999'": rules_text("days ahead"),
+        "'9223372036854775807'": rules_text("days ahead"),
+        "'-9223372036854775808'": rules_text("1970"),
+        "'10000-01-01'": bulk_input.NO_INSTANT,
+    }
+    assert [why for _, why in due_of(spark, list(texts), "Europe/Paris")] == list(texts.values())
+
+
+def rules_text(part: str) -> str:
+    (found,) = [rule.text for rule in rules.RULES if rule.column == "due_ms" and part in rule.text]
+    return found
+
+
+@pytest.mark.spark
 def test_bodies_and_properties_from_columns(spark: SparkSession) -> None:
     frame = spark.sql(
         "select 1L as due, 'a' as k, 7 as n, map('x', 'y', 'z', null) as p, struct(1 as i) as s"
@@ -203,7 +265,7 @@ def test_a_column_that_cannot_be_is_named(spark: SparkSession) -> None:
         ({"due": "when"}, "column when: there is none; there are due, body, at, b"),
         ({"due": "at"}, "column at: timestamp_ntz, a wall-clock time that names no instant"),
         ({"due": "b"}, "column b: boolean; wanted a timestamp"),
-        ({"due": "at", "zone": "Paris"}, "zone 'Paris': unknown"),
+        ({"due": "at", "zone": "Paris"}, "zone 'Paris' is no time zone of the IANA's list"),
         ({"topic": "body"}, "either a topic or the column"),
         ({"topic_name": None}, "either a topic or the column"),
         ({"keys": "c"}, "column c: there is none"),

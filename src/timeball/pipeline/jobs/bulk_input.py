@@ -9,26 +9,36 @@ A promise is due at an instant, so a wall-clock time without a zone is refused u
     bigint, int             milliseconds since 1970
     timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date; InvalidMessage without one
     string                  either of these by its text; without an offset it needs `zone`, else the row is rejected
+
+A text must be understood from its first to its last character: Spark's own cast ignores a zone in the text.
+Local times are resolved by local_time.py on Arrow batches. Java's rules of the zones are never asked.
 """
 
 from __future__ import annotations
 
-import zoneinfo
-
 import msgspec
+import numpy as np
+import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
+from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import StructType
 
 from timeball import limits, rules
-from timeball.errors import InvalidMessage
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END
+from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.local_time import zone_named
+from timeball.message import PROPERTY_END, PROPERTY_NAME_END, int64
 
 REASON = "reason"
 ROW = "row"  # the original, for the table of rejects
 NO_INSTANT = "due: missing, or no instant"
 NO_ZONE = "due: no offset from UTC in the text, and no time zone given for it"
-_OFFSET = r"(?i)\d:\d\d.*(z|utc|[+-]\d\d(:?\d\d)?)\s*\z"
+_NUMBER = r"\A-?\d+\z"
+_DATE, _TIME_OF_DAY = r"\d{4}-\d\d?-\d\d?", r"[T ]\d\d?:\d\d(:\d\d([.]\d{1,9})?)?"
+_LOCAL = rf"\A{_DATE}({_TIME_OF_DAY})?\z"
+_WITH_OFFSET = rf"\A{_DATE}{_TIME_OF_DAY} ?([Zz]|UTC|[+-]\d\d(:?\d\d)?)\z"
+# Digits behind the microsecond, which Spark cuts off.
+_FINER = r"[.]\d{6}\d*[1-9]"
 _AS_JSON = ("struct", "array", "map")
 
 
@@ -94,8 +104,11 @@ def check(schema: StructType, columns: Columns) -> None:
         raise InvalidMessage(
             f"column {columns.due}: {kind}; wanted a timestamp, milliseconds since 1970, or text"
         )
-    if columns.zone is not None and columns.zone not in zoneinfo.available_timezones():
-        raise InvalidMessage(f"zone {columns.zone!r}: unknown; write it as Europe/Paris or UTC")
+    if columns.zone is not None:
+        try:
+            zone_named(columns.zone)
+        except InvalidDelay as error:
+            raise InvalidMessage(f"zone {error}") from error
 
 
 # ---- the columns of a promise -----------------------------------------------------------------------------
@@ -155,11 +168,15 @@ def _due_ms(frame: DataFrame, columns: Columns) -> Column:
     if kind == "timestamp":
         return _up_to_ms(column)
     if kind in ("timestamp_ntz", "date"):
-        return _up_to_ms(_in_zone(column.cast("timestamp_ntz"), columns.zone))
+        return _in_zone(column.cast("timestamp_ntz"), columns.zone)
     text = f.trim(column)
-    naive = _in_zone(text.try_cast("timestamp_ntz"), columns.zone)
-    instant = f.when(text.rlike(_OFFSET), text.try_cast("timestamp")).otherwise(naive)
-    return f.when(text.rlike(r"^-?\d+\z"), text.try_cast("bigint")).otherwise(_up_to_ms(instant))
+    finer = text.rlike(_FINER).cast("int")
+    naive = f.when(text.rlike(_LOCAL), text.try_cast("timestamp_ntz"))
+    naive = naive + f.make_dt_interval(secs=finer / 1_000_000)
+    instant = f.when(text.rlike(_WITH_OFFSET), text.try_cast("timestamp"))
+    instant = instant + f.make_dt_interval(secs=finer / 1_000_000)
+    number = f.when(text.rlike(_NUMBER), text.try_cast("bigint"))
+    return f.coalesce(number, _up_to_ms(instant), _in_zone(naive, columns.zone))
 
 
 def _no_zone(frame: DataFrame, columns: Columns) -> Column:
@@ -167,19 +184,21 @@ def _no_zone(frame: DataFrame, columns: Columns) -> Column:
     if columns.zone is not None or _kind(frame.schema, columns.due) != "string":
         return f.lit(False)
     text = f.trim(_column(columns.due))
-    return ~text.rlike(_OFFSET) & text.try_cast("timestamp_ntz").isNotNull() & ~text.rlike(r"^-?\d+\z")
+    return text.rlike(_LOCAL) & text.try_cast("timestamp_ntz").isNotNull()
 
 
 def _in_zone(naive: Column, zone: str | None) -> Column:
-    """Convert a wall-clock time in a zone to an instant, independent of the session's zone.
-
-    What the clock skips in spring is moved on by the hour skipped; what it shows twice in autumn is the first time.
-    """
+    """Convert a wall-clock time in a zone to milliseconds since 1970, rounded up."""
     if zone is None:
-        return f.lit(None).cast("timestamp")
-    seconds = f.date_format(naive, "ss.SSSSSS").cast("decimal(8,6)")
-    parts = (f.year(naive), f.month(naive), f.day(naive), f.hour(naive), f.minute(naive))
-    return f.make_timestamp(*parts, seconds, f.lit(zone))
+        return f.lit(None).cast("bigint")
+    there = zone_named(zone)
+
+    def resolved(local: pa.Array) -> pa.Array:
+        instants_us = there.instants_us(int64(local.cast(pa.timestamp("us")).cast(pa.int64()).fill_null(0)))
+        return pa.array(-(-instants_us // 1_000), mask=np.asarray(local.is_null()))
+
+    found: Column = arrow_udf(resolved, "bigint")(naive)  # type: ignore[call-overload]
+    return found
 
 
 def _up_to_ms(instant: Column) -> Column:

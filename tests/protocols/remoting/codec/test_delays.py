@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import itertools
 import re
-import zoneinfo
 from datetime import UTC, datetime, time, timedelta
-from importlib import resources
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.local_time_oracle import (
+    CHANGED_ZONES,
+    EPOCH,
+    US,
+    changes,
+    first_instant,
+    local_times_around,
+)
+from tests.local_time_oracle import clock as clock_of
 
 from timeball.config import DELAY_PROPERTIES
 from timeball.errors import InvalidDelay
 from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.protocols.remoting.codec import delays
-from timeball.protocols.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms, zone_named
+from timeball.protocols.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms
 
 NOW = 1_700_000_000_000
 DAY = 86_400_000
@@ -184,7 +190,7 @@ def shown(at_ms: int, zone: str) -> datetime:
     """What a clock on the wall shows."""
     return (
         (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms))
-        .astimezone(zone_named(zone))
+        .astimezone(clock_of(zone))
         .replace(tzinfo=None)
     )
 
@@ -303,7 +309,7 @@ def test_around_any_step_of_any_clock(zone: str, year: int, place: int, around_m
 
 def transitions(zone: str, year: int) -> list[int]:
     """Quarters of an hour of a year at which the offset changes."""
-    info = zone_named(zone)
+    info = clock_of(zone)
     start = datetime(year, 1, 1, tzinfo=UTC)
     days = [start + timedelta(days=n) for n in range(367)]
     found = []
@@ -334,7 +340,7 @@ def check(zone: str, now_ms: int, second_of_day: int) -> None:
             since = datetime.combine(day, clock) - begin
             found_ms = quarter_ms + since // timedelta(milliseconds=1)
             if since // timedelta(milliseconds=QUARTER_MS) == 0 and now_ms < found_ms < at_ms:
-                again = datetime.fromtimestamp(found_ms // 1000, zone_named(zone))
+                again = datetime.fromtimestamp(found_ms // 1000, clock_of(zone))
                 assert again.fold == 1, f"{clock} was shown at {found_ms} for the first time"
         quarter_ms += QUARTER_MS
 
@@ -385,21 +391,14 @@ def test_the_calendars_end() -> None:
         next_instant_ms("00:00:00", ms("9999-12-31T23:00:00+00:00"), "UTC")
 
 
-def test_the_hosts_zones_are_not_asked(tmp_path: Path) -> None:
-    wrong = tmp_path / "Europe/Berlin"
-    wrong.parent.mkdir()
-    wrong.write_bytes((resources.files("tzdata") / "zoneinfo/Asia/Tokyo").read_bytes())
-    delays._zone.cache_clear()
-    try:
-        zoneinfo.reset_tzpath([str(tmp_path)])
-        hosts = zoneinfo.ZoneInfo.no_cache("Europe/Berlin")
-        ours = zone_named("Europe/Berlin")
-    finally:
-        zoneinfo.reset_tzpath()
-        delays._zone.cache_clear()
-    noon = datetime(2024, 1, 1, 12, tzinfo=UTC)
-    assert noon.astimezone(hosts).utcoffset() == timedelta(hours=9), "the control"
-    assert noon.astimezone(ours).utcoffset() == timedelta(hours=1)
+@pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Berlin", "America/Santiago"])
+def test_a_date_and_the_next_such_time_are_one_instant(zone: str) -> None:
+    """Asked in the hours before it: TIMING has no date of its own."""
+    for change in changes(zone, 2024, 2029):
+        for local in local_times_around(change, zone):
+            at = first_instant(local.replace(microsecond=0), zone)
+            now_ms = (at - EPOCH) // US // 1_000 - 1
+            assert next_instant_ms(f"{local.time():%H:%M:%S} {zone}", now_ms, "UTC") == now_ms + 1
 
 
 @given(st.text(max_size=40))

@@ -23,21 +23,17 @@ A TIMING is a time of day, and means the next time after now that a clock on the
 
 Where clocks are set forward over it, it is the first instant after the gap; where they are set back and show it twice,
 the first time only. So every day has one such instant, and a message that missed it by a millisecond is for tomorrow.
-An unknown zone is refused: a guess would be a message at the wrong time. Zones come from the `tzdata` package and never
-from the host, whose rules may be years old; the same text means the same instant on each broker.
+An unknown zone is refused: a guess would be a message at the wrong time. The rules of the zones are local_time.py's.
 """
 
 from __future__ import annotations
 
 import re
-from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
-from functools import cache
-from importlib import resources
 from typing import NamedTuple
-from zoneinfo import ZoneInfo
 
-from timeball import rules
+from timeball import limits, rules
 from timeball.errors import InvalidDelay
+from timeball.local_time import DAY_US, Zone, fixed_offset, zone_named
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"
@@ -62,9 +58,7 @@ _TEXT = re.compile(
     r"([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
     r"(?: ?([+-])(0[0-9]|1[0-8]):([0-5][0-9])| ([A-Za-z][A-Za-z0-9_+/-]{0,63}))?"
 )
-_OFFSET_MAX = timedelta(hours=18)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MS = timedelta(milliseconds=1)
+_OFFSET_S_MAX = 18 * 3_600
 _DAYS = 3  # a day may be left out by a clock that is set forward over midnight, never two
 
 
@@ -179,62 +173,17 @@ def next_instant_ms(text: str, now_ms: int, default_zone: str) -> int:
         )
     hour, minute, second, sign, hours, minutes, name = found.groups()
     zone = _offset(sign, hours, minutes) if sign else zone_named(name or default_zone)
-    wall = time(int(hour), int(minute), int(second))
-    try:
-        today = (_EPOCH + now_ms * _MS).astimezone(zone).date()
-        return min(
-            at_ms
-            for at_ms in (_instant_ms(today + timedelta(days=days), wall, zone) for days in range(_DAYS))
-            if at_ms > now_ms
-        )
-    except OverflowError as error:
-        raise InvalidDelay(f"the property {TIMING}: the calendar ends before {text}") from error
+    now_us, time_of_day_us = now_ms * 1_000, ((int(hour) * 60 + int(minute)) * 60 + int(second)) * 1_000_000
+    today_us = (now_us + zone.offset_us(now_us)) // DAY_US * DAY_US
+    days = (zone.instant_us(today_us + day * DAY_US + time_of_day_us) for day in range(_DAYS))
+    at_ms = min(at_us for at_us in days if at_us > now_us) // 1_000
+    if at_ms > limits.INSTANT_MS_MAX:
+        raise InvalidDelay(f"the property {TIMING}: the calendar ends before {text}")
+    return at_ms
 
 
-@cache
-def _names() -> frozenset[str]:
-    with resources.files("tzdata").joinpath("zones").open("r", encoding="ascii") as listed:
-        return frozenset(listed.read().split())
-
-
-def zone_named(name: str) -> ZoneInfo:
-    """A zone of the IANA's list; raises InvalidDelay for any other name."""
-    if name not in _names():  # only what is listed is ever looked for in a folder
-        raise InvalidDelay(f"{name[:64]!r} is no time zone of the IANA's list, such as Europe/Berlin")
-    return _zone(name)
-
-
-@cache
-def _zone(name: str) -> ZoneInfo:
-    with resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).open("rb") as rules:
-        return ZoneInfo.from_file(rules, key=name)
-
-
-def _offset(sign: str, hours: str, minutes: str) -> timezone:
-    offset = timedelta(hours=int(hours), minutes=int(minutes))
-    if offset > _OFFSET_MAX:
+def _offset(sign: str, hours: str, minutes: str) -> Zone:
+    offset_s = (int(hours) * 60 + int(minutes)) * 60
+    if offset_s > _OFFSET_S_MAX:
         raise InvalidDelay(f"the property {TIMING}: {sign}{hours}:{minutes} is more than 18 hours from UTC")
-    return timezone(offset if sign == "+" else -offset)
-
-
-def _instant_ms(day: date, wall: time, zone: tzinfo) -> int:
-    """When a wall clock shows this for the first time on that day, or when the gap ends that swallowed it."""
-    shown = datetime.combine(day, wall)
-    at = shown.replace(tzinfo=zone).astimezone(UTC)
-    if at.astimezone(zone).replace(tzinfo=None) != shown:
-        at = _end_of_gap(shown, zone)
-    return (at - _EPOCH) // _MS
-
-
-def _end_of_gap(shown: datetime, zone: tzinfo) -> datetime:
-    # Read with the offset from after the gap it lies before the gap, and the other way round (PEP 495).
-    before = shown.replace(tzinfo=zone, fold=1).astimezone(UTC)
-    behind = shown.replace(tzinfo=zone, fold=0).astimezone(UTC)
-    second = timedelta(seconds=1)  # the transition is at a whole one
-    while behind - before > second:
-        middle = before + (behind - before) // second // 2 * second
-        if middle.astimezone(zone).replace(tzinfo=None) < shown:
-            before = middle
-        else:
-            behind = middle
-    return behind
+    return fixed_offset(offset_s if sign == "+" else -offset_s)
