@@ -118,7 +118,8 @@ def test_instants() -> None:
     assert due_ms(datetime(2026, 1, 1, tzinfo=UTC)) == 1_767_225_600_000
     assert due_ms(datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))) == 1_767_225_600_000
     assert due_ms(datetime(2026, 1, 1, microsecond=1, tzinfo=UTC)) == 1_767_225_600_001
-    assert due_ms(0) == 0
+    assert due_ms(100_000_000_000) == 100_000_000_000
+    assert due_ms(datetime(1970, 1, 1, tzinfo=UTC)) == 0
     assert due_ms("1767225600000") == due_ms("2026-01-01T01:00:00+01:00") == 1_767_225_600_000
 
 

@@ -68,7 +68,8 @@ def test_what_is_told_early_is_told_of_the_column_too(name: str, data: st.DataOb
 def test_a_null_breaks_no_rule_but_that_of_a_value_that_is_missing() -> None:
     columns = {name: column(name, [None]) for name in {rule.column for rule in rules.RULES}}
     broken = {rule.text for rule in rules.RULES if rule.in_column(columns[rule.column], NOW_MS).any()}
-    assert broken == {"body: missing", rules.RULES[0].text}
+    missing = {"body: missing", "due: missing; leave the column out to deliver at once"}
+    assert broken == {*missing, rules.RULES[0].text}
 
 
 def test_each_row_has_the_first_rule_that_it_breaks() -> None:
@@ -96,3 +97,10 @@ def test_a_rule_whose_forms_differ_is_seen() -> None:
     rule = next(rule for rule in rules.RULES if rule.column == "tag")
     text = "é" * (limits.TAG_BYTES_MAX // 2 + 1)
     assert rule.in_column(column("tag", [text]), NOW_MS).any() != (len(text) > limits.TAG_BYTES_MAX)
+
+
+def test_a_null_in_a_column_of_times_is_named_by_its_row() -> None:
+    columns = {"delay_ms": pa.array([5, 5, None], pa.int64()), "due_ms": pa.array([5], pa.int64())}
+    rules.check_no_nulls(columns, ("due_ms", "at"))
+    with pytest.raises(InvalidDelay, match="delay_ms of row 9 is null; leave the column out"):
+        rules.check_no_nulls(columns, rules.TIMES, 7)

@@ -34,8 +34,6 @@ _UNIT_MS = {
 }
 _PART = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(ms|[smhdw])")
 _TEXT_MAX = 100
-# An `at` below this, 1973 in milliseconds, is 5138 in seconds: certainly meant as seconds.
-_SECONDS_BELOW = 100_000_000_000
 
 After = float | SupportsIndex | timedelta | str
 At = datetime | SupportsIndex | str
@@ -100,8 +98,8 @@ def due_ms(at: At) -> int:
     else:
         raise InvalidDelay(f"at={at!r}: an aware datetime, or milliseconds since 1970 as an int")
     is_number = at.strip().isdecimal() if isinstance(at, str) else not isinstance(at, datetime)
-    if is_number and 0 < due < _SECONDS_BELOW:
-        raise InvalidDelay(f"at={at}: milliseconds since 1970 are meant; this looks like seconds")
+    if is_number and 0 <= due < limits.DUE_MS_MIN:
+        raise InvalidDelay(f"at={at}: {limits.NO_MILLISECONDS}")
     if not 0 <= due <= limits.INSTANT_MS_MAX:
         raise InvalidDelay(f"at={_shown(at)}: an instant lies between 1970 and 9999")
     return due

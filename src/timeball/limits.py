@@ -17,6 +17,10 @@ DAY_MS = 24 * HOUR_MS
 DELAY_MS_MAX = 3_653 * DAY_MS
 # 9999-12-31: the last instant Python's datetime and Delta's timestamp can both name.
 INSTANT_MS_MAX = 253_402_300_799_000
+# 1973 in milliseconds, but 5138 in seconds. A due time that is a smaller number was meant as seconds, or is a date such
+# as 20300131. RocketMQ's clients alone may send one: it is in the past, so their message is delivered at once.
+DUE_MS_MIN = 100_000_000_000
+NO_MILLISECONDS = "milliseconds since 1970 are meant; this looks like seconds, or like a date"
 
 BODY_BYTES_MAX = 4 * 1024 * 1024  # RocketMQ's maxMessageSize
 PROPERTIES_BYTES_MAX = 32_767  # RocketMQ's Short.MAX_VALUE, a 16-bit length on its wire

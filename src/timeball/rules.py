@@ -38,6 +38,7 @@ BYTES_MAX = {
 }
 ANY_QUEUE = -1
 _INT64_MAX = (1 << 63) - 1
+TIMES = ("due_ms", "delay_ms")
 _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # of pipeline and broker
 
@@ -146,11 +147,23 @@ RULES: tuple[Rule, ...] = (
         ANY_QUEUE,
         lambda _: limits.QUEUES_PER_TOPIC_MAX - 1,
     ),
-    _between("due_ms", "due: before 1970", 0, lambda _: _INT64_MAX),
+    Rule(
+        "due_ms",
+        "due: missing; leave the column out to deliver at once",
+        lambda values, _: np.asarray(values.is_null()),
+        lambda value, _: value is None,
+        "present",
+    ),
+    _between(
+        "due_ms",
+        "due: before March 1973; give milliseconds since 1970, neither seconds nor a date such as 20300131",
+        limits.DUE_MS_MIN,
+        lambda _: _INT64_MAX,
+    ),
     _between(
         "due_ms",
         f"due: more than {limits.DELAY_MS_MAX // limits.DAY_MS} days ahead",
-        0,
+        limits.DUE_MS_MIN,
         lambda now_ms: now_ms + limits.DELAY_MS_MAX,
     ),
 )
@@ -201,6 +214,25 @@ def check_instants(name: str, values: Int64Array, low: int, high: int) -> None:
     if wrong.any():
         row = int(np.argmax(wrong))
         raise InvalidDelay(f"{name} {values[row]} of row {row}: between {low} and {high}")
+
+
+def check_due_times(due_ms: pa.Array) -> None:
+    """Raise InvalidDelay for the first row whose due time was not meant as milliseconds; null is for now."""
+    if (least := pc.min(due_ms).as_py()) is not None and least < limits.DUE_MS_MIN:
+        row = pc.index(due_ms, pa.scalar(least, due_ms.type)).as_py()
+        raise InvalidDelay(f"due_ms {least} of row {row}: {limits.NO_MILLISECONDS}")
+
+
+def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_row: int = 0) -> None:
+    """Raise InvalidDelay for the first row without a value in one of these columns, where the column is there.
+
+    It may be a time that was lost on the way, which must not become "now".
+    """
+    for name in names:
+        column = columns.get(name)
+        if column is not None and column.null_count:
+            row = first_row + pc.index(column.is_null(), True).as_py()
+            raise InvalidDelay(f"{name} of row {row} is null; leave the column out to deliver at once")
 
 
 # ---- single values ------------------------------------------------------------------------------------------

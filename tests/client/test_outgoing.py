@@ -76,7 +76,7 @@ def test_dicts_take_the_arguments_of_send() -> None:
             [
                 {"topic": "t", "body": "a", "after": "1m", "message_id": "mine"},
                 {"topic": "t", "body": b"b", "at": at, "properties": {"k": "v"}, "keys": ["x", "y"]},
-                {"topic": "t", "body": b"c", "due_ms": 7, "queue_id": 3},
+                {"topic": "t", "body": b"c", "due_ms": 1_767_225_600_007, "queue_id": 3},
             ]
         ),
         None,
@@ -84,7 +84,7 @@ def test_dicts_take_the_arguments_of_send() -> None:
     )
     columns = batch.to_pydict()
     assert columns["delay_ms"] == [60_000, None, None]
-    assert columns["due_ms"] == [None, 1_767_225_600_000, 7]
+    assert columns["due_ms"] == [None, 1_767_225_600_000, 1_767_225_600_007]
     assert columns["body"] == [b"a", b"b", b"c"]
     assert columns["queue_id"] == [None, None, 3]
     assert columns["keys"] == [None, "x y", None]
@@ -97,6 +97,44 @@ def test_dicts_with_different_keys_have_one_schema() -> None:
     rows = [{"body": "a"}, {"body": "b", "tag": "x"}, {"body": "c", "after": 5}]
     schemas = {batch.schema.to_string() for batch in batches(rows, "t", 1, NOW_MS)}
     assert len(schemas) == 1
+
+
+@pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
+def test_a_time_that_is_null_is_refused_and_the_row_named(name: str) -> None:
+    """A time that was lost on the way would be delivered at once; a dict without the name is."""
+    rows = [{"body": "a", "after": "1m"}, {"body": "b"}, {"body": "c", name: None}]
+    with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
+        list(batches(rows, "t", 1_000, NOW_MS))
+    with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
+        list(batches(iter(rows), "t", 2, NOW_MS))
+    types = {"after": pa.duration("s"), "at": pa.timestamp("ms", "UTC")}
+    column = pa.array([1_800_000_000_000, 1_800_000_000_000, None], pa.int64()).cast(
+        types.get(name, pa.int64())
+    )
+    table = pa.table({"body": ["a", "b", "c"], name: column})
+    with pytest.raises(InvalidDelay, match=f"{name} of row 2 is null"):
+        list(batches(pa.concat_tables([table.slice(0, 1), table.slice(1)]), "t", 1_000, NOW_MS))
+
+
+@pytest.mark.parametrize(
+    ("unit", "values", "ms"),
+    [
+        ("s", [-5, 0, 253_402_300_799], [-5_000, 0, 253_402_300_799_000]),
+        ("ms", [-5, 2**62], [-5, 2**62]),
+        ("us", [-1, 1, 2**63 - 1, -(2**63)], [0, 1, 9_223_372_036_854_776, -9_223_372_036_854_775]),
+        ("ns", [-1, 1, 2**63 - 1, -(2**63)], [0, 1, 9_223_372_036_855, -9_223_372_036_854]),
+    ],
+)
+def test_columns_of_times_of_any_unit_and_size(unit: str, values: list[int], ms: list[int]) -> None:
+    """Before 1970 and beyond 2262 and 9999: the broker refuses them; Arrow's cast and ceil_temporal overflow."""
+    numbers = pa.array(values, pa.int64())
+    assert due_column(numbers.cast(pa.timestamp(unit, "UTC"))).to_pylist() == ms
+    assert delay_column(numbers.cast(pa.duration(unit))).to_pylist() == ms
+
+
+def test_seconds_beyond_64_bits_of_milliseconds_are_refused() -> None:
+    with pytest.raises(InvalidDelay, match="at of row 1 is beyond"):
+        due_column(pa.array([5, 2**62], pa.timestamp("s", "UTC")))
 
 
 def test_dicts_refused() -> None:

@@ -13,7 +13,7 @@ from tests.protocols.arrow_types import TYPES
 from timeball import limits
 from timeball.access import ANONYMOUS, Access, parse
 from timeball.broker.few_sends import rows_in
-from timeball.errors import Forbidden, InvalidMessage, OverLimit
+from timeball.errors import Forbidden, InvalidDelay, InvalidMessage, OverLimit
 from timeball.log.few_rows import MessageEncoder
 from timeball.message import SendRow
 from timeball.protocols import arrow_ipc as ipc
@@ -91,8 +91,8 @@ def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array)
         ("body", pa.array(["x"])),
         ("body", pa.array([b"x"], pa.large_binary())),
         ("body", pa.array([b"x"], pa.binary(1))),
-        ("due_ms", pa.array([5], pa.int32())),
-        ("due_ms", pa.array([5], pa.uint64())),
+        ("delay_ms", pa.array([5], pa.int32())),
+        ("due_ms", pa.array([100_000_000_000], pa.uint64())),
         ("queue_id", pa.array([5], pa.int64())),
         ("tag", pa.nulls(1)),
     ],
@@ -139,6 +139,15 @@ def test_topics_are_decided_about_before_other_columns_are_read(kind: pa.DataTyp
             SendColumns(rows.schema).adopt(rows, caller)
     sound = batch(topic=pa.array(["orders"], kind))
     assert SendColumns(sound.schema).adopt(sound, caller).num_rows == 1
+
+
+@pytest.mark.parametrize("due_ms", [1_800_000_000, 20_300_131, 0, -5])
+def test_a_due_time_that_was_not_meant_as_milliseconds_is_refused(due_ms: int) -> None:
+    """Seconds, or a date as a number: it would be delivered at once. Also of a few rows, which are read in C."""
+    rows = batch(topic=["t"] * 3, body=[b"x"] * 3, due_ms=[None, limits.DUE_MS_MIN, due_ms])
+    with pytest.raises(InvalidDelay, match=f"due_ms {due_ms} of row 2: milliseconds since 1970 are meant"):
+        adopt(rows)
+    assert read(*message(rows), rows.schema) is None
 
 
 def test_a_value_that_does_not_fit_refuses_the_batch() -> None:
@@ -208,11 +217,17 @@ VALUES: dict[pa.DataType, st.SearchStrategy[object]] = {
 }
 
 
+DUE_TIMES = st.none() | st.integers(limits.DUE_MS_MIN, 2**63 - 1)
+
+
 @st.composite
 def few_rows(draw: st.DrawFn) -> pa.RecordBatch:
     count, columns = draw(st.integers(1, 16)), {}
     for name in dict.fromkeys([*draw(st.lists(st.sampled_from(OF_ROWS))), "body", "topic"]):
         kind = SEND_SCHEMA.field(name).type
+        if name == "due_ms":  # a smaller number is refused, by a test of its own
+            columns[name] = pa.array(draw(st.lists(DUE_TIMES, min_size=count, max_size=count)), kind)
+            continue
         value = VALUES[kind] if name in ("topic", "body") else st.none() | VALUES[kind]
         columns[name] = pa.array(draw(st.lists(value, min_size=count, max_size=count)), kind)
     return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))

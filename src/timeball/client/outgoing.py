@@ -34,7 +34,8 @@ from timeball import limits
 from timeball.client.tracing import current_context
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.instants import when
-from timeball.rules import Keys, keys_text, properties_text
+from timeball.message import int64
+from timeball.rules import Keys, check_no_nulls, keys_text, properties_text
 from timeball.trace_context import with_contexts
 
 ONE_SCHEMA = pa.schema(
@@ -52,6 +53,8 @@ ONE_SCHEMA = pa.schema(
 )
 COMPLETE_ROWS = 65_536  # columns are filled in for so many rows at once, however small the batches
 DICT_ROWS = 1_024
+_SECONDS_MAX = limits.INSTANT_MS_MAX  # of a number of seconds: as many milliseconds fit into 64 bits
+_TIMES = ("after", "at", "delay_ms", "due_ms")
 BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is cut in halves until it is smaller, or one row
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
@@ -91,7 +94,11 @@ def one(
 def batches(rows: Rows, topic: str | None, batch_rows: int, born_ms: int) -> Iterator[pa.RecordBatch]:
     """Batches of at most `batch_rows` rows, all of one schema, with ids; raises InvalidMessage, InvalidDelay."""
     step = max(batch_rows, COMPLETE_ROWS)
+    is_table, first_row = isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader), 0
     for batch in _record_batches(rows, batch_rows):
+        if is_table:  # of dicts, a null is a row that has no such name
+            check_no_nulls(dict(zip(batch.schema.names, batch.columns)), _TIMES, first_row)
+            first_row += batch.num_rows
         for start in range(0, batch.num_rows, step):
             completed = complete(batch.slice(start, step), topic, born_ms)
             for first in range(0, completed.num_rows, batch_rows):
@@ -109,16 +116,17 @@ def _record_batches(rows: Rows, batch_rows: int) -> Iterator[pa.RecordBatch]:
         raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
     elif isinstance(rows, (list, tuple)):
         for start in range(0, len(rows), DICT_ROWS):
-            yield from_dicts(rows[start : start + DICT_ROWS])
+            yield from_dicts(rows[start : start + DICT_ROWS], start)
     else:  # perhaps a generator that takes its time: what there is goes out
         part: list[Mapping[str, Any]] = []
+        first_row = 0
         for row in rows:
             part.append(row)
             if len(part) == batch_rows:
-                yield from_dicts(part)
-                part = []
+                yield from_dicts(part, first_row)
+                part, first_row = [], first_row + batch_rows
         if part:
-            yield from_dicts(part)
+            yield from_dicts(part, first_row)
 
 
 def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.RecordBatch:
@@ -161,18 +169,13 @@ def due_column(column: pa.Array) -> pa.Array:
             f"column 'at' is {column.type}; it must be a timestamp with a time zone (else: whose noon?), "
             "or give due_ms, milliseconds since 1970"
         )
-    up = pc.ceil_temporal(pc.cast(column, pa.timestamp(column.type.unit)), 1, "millisecond")
-    return pc.cast(pc.cast(up, pa.timestamp("ms")), pa.int64())
+    return _milliseconds(column, "at")
 
 
 def delay_column(column: pa.Array) -> pa.Array:
     """Milliseconds of a column of durations or of seconds, fractions rounded up."""
     if pa.types.is_duration(column.type):
-        per_ms = {"s": None, "ms": 1, "us": 1_000, "ns": 1_000_000}[column.type.unit]
-        count = pc.cast(column, pa.int64())
-        if per_ms is None:
-            return pc.multiply_checked(count, 1_000)
-        return pc.divide(pc.add_checked(count, per_ms - 1), per_ms)
+        return _milliseconds(column, "after")
     if pa.types.is_integer(column.type):
         return pc.multiply_checked(pc.cast(column, pa.int64()), 1_000)
     if pa.types.is_floating(column.type):
@@ -183,7 +186,20 @@ def delay_column(column: pa.Array) -> pa.Array:
     raise InvalidDelay(f"column 'after' is {column.type}; it must be a duration or a number of seconds")
 
 
-def from_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+def _milliseconds(column: pa.Array, name: str) -> pa.Array:
+    """Whole milliseconds of timestamps or durations of any unit, rounded up; without Arrow's casts, which overflow."""
+    values = int64(pc.cast(column, pa.int64()).fill_null(0))
+    if column.type.unit == "s":
+        wrong = np.abs(values) > _SECONDS_MAX
+        if wrong.any():
+            raise InvalidDelay(f"{name} of row {int(wrong.argmax())} is beyond what any broker takes")
+        return pa.array(values * 1_000, mask=np.asarray(column.is_null()))
+    per_ms = {"ms": 1, "us": 1_000, "ns": 1_000_000}[column.type.unit]
+    whole = values // per_ms + (values % per_ms > 0)  # the negative of the smallest number would overflow
+    return pa.array(whole, mask=np.asarray(column.is_null()))
+
+
+def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.RecordBatch:
     """Dicts with the arguments of `send` (and the protocol's columns) as a batch; every column nullable."""
     names: dict[str, None] = {}
     columns: dict[str, list[Any]] = {}
@@ -191,6 +207,10 @@ def from_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
         names.update(dict.fromkeys(row))
     if "message_id" in names:
         names = dict.fromkeys("unique_key" if name == "message_id" else name for name in names)
+    for at, row in enumerate(rows, first_row):
+        for name in _TIMES:
+            if name in row and row[name] is None:
+                raise InvalidDelay(f"{name} of row {at} is None; leave it out to deliver at once")
     delayed = [when(row.get("after"), row.get("at")) for row in rows]
     for name in names:
         if name == "after":

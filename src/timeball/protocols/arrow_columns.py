@@ -47,6 +47,7 @@ ACCEPTED: dict[pa.DataType, tuple[pa.DataType, ...]] = {
     pa.int32(): (*_INTEGERS, pa.null()),
     pa.int64(): (*_INTEGERS, pa.null()),
 }
+_DUE_MS = SEND_NAMES.index("due_ms")
 FEW_BYTES_MAX = 64 * 1024  # of a message that is read as rows
 RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
@@ -78,6 +79,7 @@ class SendColumns:
         # A row has no relative delay: what is due a while after admission goes as columns.
         is_of_rows = self._exact and codec == "auto" and "delay_ms" not in names
         self._reader = _reader_of(tuple(names)) if is_of_rows else None
+        self._has_due = "due_ms" in names
         self._order = [names.index(name) if name in names else -1 for name in SEND_NAMES]
 
     def rows(self, header: memoryview, body: Sequence[bytes | memoryview]) -> list[SendRow] | None:
@@ -87,7 +89,13 @@ class SendColumns:
         found: list[SendRow] | None = self._reader.sent_rows(
             bytes(header), b"".join(body), self._order, self._required
         )
-        return found
+        if (
+            found is None
+            or not self._has_due
+            or all(row[_DUE_MS] is None or row[_DUE_MS] >= limits.DUE_MS_MIN for row in found)
+        ):
+            return found
+        return None  # `adopt` names the row
 
     def adopt(self, batch: pa.RecordBatch, caller: Caller) -> pa.RecordBatch:
         """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden.
@@ -110,6 +118,8 @@ class SendColumns:
         for index in self._required:
             if batch.column(index).null_count:
                 raise InvalidMessage(f"column {self._target.names[index]!r} has rows without a value")
+        if self._has_due:
+            rules.check_due_times(batch.column("due_ms"))
         return batch
 
     def _check_topics(self, batch: pa.RecordBatch, caller: Caller) -> None:

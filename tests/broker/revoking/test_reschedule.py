@@ -329,7 +329,8 @@ async def test_the_rows_are_one_frame_and_say_it_all(world: World) -> None:
 @pytest.mark.parametrize(
     "when",
     [
-        {"due_ms": -1}, {"due_ms": 1 << 62}, {"delay_ms": -1}, {"delay_ms": limits.DELAY_MS_MAX + 1},
+        {"due_ms": -1}, {"due_ms": 5}, {"due_ms": 1_800_000_000}, {"due_ms": 20_300_131},
+        {"due_ms": 1 << 62}, {"delay_ms": -1}, {"delay_ms": limits.DELAY_MS_MAX + 1},
         {"delay_ms": 1 << 62}, {}, {"due_ms": 5, "delay_ms": 5},
     ],
 )  # fmt: skip
@@ -344,7 +345,7 @@ async def test_an_instant_that_a_send_would_refuse(world: World, when: dict[str,
 @on_node()
 async def test_an_instant_that_has_passed_is_now(world: World) -> None:
     [key] = await world.send("a", [FAR_MS])
-    [verdict] = await world.broker.reschedule(ids=[key], due_ms=5)
+    [verdict] = await world.broker.reschedule(ids=[key], due_ms=limits.DUE_MS_MIN)
     assert verdict.due_ms == world.clock.wall
     await world.advance(0)
     assert await delivered(world) == [key]

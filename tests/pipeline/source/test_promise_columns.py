@@ -71,9 +71,9 @@ def test_a_bad_column_is_named(ddl: str, said: str) -> None:
 
 
 def test_rows_take_the_shape_of_the_table() -> None:
-    rows = promise_columns.normalise(table(2, due_ms=[NOW_MS + 5, None], queue_id=[3, None]), NOW_MS)
+    rows = promise_columns.normalise(table(2, queue_id=[3, None]), NOW_MS)
     assert rows.schema == TABLE_SCHEMA
-    assert rows.column("due_ms").to_pylist() == [NOW_MS + 5, NOW_MS]
+    assert rows.column("due_ms").to_pylist() == [NOW_MS, NOW_MS]
     assert rows.column("queue_id").to_pylist() == [3, -1]
     assert rows.column("accepted_ms").to_pylist() == [NOW_MS, NOW_MS]
 
@@ -114,7 +114,12 @@ def test_properties_from_a_map() -> None:
         ({"properties": ["p" * 32_768]}, "properties"),
         ({"queue_id": [limits.QUEUES_PER_TOPIC_MAX]}, "queue_id"),
         ({"due_ms": [-1]}, "due: before"),
-        ({"due_ms": [0]}, None),
+        ({"due_ms": [0]}, "due: before"),
+        ({"due_ms": [1_800_000_000]}, "due: before March 1973; give milliseconds"),
+        ({"due_ms": [20_300_131]}, "due: before March 1973; give milliseconds"),
+        ({"due_ms": [limits.DUE_MS_MIN]}, None),
+        ({"due_ms": pa.array([None], pa.int64())}, "due: missing"),
+        ({"due": pa.array([None], pa.timestamp("us", "UTC"))}, "due: missing"),
         ({"due_ms": [NOW_MS + limits.DELAY_MS_MAX]}, None),
         ({"due_ms": [NOW_MS + limits.DELAY_MS_MAX + 1]}, "due: more"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from timeball import limits
 from timeball.broker import admission
-from timeball.errors import InvalidMessage, OverLimit, TimeballError
+from timeball.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
 from timeball.protocols.http import codec, send_codec
 from timeball.protocols.http.codec import JSON, NDJSON
 from timeball.protocols.http.send_codec import ARROW, Sending
@@ -101,16 +101,24 @@ def stream(*batches: pa.RecordBatch) -> bytes:
     return sink.getvalue()
 
 
-ROWS = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "delay_ms": pa.array([None, 5], pa.int32())})
+ROWS = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "delay_ms": pa.array([0, 5], pa.int32())})
 
 
 def test_columns_of_a_stream_are_taken_whole() -> None:
     sending = read(stream(ROWS, ROWS), ARROW)
     rows = rows_of(sending)
     assert [(row["topic"], row["body"], row["delay_ms"]) for row in rows] == [
-        ("t", b"a", None), ("t", b"b", 5), ("t", b"a", None), ("t", b"b", 5),
+        ("t", b"a", 0), ("t", b"b", 5), ("t", b"a", 0), ("t", b"b", 5),
     ]  # fmt: skip
     assert send_codec.sent(sending, 9, NOW_MS, durable=False) == send_codec.SentRows(9, 4, False)
+
+
+@pytest.mark.parametrize("name", ["delay_ms", "due_ms"])
+def test_a_null_in_a_column_of_times_is_refused(name: str) -> None:
+    times = pa.array([1_800_000_000_000, None], pa.int64())
+    rows = pa.RecordBatch.from_arrays([pa.array([b"a", b"b"]), times], names=["body", name])
+    with pytest.raises(InvalidDelay, match=f"{name} of row 1 is null; leave the column out"):
+        read(stream(rows), ARROW)
 
 
 def test_a_topic_beside_the_path_is_refused() -> None:

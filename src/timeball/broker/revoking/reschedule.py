@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
+from timeball import limits
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.retry import SPENT
@@ -58,6 +59,8 @@ def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> 
         raise InvalidDelay(f"delay_ms {delay_ms}: between 0 and {delay_ms_max}")
     instant_ms = now_ms + delay_ms if delay_ms is not None else due_ms
     assert instant_ms is not None
+    if 0 <= instant_ms < limits.DUE_MS_MIN <= now_ms:
+        raise InvalidDelay(f"due_ms {instant_ms}: {limits.NO_MILLISECONDS}")
     if not 0 <= instant_ms <= now_ms + delay_ms_max:
         raise InvalidDelay(f"due_ms {instant_ms}: between 0 and {now_ms + delay_ms_max}")
     return instant_ms

@@ -2,7 +2,7 @@
 
     topic     string             required
     body      binary or string   required
-    due_ms    bigint             or  due  timestamp; a row without either is due at once
+    due_ms    bigint             or  due  timestamp; without either column all rows are due at once
     tag keys unique_key          string; a row without unique_key is given 32 hexadecimal characters
     properties                   string in RocketMQ's form, or map<string,string>
     queue_id                     int; a queue is chosen at release when it is left out
@@ -100,11 +100,12 @@ def _due_ms(given: dict[str, pa.Array], count: int, now_ms: int) -> pa.Array:
         due = given["due_ms"].cast(pa.int64())
     elif "due" in given:
         # Spark's timestamps count microseconds; up to the next millisecond, never down.
-        due_us = given["due"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).fill_null(now_ms * 1000)
-        due = pa.array(-(-int64(due_us) // 1000))
+        due_us = given["due"].cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+        numbers = int64(due_us.fill_null(0))
+        due = pa.array(numbers // 1000 + (numbers % 1000 > 0), mask=np.asarray(due_us.is_null()))
     else:
-        due = pa.nulls(count, pa.int64())
-    return due.fill_null(now_ms)
+        due = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
+    return due
 
 
 def _properties(column: pa.Array) -> pa.Array:

@@ -110,7 +110,7 @@ def refusal(rows: pa.Table, broken: np.ndarray) -> str:
     first = int(bad[0])
     topic = rows.column("topic")[first].as_py()
     return (
-        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (topic {topic!r}): "
+        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (row {first} of its task, topic {topic!r}): "
         f"{rules.RULES[broken[first]].text}; option on_invalid=drop leaves such rows out"
     )
 

@@ -30,7 +30,7 @@ from timeball.message import SEND_COLUMNS, SendBatch, SendRow
 from timeball.protocols import arrow_ipc
 from timeball.protocols.arrow_columns import SendColumns, check_bytes
 from timeball.protocols.http.codec import JSON, NDJSON, Span, instant_text, when
-from timeball.rules import keys_text, properties_text
+from timeball.rules import TIMES, check_no_nulls, keys_text, properties_text
 
 ARROW = "application/vnd.apache.arrow.stream"
 # They become columns in a thread of their own, which shares the interpreter with the loop.
@@ -337,6 +337,7 @@ def _arrow(topic: str, data: bytes) -> Sending:
         raise InvalidMessage("no record batch: send at least one row")
     whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
     check_bytes(whole.nbytes)
+    check_no_nulls(dict(zip(whole.schema.names, whole.columns, strict=True)), TIMES)
     return Sending(whole, rows, whole.nbytes, None)
 
 
