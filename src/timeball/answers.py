@@ -175,6 +175,16 @@ class TopicState(msgspec.Struct, frozen=True):
     expired: int = 0
 
 
+class Conflict(msgspec.Struct, frozen=True):
+    """Members of a group want different messages of a topic, so each loses some that another member has taken.
+
+    `wanted`: their filters. With the topic "" the members subscribe to different topics, and `wanted` lists these.
+    """
+
+    topic: str
+    wanted: list[str]
+
+
 class GroupState(msgspec.Struct, frozen=True):
     """A consumer group: the sums of its topics, its dead letters that are left, and how often it tries a message."""
 
@@ -188,6 +198,7 @@ class GroupState(msgspec.Struct, frozen=True):
     topics: list[TopicState]
     expired: int = 0
     expired_dead_letters: int = 0
+    conflicts: list[Conflict] = []
 
 
 class GroupPage(msgspec.Struct, frozen=True):

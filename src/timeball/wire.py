@@ -35,6 +35,9 @@ from timeball.answers import (
     ClusterGroup as ClusterGroup,
 )
 from timeball.answers import (
+    Conflict as Conflict,
+)
+from timeball.answers import (
     Content as Content,
 )
 from timeball.answers import (

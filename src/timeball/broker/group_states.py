@@ -12,6 +12,7 @@ from timeball.answers import GroupPage, GroupState, TopicState
 from timeball.broker.components import Components
 from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.retry import dead_letter_topic
+from timeball.broker.consuming.subscriptions import Subscriptions
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.lease_counts import Counts, topic_of
@@ -58,8 +59,16 @@ class GroupStates:
     What looks at many does so in shares. So each figure is of one instant, and two of them may be of two.
     """
 
-    def __init__(self, parts: Components, policy: Policy, leases: Leases, dead_letters: DeadLetters) -> None:
+    def __init__(
+        self,
+        parts: Components,
+        policy: Policy,
+        leases: Leases,
+        dead_letters: DeadLetters,
+        subscriptions: Subscriptions,
+    ) -> None:
         self._parts, self._policy, self._leases, self._dead_letters = parts, policy, leases, dead_letters
+        self._subscriptions = subscriptions
 
     async def lags(self) -> Counts:
         """Return how far all groups are behind, by group and topic."""
@@ -143,6 +152,7 @@ class GroupStates:
     def _state(self, name: str, topics: list[TopicState]) -> GroupState:
         # None: offsets of a group that was deleted without them.
         config = self._parts.groups.find_group(name)
+        # Dead letters are no messages of a topic that the group consumes.
         letters = self._parts.expired.topics(name).get(dead_letter_topic(name))
         return GroupState(
             name,
@@ -155,4 +165,5 @@ class GroupStates:
             topics,
             sum(topic.expired for topic in topics),
             0 if letters is None else letters.rows,
+            self._subscriptions.conflicts(name),
         )

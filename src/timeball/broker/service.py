@@ -90,7 +90,9 @@ class Broker:
         consuming = Consuming if parts.traces is None else TracedConsuming
         self.consuming = consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
         self.job_reports = JobReports(parts, self.policy)
-        self.groups = GroupStates(parts, self.policy, self.consuming.leases, self.dead_letters)
+        self.groups = GroupStates(
+            parts, self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions
+        )
         # Two ways in: halves become promises without an instant, so they cannot share a batch with sends.
         self.sends = Ingress(parts.traced(self.appender.send))
         self.halves = Ingress(parts.traced(self.prepare_nowait))
@@ -333,6 +335,7 @@ class Broker:
         # Overdue ones, too. No delay is longer, but for a bulk write whose instants are its own.
         window = now_ms - limits.DAY_MS, now_ms + limits.DELAY_MS_MAX
         try:
+            # By day, so that ten years are few buckets.
             counted = await self.forecast.counted("day", *window, topic)
         except OverLimit:
             return None
@@ -405,6 +408,11 @@ class Broker:
             "lateness": self.lateness.summary(),
             "delivered": parts.rates.total(Stat.BROKER_GET_NUMS),
             "clock_suspect": parts.clock.suspect,
+            "conflicting_groups": [
+                group
+                for group in dict.fromkeys(found[0] for found in self.consuming.subscriptions.all())
+                if self.policy.allows(caller, Verb.RECEIVE, group=group)
+            ],
         }
 
     def schedule_statistics(self) -> dict[str, int]:

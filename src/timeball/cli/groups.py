@@ -48,6 +48,13 @@ def groups(
     for state in found:
         _add(table, state, by_topic=group is not None)
     out().print(table)
+    for state in found:
+        for conflict in state.conflicts:
+            of_topic = f"topic {conflict.topic}" if conflict.topic else "topics"
+            print_note(
+                f"group {state.group}: members want different {of_topic}: {'; '.join(conflict.wanted)}. "
+                "Each loses messages: give all members of a group the same subscriptions"
+            )
 
 
 def _add(table: Table, state: GroupState, *, by_topic: bool) -> None:

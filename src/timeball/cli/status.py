@@ -13,6 +13,8 @@ from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, a
 from timeball.cli.output import out, print_json
 from timeball.cli.units import parse_duration_ms, show_bytes
 
+GROUPS_SHOWN_MAX = 5  # with different subscriptions
+
 
 def status(
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again until Ctrl-C.")] = False,
@@ -92,6 +94,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         *_store(found["table"]),
         *_replica(found.get("replica")),
         ("released", _punctuality(found["lateness"])),
+        *_conflicts(found.get("conflicting_groups", [])),
         *([("codec", found["codec"])] if found.get("codec") else []),
         ("time zones", f"tzdata {found['tzdata']}"),
         (
@@ -108,6 +111,20 @@ def _store(table: dict[str, Any]) -> list[tuple[str, str]]:
     missing = f", {table['missing_files']:,} FILES DUE SOON ARE MISSING" if table["missing_files"] else ""
     problem = f"; DOES NOT ANSWER: {table['problem']}" if table["problem"] else ""
     return [("object store", f"{table['uri']}, {show_bytes(table['cached_bytes'])} here{missing}{problem}")]
+
+
+def _conflicts(groups: list[str]) -> list[tuple[str, str]]:
+    """Return the line about groups whose members want different messages."""
+    if not groups:
+        return []
+    more = f" and {len(groups) - GROUPS_SHOWN_MAX:,} more" if len(groups) > GROUPS_SHOWN_MAX else ""
+    names = ", ".join(groups[:GROUPS_SHOWN_MAX])
+    return [
+        (
+            "WARNING",
+            f"members of {names}{more} have different subscriptions and lose messages: timeball groups",
+        )
+    ]
 
 
 def _replica(found: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -136,6 +153,10 @@ def _punctuality(lateness: dict[str, Any]) -> str:
     for bound, count in lateness["buckets"].items():
         counted += count
         if counted >= 0.99 * released:
-            punctual = f"99 % of them late by {bound}, the latest {lateness['max_ms']} ms"
+            latest_ms = lateness["max_ms"]
+            # The bound of a bucket may lie far above all that is in it.
+            if bound.startswith("<=") and int(bound[2:].removesuffix("ms")) > latest_ms:
+                bound = f"<={latest_ms}ms"
+            punctual = f"99 % of them late by {bound}, the latest {latest_ms} ms"
             return f"{released:,} since the broker started, {punctual}"
     raise AssertionError("the buckets hold all that was released")

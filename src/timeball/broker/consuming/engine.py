@@ -39,6 +39,7 @@ from timeball.broker.consuming.requests import (
 )
 from timeball.broker.consuming.selected_rows import selected_rows
 from timeball.broker.consuming.selection import Selection, check, check_invisible
+from timeball.broker.consuming.subscriptions import Subscriptions
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
@@ -80,6 +81,7 @@ class Consuming:
         self._memory = MemoryLeases(parts, appender, waiters, self.leases)
         self._log = LogLeases(parts, appender, self.leases)
         self._turn = itertools.count()
+        self.subscriptions = Subscriptions(parts.clock.clock.monotonic_ns)
         self._waiting = WaitQueue()
         # Who may consume what, at these versions of the topics and the groups: asked for with every request.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
@@ -150,6 +152,7 @@ class Consuming:
         """
         check(request)
         self._subscription(request.group, request.topic)
+        self.subscriptions.hear(request.group, request.topic, request.wanted.text)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         hand_out = self._hand_out_in_memory
         if request.in_log:

@@ -9,7 +9,17 @@ Both work on whole columns. A filter is immutable, holds nothing of the broker's
 text comes from outside: it is bounded (limits.FILTER_…) and read by hand, without regular expressions or eval.
 """
 
-from timeball.broker.filters.compiler import SQL92, TAG, compile_filter
+from timeball.broker.filters.compiler import SQL92, TAG, compile_filter, told
 from timeball.broker.filters.tags import EVERYTHING, Filter, java_hash, tag_hash, tag_mask
 
-__all__ = ["EVERYTHING", "SQL92", "TAG", "Filter", "compile_filter", "java_hash", "tag_hash", "tag_mask"]
+__all__ = [
+    "EVERYTHING",
+    "SQL92",
+    "TAG",
+    "Filter",
+    "compile_filter",
+    "java_hash",
+    "tag_hash",
+    "tag_mask",
+    "told",
+]

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.broker.filters import tags
-from timeball.broker.filters.tags import EVERYTHING, BoolArray, Filter
+from timeball.broker.filters.tags import ALL, EVERYTHING, BoolArray, Filter
 from timeball.errors import InvalidFilter
 from timeball.log.queue_entry import EntryArray
 
@@ -27,8 +27,8 @@ class SqlFilter:
 
     matches_all = False
 
-    def __init__(self, condition: Condition, names: frozenset[str]) -> None:
-        self._condition, self._names = condition, names
+    def __init__(self, condition: Condition, names: frozenset[str], text: str) -> None:
+        self._condition, self._names, self.text = condition, names, text
 
     def candidates(self, entries: EntryArray) -> BoolArray:
         return np.ones(len(entries), dtype=np.bool_)  # properties do not stand in the index
@@ -58,8 +58,19 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
         # A start is over sooner without it (protocols/edges.py): a parser of SQL takes 40 ms to make.
         from timeball.broker.filters import sql_grammar
 
-        return SqlFilter(*sql_grammar.parse(text or ""))
+        return SqlFilter(*sql_grammar.parse(text or ""), (text or "").strip())
     raise InvalidFilter(f"expression type {expression_type[:80]!r}: it is {TAG} or {SQL92}")
+
+
+def told(text: str, expression_type: str) -> str:
+    """Return a subscription as `Filter.text` has it, also one that cannot be compiled."""
+    if expression_type == SQL92:
+        return text.strip()
+    try:
+        wanted = tags.parse(text)
+    except InvalidFilter:
+        return text[: limits.FILTER_BYTES_MAX]
+    return ALL if wanted is None else tags.joined(wanted)
 
 
 def _check_text(text: str) -> None:

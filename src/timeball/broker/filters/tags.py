@@ -31,6 +31,11 @@ class Filter(Protocol):
     """Both masks have one element a message; `exact` implies `candidates`."""
 
     @property
+    def text(self) -> str:
+        """The subscription, equal for filters that match the same messages."""
+        ...
+
+    @property
     def matches_all(self) -> bool:
         """Nothing need be asked: both masks are true throughout."""
         ...
@@ -51,7 +56,7 @@ class Filter(Protocol):
 class _Everything:
     """The subscription `*`."""
 
-    matches_all = True
+    text, matches_all = "*", True
 
     def candidates(self, entries: EntryArray) -> BoolArray:
         return np.ones(len(entries), dtype=np.bool_)
@@ -118,13 +123,18 @@ def parse(text: str | None) -> frozenset[str] | None:
     return frozenset(tags)
 
 
+def joined(tags: frozenset[str]) -> str:
+    """Return the subscription to these tags, always in the same order."""
+    return f" {SEPARATOR} ".join(sorted(tags))
+
+
 class TagFilter:
     """Any of some tags, in a topic whose messages have one each."""
 
     matches_all = False
 
     def __init__(self, tags: frozenset[str]) -> None:
-        self.tags = tags
+        self.tags, self.text = tags, joined(tags)
         self._hashes = np.array(sorted({tag_hash(tag) for tag in tags}), dtype=np.int64)
         self._values = pa.array(sorted(tags), pa.string())
 
@@ -143,7 +153,7 @@ class TagMaskFilter:
     matches_all = False
 
     def __init__(self, tags: frozenset[str]) -> None:
-        self.tags = tags
+        self.tags, self.text = tags, joined(tags)
         self._mask = np.int64(tag_mask(SEPARATOR.join(tags)))
 
     def candidates(self, entries: EntryArray) -> BoolArray:

@@ -20,7 +20,7 @@ export const groups = {
       caption: 'Consumer groups', keyOf: row => row.group,
       empty: emptiness('No group has received anything yet.', 'A group is made by the first receive in its name:', RECEIVE),
       columns: [
-        { label: 'Group', make: row => bdi(row().group, 80) },
+        { label: 'Group', make: row => el('div', {}, bdi(row().group, 80), el('ul', { class: 'lines' })), update: showConflicts },
         { label: 'Lag', kind: 'number', value: row => count(row.lag) },
         { label: 'In flight', kind: 'number', value: row => count(row.in_flight) },
         { label: 'Expired unread', kind: 'number', make: () => el('span'), update: showExpired },
@@ -43,6 +43,13 @@ export const groups = {
     return { close: () => poll.stop() };
   },
 };
+
+/** Show which messages members of the group want differently: each of them loses some. */
+function showConflicts(cell, row) {
+  const text = ({ topic, wanted }) => `Members want different ${topic ? `messages of ${printable(topic, 60)}` : 'topics'}: ${wanted.map(each => printable(each, 60)).join('; ')}`;
+  keyed(cell.firstChild.lastChild, row.conflicts ?? [], ({ topic }) => topic, () => el('li', { class: 'state warn' }),
+    (item, conflict) => write(item, text(conflict)));
+}
 
 /** Show how many messages the group has lost before it read them, and how many of its dead letters. */
 function showExpired(cell, row) {

@@ -166,3 +166,20 @@ def test_node_is_told_a_policy_that_it_can_read() -> None:
     asked.user_agent.language = d.Language.NODE_JS
     policy = answered(asked, group, check_types=True).backoff_policy
     assert policy.HasField("exponential_backoff") and policy.max_attempts == 5
+
+
+def test_members_with_different_topics_are_told_of(node: RunningNode, wire: Wire) -> None:
+    stream = None
+    for topics in (["a"], ["a", "b"], ["a"]):
+        said = consumer_settings("different-topics")
+        said.subscription.subscriptions.extend(
+            d.SubscriptionEntry(topic=d.Resource(name=topic)) for topic in topics
+        )
+        # What another client says counts the same.
+        if stream is None:
+            stream = wire.telemetry(said)
+        else:
+            stream.send(s.TelemetryCommand(settings=said))
+            next(stream)
+    subscriptions = node.node.broker.consuming.subscriptions
+    assert [one.wanted for one in subscriptions.conflicts("different-topics")] == [["a", "a, b"]]

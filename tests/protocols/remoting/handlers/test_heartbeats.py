@@ -245,3 +245,24 @@ async def test_a_client_that_falls_silent_is_let_go(world: World) -> None:
     assert not silent.connection.is_open
     for pair in (silent, lively):
         pair.close()
+
+
+@on_node()
+async def test_members_with_different_subscriptions_are_told_of(world: World) -> None:
+    context = context_of(world.broker)
+    handlers = HeartBeats(context, Locks(context)).handlers
+    red = {**JAVA_SUBSCRIPTION, "subString": "red"}
+    more = {**JAVA_SUBSCRIPTION, "topic": "returns"}
+    again = {**JAVA_SUBSCRIPTION, "topic": "%RETRY%g", "subString": "*"}
+    pairs = [await Pair.made() for _ in range(3)]
+    for pair, wanted in zip(pairs, ([red, again], [JAVA_SUBSCRIPTION, more], [red]), strict=True):
+        beat = msgspec.json.encode(java(subscriptionDataSet=wanted))
+        assert (await pair.ask(handlers, BEAT, beat)).code == 0
+        world.clock.advance(1_000)
+    conflicts = world.broker.consuming.subscriptions.conflicts("g")
+    assert [(one.topic, one.wanted) for one in conflicts] == [
+        ("", ["orders", "orders, returns"]),
+        ("orders", ["A || B", "red"]),
+    ]
+    for pair in pairs:
+        pair.close()

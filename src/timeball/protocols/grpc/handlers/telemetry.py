@@ -127,6 +127,7 @@ class Telemetry:
         group = None
         if settings.HasField("subscription"):
             group = self._context.broker.parts.groups.ensure(group_name(settings.subscription.group))
+            self._hear(settings)
         completed = answered(settings, group, check_types=self._context.settings.check_message_types)
         return settle(self._context.sessions, call.client_id, completed, self._context.monotonic_ms())
 
@@ -142,7 +143,15 @@ class Telemetry:
             group = group_name(request.group)
             self._context.broker.policy.allow(call.caller, Verb.RECEIVE, group=group)
             self._context.broker.parts.groups.ensure(group)
+            self._hear(client.settings)
         return HeartbeatResponse(status=OK)
+
+    def _hear(self, settings: Settings) -> None:
+        """Tell the broker which topics a member subscribes to; its filters come with each receive."""
+        said = settings.subscription
+        topics = [one.topic.name for one in said.subscriptions]
+        if topics:
+            self._context.broker.consuming.subscriptions.hear_topics(group_name(said.group), topics)
 
     async def _terminated(
         self, call: Call, _: NotifyClientTerminationRequest

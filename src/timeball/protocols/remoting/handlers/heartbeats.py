@@ -16,9 +16,10 @@ import msgspec
 
 from timeball import limits
 from timeball.access import Verb
-from timeball.broker.filters import compile_filter
+from timeball.broker.filters import compile_filter, told
 from timeball.broker.registry.topics import check_name
 from timeball.errors import InvalidFilter
+from timeball.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -136,8 +137,18 @@ class HeartBeats:
             connection.on_close.append(lambda: self._gone(connection))
         for how in consumes:
             policy.register(how.group, call.caller)
+            self._hear(how)
         self._tell(changed)
         return call.answer()
+
+    def _hear(self, how: Membership) -> None:
+        """Tell the broker what a member wants; each member that broadcasts gets all that it wants."""
+        subscriptions = self._context.broker.consuming.subscriptions
+        wanted = [one for one in how.subscriptions if not one.topic.startswith(RETRY_PREFIX)]
+        if how.message_model != BROADCASTING and wanted:
+            subscriptions.hear_topics(how.group, [one.topic for one in wanted])
+            for one in wanted:
+                subscriptions.hear(how.group, one.topic, told(one.expression, one.expression_type))
 
     def _check_client(self, call: Call) -> Reply:
         """Asked before the first heartbeat by a client that filters by SQL: can its expression be read?"""

@@ -1,0 +1,111 @@
+"""Different subscriptions in one group: found, logged, and shown to operators.
+
+Messages of a topic are shared out among the members of a group, whatever each of them has asked for. A member that
+wants tag `red` takes messages with tag `blue` out of the group's way, so another member that wants `blue` never gets
+them. The same happens when RocketMQ's members subscribe to different topics: the queues of a topic are assigned to
+members that do not read it. No error tells either of them, so the broker does.
+
+Members say what they want with each heartbeat, request or settings. Two wishes conflict while both are repeated: the
+older one was heard after the younger one began, and both within `WINDOW_MS`. So a group that changes its filter from
+one release to the next conflicts only as long as members of both releases run.
+
+In memory alone: after a restart members say again what they want.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from timeball import limits
+from timeball.answers import Conflict
+
+logger = logging.getLogger(__name__)
+
+WINDOW_MS = 2 * limits.MINUTE_MS  # RocketMQ's members beat every 30 s and are given up after 120
+LOG_EVERY_MS = 10 * limits.MINUTE_MS  # for each group and topic
+WISHES_MAX = 8  # of a group and topic; more of them conflict all the same
+KEYS_MAX = 16_384  # groups and topics: 10 MB
+SHOWN_CHARACTERS_MAX = 200  # of a filter, or of a list of topics
+TOPICS = ""  # stands for the list of topics in place of one topic
+
+
+@dataclass(slots=True)
+class _Wish:
+    """The times (monotonic) at which members first and last said that they want this."""
+
+    first_ms: int
+    last_ms: int
+
+
+class Subscriptions:
+    """The subscriptions of all groups. Belongs to the event loop."""
+
+    def __init__(self, monotonic_ns: Callable[[], int]) -> None:
+        self._monotonic_ns = monotonic_ns
+        self._wishes: dict[tuple[str, str], dict[str, _Wish]] = {}
+        self._logged_ms: dict[tuple[str, str], int] = {}
+
+    def hear(self, group: str, topic: str, wanted: str) -> None:
+        """Note that a member wants messages of a topic through this filter."""
+        if len(wanted) > SHOWN_CHARACTERS_MAX:
+            # A filter may have thousands of characters: its beginning is shown, and the hash tells it from others.
+            wanted = f"{wanted[:SHOWN_CHARACTERS_MAX]}… ({hash(wanted):x})"
+        now_ms, key = self._monotonic_ns() // 1_000_000, (group, topic)
+        wishes = self._wishes.get(key)
+        if wishes is None:
+            wishes = self._wishes[key] = self._made()
+        wish = wishes.get(wanted)
+        if wish is None or now_ms - wish.last_ms > WINDOW_MS:
+            # Clients choose the texts, and each takes memory.
+            if len(wishes) >= WISHES_MAX:
+                del wishes[min(wishes, key=lambda text: wishes[text].last_ms)]
+            wish = wishes[wanted] = _Wish(now_ms, now_ms)
+        wish.last_ms = now_ms
+        # Nearly all groups want one thing of a topic; this is asked with every receive.
+        if len(wishes) > 1:
+            self._look(key, now_ms)
+
+    def hear_topics(self, group: str, topics: Iterable[str]) -> None:
+        """Note that a member subscribes to these topics and to no others."""
+        self.hear(group, TOPICS, ", ".join(sorted(topics)))
+
+    def conflicts(self, group: str) -> list[Conflict]:
+        """Return the topics of which members of a group want different messages now."""
+        return [Conflict(topic, found) for name, topic, found in self.all() if name == group]
+
+    def all(self) -> list[tuple[str, str, list[str]]]:
+        """Return group, topic and wishes of every conflict, in order; the topic "" stands for lists of topics."""
+        now_ms = self._monotonic_ns() // 1_000_000
+        # Copied: a look removes what is no conflict any more.
+        many = sorted(key for key, wishes in self._wishes.items() if len(wishes) > 1)
+        looked = ((*key, self._conflicting(self._wishes[key], now_ms)) for key in many)
+        return [found for found in looked if found[2]]
+
+    def _made(self) -> dict[str, _Wish]:
+        # Names are clients': at the bound those heard first make room, as they are heard again if they are in use.
+        while len(self._wishes) >= KEYS_MAX:
+            key = next(iter(self._wishes))
+            del self._wishes[key]
+            self._logged_ms.pop(key, None)
+        return {}
+
+    def _look(self, key: tuple[str, str], now_ms: int) -> None:
+        found = self._conflicting(self._wishes[key], now_ms)
+        logged_ms = self._logged_ms.get(key)
+        if found and (logged_ms is None or now_ms - logged_ms >= LOG_EVERY_MS):
+            self._logged_ms[key] = now_ms
+            group, topic = key
+            if topic == TOPICS:
+                logger.warning("members subscribe to different topics group=%s topics=%s", group, found)
+            else:
+                logger.warning("members filter differently group=%s topic=%s filters=%s", group, topic, found)
+
+    def _conflicting(self, wishes: dict[str, _Wish], now_ms: int) -> list[str]:
+        # A member that has gone says nothing more.
+        fresh = {text: wish for text, wish in wishes.items() if now_ms - wish.last_ms <= WINDOW_MS}
+        # One that was not heard again since another one began has been replaced by it.
+        begun_ms = max((wish.first_ms for wish in fresh.values()), default=0)
+        both = sorted(text for text, wish in fresh.items() if wish.last_ms >= begun_ms)
+        return both if len(both) > 1 else []

@@ -1,0 +1,108 @@
+"""Members of a group that want different messages are found on every edge, and one that changes its mind is not."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tests.broker.consuming.subscriber import GROUP, TOPIC, receive, send
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball.access import ANONYMOUS
+from timeball.answers import Conflict
+from timeball.broker.consuming import subscriptions
+from timeball.broker.consuming.subscriptions import LOG_EVERY_MS, WINDOW_MS, Subscriptions
+from timeball.broker.filters import EVERYTHING, compile_filter, told
+from timeball.clock import ManualClock
+
+
+class Heard(Subscriptions):
+    """Subscriptions on a clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        super().__init__(self.clock.monotonic_ns)
+
+    def say(self, *wanted: str, topic: str = "orders") -> None:
+        for text in wanted:
+            self.clock.advance(1_000)
+            self.hear("g", topic, text)
+
+
+def test_two_members_that_want_different_messages_conflict_while_both_ask() -> None:
+    heard = Heard()
+    heard.say("red", "blue")
+    assert heard.conflicts("g") == [], "one member may have changed its mind"
+    heard.say("red")
+    assert heard.conflicts("g") == [Conflict("orders", ["blue", "red"])]
+    assert heard.conflicts("other") == [] and heard.all() == [("g", "orders", ["blue", "red"])]
+    heard.clock.advance(WINDOW_MS - 500)
+    heard.say("red")
+    assert heard.conflicts("g") == [], "the other member is gone"
+
+
+def test_a_group_that_changes_its_filter_conflicts_no_longer_than_its_releases_overlap() -> None:
+    heard = Heard()
+    heard.say("red", "red", "blue", "blue")
+    assert heard.conflicts("g") == []
+    heard.say("red", "blue")
+    assert heard.conflicts("g") != []
+    heard.clock.advance(WINDOW_MS)
+    heard.say("blue")
+    assert heard.conflicts("g") == []
+
+
+def test_members_of_different_topics_conflict() -> None:
+    heard = Heard()
+    for topics in (["a", "b"], ["a"], ["b", "a"]):
+        heard.clock.advance(1_000)
+        heard.hear_topics("g", topics)
+    assert heard.conflicts("g") == [Conflict("", ["a", "a, b"])]
+
+
+def test_a_conflict_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    heard = Heard()
+    heard.say(*["red", "blue"] * 20)
+    assert caplog.text.count("members filter differently group=g topic=orders filters=['blue', 'red']") == 1
+    heard.clock.advance(LOG_EVERY_MS)
+    heard.say(*["red", "blue"] * 2)
+    assert caplog.text.count("members filter differently") == 2
+
+
+def test_clients_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriptions, "KEYS_MAX", 3)
+    heard = Heard()
+    for number in range(9):
+        heard.say("red", "blue", "red", topic=f"t{number}")
+    assert [topic for _, topic, _ in heard.all()] == ["t6", "t7", "t8"]
+    heard.say(*[f"x{number}" * 9_000 for number in range(20)])
+    ((_, _, wanted),) = [found for found in [*heard.all(), ("", "", [])] if found[1] == "orders"] or [
+        ("", "", [])
+    ]
+    assert wanted == [], "none of them is repeated"
+    heard.say("y" * 9_000, "z", "y" * 9_000)
+    (found,) = [wanted for _, topic, wanted in heard.all() if topic == "orders"]
+    assert len(found) == 2 and max(map(len, found)) < 300
+
+
+def test_equal_subscriptions_have_one_text() -> None:
+    assert compile_filter("b || a").text == compile_filter("a||b", bit_mask=True).text == told(" b||a", "TAG")
+    assert compile_filter("").text == EVERYTHING.text == told("*", "TAG") == "*"
+    assert compile_filter(" a = 1 ", "SQL92").text == told("a = 1", "SQL92")
+    assert told("||", "TAG") == "||", "one that is refused is told as it came"
+
+
+@on_node()
+async def test_what_requests_ask_for_is_shown_with_the_group(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await send(world, [b"a", b"b"])
+    logging.disable(logging.NOTSET)
+    for tag in ("red", "blue", "red"):
+        await receive(world, wanted=compile_filter(tag))
+        world.clock.advance(1_000)
+    state = await world.broker.groups.one(GROUP, ANONYMOUS)
+    assert state.conflicts == [Conflict(TOPIC, ["blue", "red"])]
+    assert world.broker.status()["conflicting_groups"] == [GROUP]
+    assert "members filter differently group=g topic=orders" in caplog.text
