@@ -87,6 +87,8 @@ class CrashFile:
 class CrashFiles(Power):
     """A folder in memory whose power can be cut; see the module for how to use it."""
 
+    has_links = False
+
     def __init__(
         self, *, crash_at: int | None = None, forget_sync: bool = False, forget_sync_dir: bool = False
     ) -> None:
@@ -228,6 +230,9 @@ class CrashFiles(Power):
                 os.replace(folder.mirror / before, folder.mirror / last)
                 node.mirror = folder.mirror / last
             self.end()
+
+    def link(self, name: str, to: str) -> None:
+        """See Files. This file system has no second names."""
 
     def remove(self, name: str) -> None:
         """See Files."""

@@ -30,6 +30,7 @@ CODES = {
     "setup": "SetupError",
     "storage": "StorageError",
     "corrupt": "Corrupt",
+    "missing_file": "MissingFile",
     "disk_failed": "DiskFailed",
 }
 

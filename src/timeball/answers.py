@@ -333,6 +333,10 @@ class TableStatus(msgspec.Struct, frozen=True):
 
     uri: str
     version: int
+    foreign_commits: int = 0  # of other programs since the start; the table was corrected behind each
+    last_foreign_commit: str = ""
+    lost_files: int = 0  # that the log names and that are gone
+    lost_rows: int = 0  # of these, settled ones among them
     problem: str = ""  # why the store's last answer was none
     cached_bytes: int = 0
     missing_files: int = 0  # due within the hour, and not in the data folder

@@ -24,6 +24,7 @@
     ├── SetupError          the operator must act: port, folder, Java, a setting
     └── StorageError        the disk must be looked at; the log has stopped
         ├── Corrupt             bytes that do not match their checksum; never delivered, never dropped
+        │   └── MissingFile         a data file that the log names is gone: put it back, all else goes on
         └── DiskFailed          a write or sync failed; the first one is final
 
 `code` is for machines and never changes; the sentence is for people and says what to do.
@@ -163,6 +164,12 @@ class Corrupt(StorageError):
     """Stored bytes do not match their checksum or their neighbours."""
 
     code = "corrupt"
+
+
+class MissingFile(Corrupt):
+    """A data file of the pending table is gone. Its messages wait until it is put back, others do not."""
+
+    code = "missing_file"
 
 
 class DiskFailed(StorageError):

@@ -63,6 +63,8 @@ class File(Protocol):
 class Files(Protocol):
     """A folder. Names use '/' and are relative to the root."""
 
+    has_links: bool  # whether a file may have a second name
+
     def free_bytes(self) -> int:
         """Return the room left on the disk."""
 
@@ -99,6 +101,9 @@ class Files(Protocol):
     def rename(self, name: str, to: str) -> None:
         """Give a file another name in its folder, a present file's too; not durable before `sync_dir`."""
 
+    def link(self, name: str, to: str) -> None:
+        """Give a file a second name, if the file system can; not durable before `sync_dir`."""
+
     def remove(self, name: str) -> None:
         """Remove a file's name; not durable before `sync_dir`."""
 
@@ -115,6 +120,10 @@ class Files(Protocol):
         """Take note of what a library has written below `external(name)`; it is not durable yet."""
 
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of a file system without hard links, or a file that has as many as it may have.
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
 _mmap.restype = ctypes.c_void_p
@@ -127,6 +136,22 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def disk_full(doing: str) -> OverLimit:
+    """Return the error that a disk, or its user's share, is full."""
+    return OverLimit(f"disk full while {doing}: free some space on this file system, then go on")
+
+
+@contextmanager
+def no_room_to_sync(doing: str) -> Iterator[None]:
+    """Raise OverLimit when a sync fails for want of room; for a new file, which is then removed and written again."""
+    try:
+        yield
+    except DiskFailed as error:
+        if getattr(error.__cause__, "errno", None) in DISK_FULL:
+            raise disk_full(doing) from error
+        raise
+
+
 @contextmanager
 def _typed(doing: str) -> Iterator[None]:
     try:
@@ -134,9 +159,8 @@ def _typed(doing: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFound(f"{doing} failed: there is no such file or folder") from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = f"disk full while {doing}: free some space on this file system, then go on"
-            raise OverLimit(text) from error
+        if error.errno in DISK_FULL:
+            raise disk_full(doing) from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise OverLimit(f"too many open files while {doing}: raise the limit (ulimit -n)") from error
         raise DiskFailed(f"{doing} failed: {error.strerror} (errno {error.errno})") from error
@@ -235,6 +259,8 @@ class _Mapping:
 
 class RealFiles:
     """A folder of the operating system, held by one process at a time."""
+
+    has_links = True
 
     def __init__(self, root: Path) -> None:
         # Absolute: `external` is told to other processes, whose working folder is another.
@@ -335,7 +361,8 @@ class RealFiles:
         file = self.create(fresh)
         try:
             file.write_at(0, data)
-            file.sync()
+            with no_room_to_sync(f"writing {fresh}"):
+                file.sync()
         finally:
             file.close()
         self.rename(fresh, name)
@@ -346,6 +373,17 @@ class RealFiles:
         assert name.rpartition("/")[0] == to.rpartition("/")[0], "a rename stays in its folder"
         with _typed(f"renaming {name}"):
             os.replace(self.root / name, self.root / to)
+
+    def link(self, name: str, to: str) -> None:
+        """See Files. A name that is taken keeps its file."""
+        with _typed(f"linking {name}"):
+            try:
+                os.link(self.root / name, self.root / to)
+            except FileExistsError:
+                return
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
 
     def remove(self, name: str) -> None:
         """See Files."""

@@ -59,6 +59,7 @@ from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 from timeball.security import OPEN, Security
 from timeball.stop_signals import stop_asked
+from timeball.table.data_file import DataFiles
 from timeball.table.key_index import TableKeys
 from timeball.table.stored_catalog import open_table
 
@@ -213,7 +214,8 @@ class Node:
             if facts.held_from_ms is not None:
                 outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
         is_local, ahead_ms = cache.is_local if cache else None, settings.gather_ahead_ms
-        hour_log = HourLog(files, reader, reader_thread, found.files, ahead_ms=ahead_ms, is_local=is_local)
+        data: DataFiles = files if cache else catalog.data
+        hour_log = HourLog(data, reader, reader_thread, found.files, ahead_ms=ahead_ms, is_local=is_local)
         levels = self._levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
         writer = self._writer(opened)
@@ -223,7 +225,8 @@ class Node:
             key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
             scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
             backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
-            ledger=applying.ledger, lease_counts=found.leases, cache=cache, file_keys=TableKeys(files, cache),
+            ledger=applying.ledger, lease_counts=found.leases, cache=cache,
+            file_keys=TableKeys(files, cache, catalog.data),
             lookup_thread=lookup, table_thread=cache.table_thread if cache else reader_thread,
             reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
             file_replication=self._leading.files if self._leading else None,

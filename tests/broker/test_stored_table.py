@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.due_rows import attach
@@ -90,6 +91,9 @@ class World:
 
     def copies(self) -> list[Path]:
         return list((self.data / FOLDER).glob("bucket=*/*.parquet"))
+
+    def store_bytes(self, path: str) -> bytes:
+        return bytes(ObjectStore(self.uri).map_readonly(f"{FOLDER}/{path}"))
 
     def is_away(self) -> bool:
         return bool(self.table()["problem"])
@@ -426,3 +430,67 @@ def test_a_damaged_file_in_the_store_makes_its_own_promises_late_alone(world: Wo
     eventually(lambda: world.table()["missing_files"] == 1, "the broker says so")
     at.put(name, good)
     eventually(lambda: world.visible("damaged") == 1, "it is released when it is put right")
+
+
+# ---- another program works on it ----------------------------------------------------------------------------------
+
+
+def delta(world: World) -> DeltaTable:
+    return open_table(world.uri)
+
+
+def vacuum(table: DeltaTable) -> None:
+    table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False, full=True)
+
+
+def look(world: World) -> None:
+    world.node.run(world.node.node.upkeep.watch.watch_table())
+
+
+@pytest.mark.parametrize("stage", ["while it runs", "before a start"])
+def test_what_another_program_optimizes_stays_live(world: World, stage: str) -> None:
+    for name in ("one", "two"):
+        world.attach(name, 3 * DAY_MS, SOON_MS)
+    if stage == "before a start":
+        world.node.stop()
+    delta(world).optimize.compact()
+    if stage == "before a start":
+        world.node = RunningNode(world.data, world.clock, table=world.uri, compact_self=False)
+        world.node.start()
+    look(world)
+    assert world.table()["last_foreign_commit"].startswith("OPTIMIZE") and world.table()["lost_files"] == 0
+    live = {entry.path for entry in world.node.broker.parts.hour_log.pending.live_entries()}
+    assert {uri.partition("/pending/")[2].replace("%3D", "=") for uri in delta(world).file_uris()} == live
+    vacuum(delta(world))  # of what was optimized, by now
+    assert world.node.run(in_table_thread(world)) == 0
+    look(world)
+    assert world.table()["lost_files"] == 0
+    world.clock.advance(4 * DAY_MS)
+    eventually(lambda: world.visible("one") + world.visible("two") == 4, "all came out")
+
+
+async def in_table_thread(world: World) -> int:
+    parts = world.node.broker.parts
+    return await components.in_thread(parts.table_thread, parts.catalog._vacuum, 0)
+
+
+def test_what_another_program_has_vacuumed_at_once_is_put_back_or_waits_alone(world: World) -> None:
+    """Within seconds of its OPTIMIZE. Copies of what is due soon are here; the others are for the operator."""
+    for name in ("one", "two"):
+        world.attach(name, SOON_MS, 3 * DAY_MS)
+    lost = [e for e in world.node.broker.parts.hour_log.pending.live_entries() if "T" not in e.bucket]
+    contents = {entry.path: world.store_bytes(entry.path) for entry in lost}
+    table = delta(world)
+    table.optimize.compact()
+    vacuum(table)
+    look(world)
+    assert (world.table()["lost_files"], world.table()["lost_rows"]) == (2, 2)
+    world.attach("three", SOON_MS)  # the broker goes on
+    world.clock.advance(SOON_MS)
+    eventually(lambda: sum(map(world.visible, ("one", "two", "three"))) == 3, "what is here came out")
+    world.clock.advance(4 * DAY_MS)
+    for path, content in contents.items():
+        ObjectStore(world.uri).put(f"{FOLDER}/{path}", pa.py_buffer(content))
+    look(world)
+    assert world.table()["lost_files"] == 0
+    eventually(lambda: sum(map(world.visible, ("one", "two"))) == 4, "and the rest")

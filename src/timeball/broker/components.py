@@ -194,12 +194,12 @@ class Components:
     @property
     def data_files(self) -> DataFiles:
         """Return the source of any data file, for threads that may wait for an object store."""
-        return self.files if self.cache is None else Ranged(self.cache)
+        return self.catalog.data if self.cache is None else Ranged(self.cache)
 
     @property
     def whole_files(self) -> DataFiles:
         """Return the same for what reads all of them."""
-        return self.files if self.cache is None else self.cache
+        return self.catalog.data if self.cache is None else self.cache
 
     @property
     def file_thread(self) -> Executor:
@@ -212,7 +212,15 @@ class Components:
 
     def table_status(self) -> dict[str, object]:
         """Return what `TableStatus` says."""
-        found: dict[str, object] = {"uri": self.catalog.uri, "version": self.catalog.version}
+        foreign = self.catalog.foreign
+        found: dict[str, object] = {
+            "uri": self.catalog.uri,
+            "version": self.catalog.version,
+            "foreign_commits": foreign.commits,
+            "last_foreign_commit": foreign.last,
+            "lost_files": len(foreign.missing),
+            "lost_rows": sum(entry.rows for entry in foreign.missing),
+        }
         if self.cache is not None:
             found |= {
                 "problem": self.cache.problem,

@@ -22,7 +22,7 @@ from timeball.broker.memory import give_back
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.registry.meta import Change
 from timeball.broker.tables import attach, compact, rewrite
-from timeball.errors import RequestError, Unavailable
+from timeball.errors import OverLimit, RequestError, Unavailable
 from timeball.message import Int64Array, Kind, build_rows
 from timeball.schedule.locations import Waiting, take_promises
 from timeball.table import attachment as att
@@ -49,7 +49,8 @@ class TableChanges:
         # An attach is decided and the table may lack it. Recovery repeats only what stands behind the
         # checkpoint, so none may be saved now, and no later attach may pass this one.
         self.is_unfinished = False
-        self.behind: Callable[[], object] | None = None  # brings up a table whose object store did not answer
+        # Brings up a table that could not follow: the disk was full, or its object store did not answer.
+        self.behind: Callable[[], object] | None = None
 
     async def reserve(self, rows: int) -> int:
         """Set sequence numbers aside for a bulk attach; returns the first."""
@@ -149,10 +150,10 @@ class TableChanges:
             parts.hour_log.look_again()
 
     async def _commit(self, commit: Callable[[], int]) -> int:
-        """Let the table follow the log; return its version. Of a table in an object store that may take until later."""
+        """Let the table follow the log; return its version. While a disk is full or a store away that is done later."""
         try:
             version = await in_thread(self.parts.table_thread, commit)
-        except Unavailable as error:
+        except (Unavailable, OverLimit) as error:
             # No failure: the row is durable and the schedule has followed it. `catch_up` repeats the commit.
             logger.warning("pending table is behind the log reason=%s", error)
             self.behind = commit
@@ -165,27 +166,33 @@ class TableChanges:
         self.behind, self.is_unfinished = bring_up, True
 
     async def follow(self) -> None:
-        """Bring up the table; when its object store does not answer, that is done later."""
+        """Bring up the table; while a disk is full, or its object store does not answer, that is done later."""
         try:
             await self.catch_up()
-        except Unavailable as error:
+        except (Unavailable, OverLimit) as error:
             logger.warning("pending table is behind the log reason=%s", error)
 
     async def catch_up(self) -> None:
-        """Bring up a table that could not follow the log; raise Unavailable when it still cannot."""
+        """Bring up a table that could not follow the log; raise Unavailable or OverLimit when it still cannot."""
         async with self.lock:
             if self.behind is not None:
                 await in_thread(self.parts.table_thread, self.behind)
                 self.behind, self.is_unfinished = None, False
 
     def _check_finished(self) -> None:
+        if self.behind is not None and self.parts.cache is None:
+            raise OverLimit(
+                "the pending table is behind the log until the disk has room; free some, then go on"
+            )
         if self.behind is not None:
             raise Unavailable("the pending table is behind the log until its store answers; ask again later")
         if self.is_unfinished:
             raise Unavailable("an attach has failed half way and the broker stops; start it again")
 
     def _check_store(self) -> None:
-        """Raise Unavailable when files that are written now could not be brought to the object store."""
+        """Raise OverLimit or Unavailable when files that are written now could not join the table."""
+        if self.behind is not None:
+            self._check_finished()
         if self.parts.cache is not None and self.parts.cache.problem:
             raise Unavailable(self.parts.cache.problem)
 
@@ -193,10 +200,10 @@ class TableChanges:
         """Attach files that this broker has written, or remove them."""
         try:
             return await self.attach(attachment)
-        except Unavailable:
+        except (Unavailable, OverLimit):
             # Each try writes others under new names, and a store that is away for an hour would fill the disk.
-            if self.parts.cache is not None and not self.is_unfinished:
-                await in_thread(self.parts.background, rewrite.remove, self.parts.files, attachment.files)
+            if self.behind is not None or not self.is_unfinished:
+                await in_thread(self.parts.background, compact.remove, self.parts.files, attachment.files)
             raise
 
     def _check_compacts(self) -> None:
@@ -276,7 +283,9 @@ class TableChanges:
         self._check_store()
         async with self._compact_lock:
             parts, now_ms = self.parts, self.parts.clock.now_ms()
-            chosen = {entry.path for entry in rewrite.choose(parts.hour_log.pending.live_entries(), now_ms)}
+            pending = parts.hour_log.pending
+            there = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
+            chosen = {entry.path for entry in rewrite.choose(there, now_ms)}
             if not chosen:
                 return None
             # Asked after the choice, without a pause: no attach can have removed one of them in between.
@@ -344,7 +353,7 @@ class TableChanges:
                 if not (is_attaching and self.is_unfinished):
                     live = {entry.path for entry in parts.hour_log.pending.live_entries()}
                     left = [entry for entry in begun if entry.path not in live]
-                    await in_thread(parts.background, rewrite.remove, parts.files, left)
+                    await in_thread(parts.background, compact.remove, parts.files, left)
                 await in_thread(parts.background, give_back)
 
     async def _write_resumed(

@@ -15,13 +15,14 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
-from timeball.broker import stored_table
+from timeball.broker import stored_table, table_watch
 from timeball.broker.components import in_thread, rollback_on_error
 from timeball.broker.memory import give_back
 from timeball.broker.retention import Retention
 from timeball.broker.service import Broker
 from timeball.broker.stored_table import StoredTable
-from timeball.errors import OverLimit, RequestError, Unavailable
+from timeball.broker.table_watch import TableWatch
+from timeball.errors import MissingFile, OverLimit, RequestError, Unavailable
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
@@ -64,6 +65,7 @@ class Upkeep:
         self._keys_of: FileSet | None = None  # the files whose keys are indexed
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.parts.clock.now_ms()
+        self.watch = TableWatch(broker.parts, broker.mover)
 
     def start(self) -> None:
         """Begin all duties."""
@@ -80,6 +82,9 @@ class Upkeep:
         # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
+        look_ms = table_watch.LOOK_MS if self._parts.cache is None else stored_table.LOOK_MS
+        # A store is asked over the network, and a look there costs two requests.
+        duties.append((look_ms, self.watch.watch_table))
         if self._parts.cache is not None:
             stored = StoredTable(self._parts, self._parts.cache, self._broker.mover)
             duties.append((stored_table.LOOK_MS, stored.look))
@@ -116,8 +121,9 @@ class Upkeep:
             try:
                 await duty()
                 is_away = False
-            # A full disk passes, and a table that changed meanwhile is looked at again with the next turn.
-            except (OverLimit, RequestError) as error:
+            # A full disk passes, a file that is gone may be put back, and a table that changed meanwhile is looked at
+            # again with the next turn.
+            except (OverLimit, RequestError, MissingFile) as error:
                 logger.warning("duty not done, trying again later duty=%s reason=%s", duty.__name__, error)
             except waits_for as error:
                 # So does an object store that is away, maybe for an hour: one line, and not one a second.
@@ -333,6 +339,9 @@ class Upkeep:
         readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
         left_ms = parts.clock.now_ms() - readable_ms
         await in_thread(self._parts.table_thread, parts.catalog.remove_left, left_ms)
+        if parts.catalog.foreign.commits:
+            # A VACUUM may go on for a while behind the commit that it was planned with, and leave none of its own.
+            await in_thread(self._parts.table_thread, parts.catalog.look_for_missing)
         behind = parts.hour_log.pending.behind(
             min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
         )

@@ -91,6 +91,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("redeliveries", f"{found['redelivery_messages']:,}"),
         ("kept", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
         ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
+        *_strangers(found["table"]),
         *_store(found["table"]),
         *_replica(found.get("replica")),
         ("released", _punctuality(found["lateness"])),
@@ -102,6 +103,19 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",
         ),
     ]
+
+
+def _strangers(table: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines about what other programs did to the table."""
+    found = []
+    if commits := table.get("foreign_commits"):
+        found.append(
+            ("changed by others", f"{commits:,} times, last {table['last_foreign_commit']}; corrected")
+        )
+    if lost := table.get("lost_files"):
+        rows = f"{table['lost_rows']:,} messages wait for them"
+        found.append(("lost", f"{lost:,} DATA FILES ARE GONE, {rows}: put them back from a copy"))
+    return found
 
 
 def _store(table: dict[str, Any]) -> list[tuple[str, str]]:

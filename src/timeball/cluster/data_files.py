@@ -31,6 +31,7 @@ from timeball.cluster.replica import Replica, Role
 from timeball.cluster.shipment import Shipment
 from timeball.errors import NotLeader, OverLimit, PeerError, TimeballError
 from timeball.files import Files
+from timeball.table import live_files
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.layout import FOLDER
 
@@ -242,7 +243,7 @@ class DataFiles:
         for path in due:
             del self._removable[path]
             if path not in self._live.entries and path not in self._told:
-                self._files.remove(f"{FOLDER}/{path}")
+                live_files.remove(self._files, path)
 
     # -- leading -----------------------------------------------------------------------------------------------------
 

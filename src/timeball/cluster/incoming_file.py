@@ -9,7 +9,7 @@ from __future__ import annotations
 import google_crc32c
 
 from timeball.errors import PeerError
-from timeball.files import Files
+from timeball.files import Files, no_room_to_sync
 from timeball.table.layout import FOLDER
 
 SUFFIX = ".incoming"
@@ -42,16 +42,20 @@ class IncomingFile:
         self._crc, self.received_bytes = google_crc32c.extend(self._crc, chunk), end
         if end < self.size_bytes:
             if end - self._synced_bytes >= SYNC_BYTES:
-                self._file.sync()
+                self._sync()
                 self._synced_bytes = end
             return False
         if self._crc != self.crc32c:
             raise PeerError(f"{self.path}: CRC-32C {self._crc:#010x}, expected {self.crc32c:#010x}")
-        self._file.sync()
+        self._sync()
         self._file.close()
         self._files.rename(self._temporary, self._name)
         self._files.sync_dir(self._folder)
         return True
+
+    def _sync(self) -> None:
+        with no_room_to_sync(f"receiving {self.path}"):
+            self._file.sync()
 
     def drop(self) -> None:
         """Remove what has come."""

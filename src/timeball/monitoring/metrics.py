@@ -134,6 +134,20 @@ class Metrics:
             late.sum_ms / 1_000,
         )
 
+    def _table(self, table_files: int) -> Iterator[Metric]:
+        yield GaugeMetricFamily("timeball_table_files", "Data files of the pending table.", table_files)
+        foreign = self._broker.parts.catalog.foreign
+        yield CounterMetricFamily(
+            "timeball_table_foreign_commits",
+            "Commits of other programs to the pending table, corrected since.",
+            foreign.commits,
+        )
+        yield GaugeMetricFamily(
+            "timeball_table_lost_files",
+            "Data files that the log names and that are gone.",
+            len(foreign.missing),
+        )
+
     def _waiting(self) -> Iterator[Metric]:
         broker, parts = self._broker, self._broker.parts
         counts, levels = broker.schedule_statistics(), parts.levels.statistics()
@@ -162,9 +176,7 @@ class Metrics:
         for (name, _), rows in zip(HORIZONS, rows_due, strict=True):
             due.add_metric([name], rows)
         yield due
-        yield GaugeMetricFamily(
-            "timeball_table_files", "Data files of the pending table.", counts["table_files"]
-        )
+        yield from self._table(counts["table_files"])
         yield GaugeMetricFamily(
             "timeball_compaction_pending_rows",
             "Scheduled messages in the log that compaction is still to look at.",

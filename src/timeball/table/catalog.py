@@ -4,6 +4,11 @@ The commit log is the truth and this is a cache of its TABLE rows: each Delta co
 of the row it stands for as Delta's own application transaction. At each start the broker compares the table with the
 files that these rows (and the checkpoint, for those that retention has let go) say live. TABLE rows that the
 table has not got, as after a crash, are committed again; a table that differs in any other way is made anew.
+
+The table is public, so another program may commit to it: OPTIMIZE, VACUUM, DELETE, another schema. Such a commit
+changes nothing about the messages. `look` finds it within a second and commits on top of it: the live files join again,
+all others leave. Only the version of a commit is looked for, so a look costs one question about a file name.
+
 Hence the order of an attach:
 
     1. sync the data files and their folders, and      a row must never name a file that may vanish
@@ -21,18 +26,21 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import pyarrow as pa
 
 from timeball import descriptors, limits
 from timeball.descriptors import RESERVE_OF_LIBRARIES
-from timeball.errors import Corrupt, DiskFailed
+from timeball.errors import Corrupt, DiskFailed, MissingFile, NotFound, OverLimit
+from timeball.files import disk_full, no_room_to_sync
 from timeball.message import TABLE_SCHEMA
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table import live_files
+from timeball.table.attachment import Attachment, FileEntry, apply_to
 from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN
+from timeball.table.live_files import Linking, LiveFiles
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -40,20 +48,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DELTA_LOG = f"{FOLDER}/_delta_log"
+COMMIT_TRIES = 3
+COMMITS_MAX = 100  # of other programs, looked at together
 CHECKPOINT_EVERY = 100  # Delta commits; a reader then opens the table from one file instead of hundreds
 
 
-class Folder(Protocol):
+class Folder(Linking, Protocol):
     """The folder of a table: of the data folder (`files.Files`), or in an object store (object_store.py)."""
 
-    def make_dir(self, name: str) -> None: ...
-    def list_dir(self, name: str) -> list[str]: ...
-    def exists(self, name: str) -> bool: ...
-    def size(self, name: str) -> int: ...
-    def map_readonly(self, name: str) -> pa.Buffer: ...
-    def remove(self, name: str) -> None: ...
     def sync_file(self, name: str) -> None: ...
-    def sync_dir(self, name: str) -> None: ...
     def external(self, name: str) -> str: ...
     def absorb(self, name: str) -> None: ...
 
@@ -65,6 +68,15 @@ class TableState:
     version: int
     attach_seq: int
     files: list[FileEntry]
+
+
+@dataclass(slots=True)
+class Foreign:
+    """Commits of other programs to the table since the start."""
+
+    commits: int = 0
+    last: str = ""  # the newest: "OPTIMIZE at version 7"
+    missing: tuple[FileEntry, ...] = ()  # live files that are gone
 
 
 class Catalog:
@@ -81,6 +93,10 @@ class Catalog:
         self._synced: frozenset[str] = frozenset()
         self._left: dict[str, int] = {}  # files that a commit of this life took out, and when
         self._kept: list[frozenset[str]] = []  # files that are read also when they have left
+        self.data, self.foreign = LiveFiles(files), Foreign()
+        # The TABLE row and the watermark that the table stands for; 0: it has not been brought up yet.
+        self._attach_seq = self._watermark = 0
+        self._is_up = False  # whether the table holds `data.live`
 
     @property
     def uri(self) -> str:
@@ -119,13 +135,14 @@ class Catalog:
         entries = [
             FileEntry(
                 path=a["path"],
-                bucket=a[f"partition.{PARTITION_COLUMN}"],
+                # Of another program's file there may be less.
+                bucket=a.get(f"partition.{PARTITION_COLUMN}"),
                 rows=a["num_records"],
                 size_bytes=a["size_bytes"],
-                min_due_ms=a["min.due_ms"],
-                max_due_ms=a["max.due_ms"],
-                min_seq=a["min.seq"],
-                max_seq=a["max.seq"],
+                min_due_ms=a.get("min.due_ms"),
+                max_due_ms=a.get("max.due_ms"),
+                min_seq=a.get("min.seq"),
+                max_seq=a.get("max.seq"),
             )
             for a in actions
         ]
@@ -133,15 +150,16 @@ class Catalog:
 
     def check_data(self, live: list[FileEntry]) -> None:
         """Raise Corrupt when a data file is not there, or has another size than its attach says."""
+        self.data.live = {entry.path: entry for entry in live}
         for entry in live:
             name = f"{FOLDER}/{entry.path}"
-            size_bytes = self._files.size(name) if self._files.exists(name) else None
+            if not self._files.exists(name) and not self.data.put_back_one(entry.path):
+                raise MissingFile(
+                    f"{name} is missing: restore this file from a copy, or name the object store that it is in "
+                    "(--table)"
+                )
+            size_bytes = self._files.size(name)
             if size_bytes != entry.size_bytes:
-                if size_bytes is None:
-                    raise Corrupt(
-                        f"{name} is missing: restore this file from a copy, or name the object store that it is in "
-                        "(--table)"
-                    )
                 raise Corrupt(
                     f"{name} has {size_bytes} bytes, not {entry.size_bytes}: restore this file from a copy"
                 )
@@ -165,15 +183,138 @@ class Catalog:
                     here = {entry.path: entry for entry in self.state().files}
                     self.commit(attachment, seq, [here[p] for p in attachment.removes if p in here], now_ms)
             wrong = self._difference(live, attach_seq)
+        except OverLimit:
+            raise
         except self._says_nothing:
             raise
         except Exception as error:
             # A damaged entry makes delta-rs fail in any way. A disk that fails by itself fails the next step too.
             wrong = f"{type(error).__name__}: {error}"
+        self.data.keep_only({entry.path: entry for entry in live})
+        self._attach_seq, self._watermark, self._is_up = attach_seq, watermark, True
         if wrong is not None:
-            logger.warning("table made anew from the log folder=%s reason=%s", DELTA_LOG, wrong)
+            self._correct(wrong, self._foreign_commits(), now_ms)
+
+    # -- another program's commits -----------------------------------------------------------------------------------
+
+    def look(self, now_ms: int) -> None:
+        """Correct the table when another program has committed to it; until it is brought up there is nothing to do.
+
+        `foreign.missing` then names the live files that are gone. Raises OverLimit while the disk is full.
+        """
+        if self._is_up and not self._is_ours():
+            with (
+                self._failing("looking at another program's commits"),
+                descriptors.lent(RESERVE_OF_LIBRARIES),
+            ):
+                self._follow(now_ms)
+        elif self.foreign.missing:
+            self.look_for_missing()
+
+    def look_for_missing(self) -> None:
+        """Put back the live files that are gone, and note those that cannot be."""
+        known = {entry.path for entry in self.foreign.missing}
+        gone = self._put_back()
+        self.foreign.missing = tuple(gone)
+        for entry in gone:
+            if entry.path not in known:
+                logger.error("live data file is gone reason=%s", live_files.missing(entry))
+
+    def _put_back(self) -> list[FileEntry]:
+        return self.data.put_back()
+
+    def _is_ours(self) -> bool:
+        """Return whether the newest version is the one that we have committed."""
+        names = (f"{DELTA_LOG}/{version:020d}.json" for version in (self._version, self._version + 1))
+        return [self._files.exists(name) for name in names] == [True, False]
+
+    def _follow(self, now_ms: int) -> None:
+        """Correct the table behind commits of another program."""
+        self._files.absorb(FOLDER)
+        found = self._foreign_commits(behind=self._version)
+        if not found and self._files.exists(f"{DELTA_LOG}/{self._version + 1:020d}.json"):
+            return  # ours, whose answer was lost: it is found when the commit is repeated
+        try:
+            self._opened().update_incremental()
+            wrong = self._difference(list(self.data.live.values()), self._attach_seq)
+        except OverLimit:
+            raise
+        except self._says_nothing:
+            raise
+        except Exception as error:  # of any kind: see bring_up
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
+            self._correct(wrong, found, now_ms)
+        else:
+            self._note(found, "none")
+        self.look_for_missing()
+
+    def _foreign_commits(self, behind: int = 0) -> list[tuple[int, str]]:
+        """Return the newest commits behind a version that are none of ours, and their operations."""
+        names = self._files.list_dir(DELTA_LOG)
+        found = []
+        for name in [name for name in names if name.endswith(".json") and name[0].isdigit()][-COMMITS_MAX:]:
+            version = int(name.removesuffix(".json"))
+            actions = (self._actions(name) or []) if version > behind else []
+            info = _info(actions) or {}
+            if actions and "job" not in info and not _creates(info):
+                found.append((version, str(info.get("operation", "a commit"))))
+        return found
+
+    def _correct(self, wrong: str, found: list[tuple[int, str]], now_ms: int) -> None:
+        """Let the table hold the live files: in a commit on top of another program's, else by making it anew."""
+        wrong_still: str | None = wrong
+        # Again, when the other program goes on and commits meanwhile.
+        for _ in range(COMMIT_TRIES if found else 0):
+            try:
+                self._opened().update_incremental()
+                self._commit_on_top(now_ms)
+                wrong_still = self._difference(list(self.data.live.values()), self._attach_seq)
+            except OverLimit:
+                raise
+            except self._says_nothing:
+                raise
+            except Exception as error:  # of any kind: see bring_up
+                self._raise_if_full(error)
+                wrong_still = f"{type(error).__name__}: {error}"
+            if wrong_still is None:
+                break
+        if wrong_still is not None:
+            logger.warning("table made anew from the log folder=%s reason=%s", DELTA_LOG, wrong_still)
             with self._failing("making the table anew"):
-                self._make_anew(live, attach_seq, watermark, now_ms)
+                self._make_anew(list(self.data.live.values()), self._attach_seq, self._watermark, now_ms)
+        self._note(found, wrong)
+
+    def _note(self, found: list[tuple[int, str]], wrong: str) -> None:
+        if not found:
+            return
+        version, operation = found[-1]
+        logger.warning(
+            "another program has changed the pending table, which follows the log again commits=%s difference=%s",
+            ",".join(f"{operation}@{version}" for version, operation in found), wrong,
+        )  # fmt: skip
+        self.foreign.commits += len(found)
+        self.foreign.last = f"{operation} at version {version}"
+
+    def _commit_on_top(self, now_ms: int) -> None:
+        from timeball.table import delta_rs
+
+        self._table = delta_rs.corrected_layout(
+            self.uri, self._options, self._opened(), self._layout_difference()
+        )
+        state = self.state()
+        there = {entry.path: entry for entry in state.files}
+        live = self.data.live
+        joins = [entry for path, entry in live.items() if there.get(path) != entry]
+        leaves = [entry for path, entry in there.items() if path not in live]
+        again = Attachment(job="rewrite", job_id="log", epoch=0, files=joins)
+        self._files.external(FOLDER)
+        delta_rs.commit(self._opened(), again, self._attach_seq, leaves, now_ms)
+        self._opened().update_incremental()
+        self._version = int(self._opened().version())
+        self._make_durable()
+        for entry in leaves:
+            self._left[entry.path] = now_ms
 
     def _difference(self, live: list[FileEntry], attach_seq: int) -> str | None:
         """Return the first thing in which the table is not as it must be."""
@@ -183,10 +324,8 @@ class Catalog:
         # delta-rs reads a table from a checkpoint alone, and then fails to commit without the entry beside it.
         if not self._files.exists(f"{DELTA_LOG}/{state.version:020d}.json"):
             return f"the entry of version {state.version} is missing"
-        if table.metadata().partition_columns != [PARTITION_COLUMN]:
-            return f"it is partitioned by {table.metadata().partition_columns}"
-        if pa.schema(table.schema()).names != [*TABLE_SCHEMA.names, PARTITION_COLUMN]:
-            return "it has other columns"
+        if wrong := self._layout_difference():
+            return wrong
         if state.attach_seq != attach_seq:
             return f"it stands at the TABLE row {state.attach_seq}, the log at {attach_seq}"
         wanted, found = ({entry.path: entry for entry in entries} for entries in (live, state.files))
@@ -200,7 +339,23 @@ class Catalog:
                 return f"{name} is not 0 for every file"
         return None
 
+    def _layout_difference(self) -> str | None:
+        """Return the first thing in which the table's schema or its rules for writers are not ours."""
+        table = self._opened()
+        if table.metadata().partition_columns != [PARTITION_COLUMN]:
+            return f"it is partitioned by {table.metadata().partition_columns}"
+        if pa.schema(table.schema()).names != [*TABLE_SCHEMA.names, PARTITION_COLUMN]:
+            return "it has other columns"
+        protocol = table.protocol()
+        if (versions := (protocol.min_reader_version, protocol.min_writer_version)) != (1, 2):
+            return f"it asks for reader and writer versions {versions}"
+        if table.metadata().configuration.get("delta.appendOnly") == "true":
+            return "it is append-only"
+        return None
+
     def _make_anew(self, live: list[FileEntry], attach_seq: int, watermark: int, now_ms: int) -> None:
+        from timeball.table.delta_rs import ANEW
+
         self._table, self._synced = None, frozenset()
         for name in self._files.list_dir(DELTA_LOG):
             self._files.remove(f"{DELTA_LOG}/{name}")
@@ -208,19 +363,27 @@ class Catalog:
             self._files.sync_dir(DELTA_LOG)
         self.open()
         if attach_seq:
-            everything = Attachment(job="rewrite", job_id="anew", epoch=0, files=live, to_seq=watermark)
+            everything = Attachment(job="rewrite", job_id=ANEW, epoch=0, files=live, to_seq=watermark)
             self._commit(everything, attach_seq, [], now_ms)
 
     def sync_data(self, entries: list[FileEntry]) -> None:
         """Step 1: make the named files durable; another process may have written them."""
         folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in entries}
         self._files.absorb(FOLDER)
-        for entry in entries:
-            self._files.sync_file(f"{FOLDER}/{entry.path}")
+        try:
+            with no_room_to_sync("syncing data files"):
+                for entry in entries:
+                    self._files.sync_file(f"{FOLDER}/{entry.path}")
+        except OverLimit:
+            # They may be lost, and another sync of them would succeed: no attach may name them any more.
+            for entry in entries:
+                self._files.remove(f"{FOLDER}/{entry.path}")
+            raise
         for folder in folders:
             self._files.sync_dir(folder)
         if folders:
             self._files.sync_dir(FOLDER)
+        self.data.keep(entries)
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """Steps 3 and 4; returns the table's new version. Does nothing when the table has this TABLE row already."""
@@ -230,10 +393,15 @@ class Catalog:
     def _commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         from timeball.table import delta_rs
 
+        if self._is_up and not self._is_ours():
+            self._follow(now_ms)
         table = self._opened()
         table.update_incremental()
         if (table.transaction_version(delta_rs.APP_ID) or 0) >= attach_seq:
+            self._make_durable()  # the last try may have failed behind the commit
+            self._committed(attachment, attach_seq, removed, now_ms)
             return int(table.version())
+        self.data.put_back_all(attachment.files)  # a VACUUM takes what no version names yet, too
         self._files.external(FOLDER)
         delta_rs.commit(table, attachment, attach_seq, removed, now_ms)
         table.update_incremental()
@@ -242,9 +410,19 @@ class Catalog:
             table.create_checkpoint()
             table.cleanup_metadata()  # entries older than Delta's own log retention (30 days)
         self._make_durable()
+        self._committed(attachment, attach_seq, removed, now_ms)
+        return version
+
+    def _committed(
+        self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
+    ) -> None:
         for entry in removed:
             self._left[entry.path] = now_ms
-        return version
+        if self._is_up and attach_seq > self._attach_seq:
+            live = dict(self.data.live)
+            apply_to(live, attachment)
+            self.data.live, self._attach_seq = live, attach_seq
+            self._watermark = max(self._watermark, attachment.to_seq)
 
     @contextmanager
     def keeping(self, paths: Iterable[str]) -> Iterator[None]:
@@ -281,15 +459,15 @@ class Catalog:
         named = self._opened().vacuum(
             retention_hours=hours, enforce_retention_duration=False, dry_run=True, full=True
         )
-        # It goes on naming what has left the table and is gone since.
-        kept = frozenset().union(*self._kept)
+        # It goes on naming what has left the table and is gone since. Another program may have let live files leave.
+        kept = frozenset(self.data.live).union(*self._kept)
         gone = [name for name in named if name not in kept and self._files.exists(f"{FOLDER}/{name}")]
         for name in gone:
             self._remove(name)
         return len(gone)
 
     def _remove(self, path: str) -> None:
-        self._files.remove(f"{FOLDER}/{path}")
+        live_files.remove(self._files, path)
 
     def _opened(self) -> DeltaTable:
         assert self._table is not None, "open() comes first"
@@ -300,8 +478,10 @@ class Catalog:
         self._files.absorb(FOLDER)
         names = self._files.list_dir(DELTA_LOG)
         for name in names:
-            if name not in self._synced or name == "_last_checkpoint":
-                self._files.sync_file(f"{DELTA_LOG}/{name}")
+            # An entry that another program is writing has another name until it is whole, or may be cleaned up.
+            if (name not in self._synced and "#" not in name) or name == "_last_checkpoint":
+                with suppress(NotFound):
+                    self._files.sync_file(f"{DELTA_LOG}/{name}")
         self._files.sync_dir(DELTA_LOG)
         self._files.sync_dir(FOLDER)
         self._synced = frozenset(names)
@@ -313,7 +493,7 @@ class Catalog:
         """
         names = self._files.list_dir(DELTA_LOG)
         commits = [n for n in names if n.endswith(".json") and n[0].isdigit()]
-        gone = [n for n in names if n.endswith(".tmp")]
+        gone = [n for n in names if n.endswith(".tmp") or "#" in n]
         if commits and not self._parses(commits[-1]):
             logger.warning("torn Delta commit removed, it is made again from the log file=%s", commits[-1])
             gone.append(commits[-1])
@@ -325,26 +505,51 @@ class Catalog:
             self._files.sync_dir(DELTA_LOG)
 
     def _parses(self, name: str) -> bool:
+        actions = self._actions(name)
+        if not actions or name == "_last_checkpoint":
+            return bool(actions)
+        # Every commit of ours ends with its application transaction; those that create the table have its schema. One
+        # of another program is whole if it parses: else it leaves a table that differs from the log, all the same.
+        info = _info(actions)
+        if info is not None and "job" not in info and not _creates(info):
+            return True
+        return any("txn" in action or "metaData" in action for action in actions)
+
+    def _actions(self, name: str) -> list[dict[str, Any]] | None:
+        """Return the actions of an entry of the Delta log; None when it does not parse."""
         text = bytes(self._files.map_readonly(f"{DELTA_LOG}/{name}"))
         try:
             actions = [json.loads(line) for line in text.splitlines()]
         except ValueError:
-            return False
-        if name == "_last_checkpoint":
-            return bool(actions)
-        # Every commit of ours ends with its application transaction; the first one creates the table instead.
-        return any("txn" in action or "metaData" in action for action in actions)
+            return None
+        return actions if all(isinstance(action, dict) for action in actions) else None
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
         """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
 
-        A full disk is DiskFailed too: the TABLE row is decided, so no caller can be asked to try again later.
+        A full disk is OverLimit: what the log has decided is tried again once there is room.
         """
         from timeball.table.delta_rs import DeltaError, said
 
         try:
             yield
         except (OSError, DeltaError) as error:
+            self._raise_if_full(error)
             failure = f"{DELTA_LOG}: {doing} failed: {said(error)}"
             raise DiskFailed(f"{failure}; mend the disk, then start again") from error
+
+    @staticmethod
+    def _raise_if_full(error: Exception) -> None:
+        from timeball.table.delta_rs import is_disk_full
+
+        if is_disk_full(error):
+            raise disk_full(f"writing {DELTA_LOG}") from error
+
+
+def _info(actions: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((action["commitInfo"] for action in actions if "commitInfo" in action), None)
+
+
+def _creates(info: dict[str, Any]) -> bool:
+    return "CREATE" in str(info.get("operation", ""))

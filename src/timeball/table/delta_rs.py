@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Literal
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
+from timeball.files import DISK_FULL
 from timeball.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import PARTITION_COLUMN
 
-__all__ = ["APP_ID", "DeltaError", "commit", "create_table", "open_table", "said"]
+__all__ = [
+    "ANEW",
+    "APP_ID",
+    "DeltaError",
+    "commit",
+    "corrected_layout",
+    "create_table",
+    "is_disk_full",
+    "open_table",
+    "said",
+]
 
 APP_ID = "timeball"
+ANEW = "anew"  # the job id of the one commit of a table that is made anew
 DELTA_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field(PARTITION_COLUMN, pa.string())])
 
 _ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs draws its causes as a coloured tree, one a line
@@ -37,10 +50,14 @@ def open_table(uri: str, options: dict[str, str] | None) -> DeltaTable | None:
 
 def create_table(uri: str, options: dict[str, str] | None) -> DeltaTable:
     """Return a new, empty table."""
+    return _created(uri, options, "ignore")
+
+
+def _created(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "overwrite"]) -> DeltaTable:
     return DeltaTable.create(
         uri,
         DELTA_SCHEMA,
-        mode="ignore",
+        mode=mode,
         partition_by=[PARTITION_COLUMN],
         name="pending",
         description="Promises that wait; one row each, sorted by due_ms within a file",
@@ -49,15 +66,34 @@ def create_table(uri: str, options: dict[str, str] | None) -> DeltaTable:
     )
 
 
+def corrected_layout(
+    uri: str, options: dict[str, str] | None, table: DeltaTable, difference: str | None
+) -> DeltaTable:
+    """Return the table, without files and with our schema and rules again if it has a `difference` in these."""
+    if difference is None:
+        return table
+    return _created(uri, options, "overwrite")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether a failure of delta-rs, which gives its causes as text, is a full disk."""
+    number = getattr(error, "errno", None)
+    return number in DISK_FULL or any(f"(os error {full})" in str(error) for full in DISK_FULL)
+
+
 def commit(
     table: DeltaTable, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
 ) -> None:
     """Write the entry of one attach, the TABLE row `attach_seq`."""
-    actions: list[AddAction | RemoveAction] = [_add_action(entry, now_ms) for entry in attachment.files]
+    # A stream that follows the table has seen the rows of a rewrite, but not those of a table that begins again.
+    changes = attachment.job != "rewrite" or bool(attachment.ranges) or attachment.job_id == ANEW
+    actions: list[AddAction | RemoveAction] = [
+        _add_action(entry, now_ms, data_change=changes) for entry in attachment.files
+    ]
     actions += [
         RemoveAction(
             path=entry.path,
-            data_change=attachment.job != "rewrite" or bool(attachment.ranges),
+            data_change=changes,
             deletion_timestamp=now_ms,
             size=entry.size_bytes,
             partition_values={PARTITION_COLUMN: entry.bucket},
@@ -82,7 +118,7 @@ def said(error: Exception) -> str:
     return " ".join(_ORNAMENTS.sub(" ", str(error)).split())
 
 
-def _add_action(entry: FileEntry, now_ms: int) -> AddAction:
+def _add_action(entry: FileEntry, now_ms: int, *, data_change: bool) -> AddAction:
     stats = {
         "numRecords": entry.rows,
         "minValues": {"due_ms": entry.min_due_ms, "seq": entry.min_seq},
@@ -94,6 +130,6 @@ def _add_action(entry: FileEntry, now_ms: int) -> AddAction:
         size=entry.size_bytes,
         partition_values={PARTITION_COLUMN: entry.bucket},
         modification_time=now_ms,
-        data_change=True,
+        data_change=data_change,
         stats=json.dumps(stats),
     )

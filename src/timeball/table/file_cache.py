@@ -28,11 +28,12 @@ from typing import TypeVar
 import pyarrow as pa
 
 from timeball.errors import Corrupt, NotFound, Unavailable
-from timeball.files import Files
+from timeball.files import Files, no_room_to_sync
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.data_file import DataFile, check_all
 from timeball.table.file_keys import SUFFIX
 from timeball.table.layout import FOLDER, KEYS_FOLDER
+from timeball.table.live_files import LIVE
 from timeball.table.object_store import ObjectStore, RangedFile
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class FileCache:
                 path = f"{folder}/{name}"
                 if PATH.fullmatch(path):
                     self._left[path] = self._files.size(f"{FOLDER}/{path}")
-                elif name.endswith(_FRESH):
+                elif name.endswith(_FRESH) or folder == LIVE:
                     self._files.remove(f"{FOLDER}/{path}")
         self.size_bytes = sum(self._left.values())
 
@@ -174,7 +175,8 @@ class FileCache:
                 file.write_at(size_bytes, piece)
                 size_bytes += len(piece)
             # Before it gets its name: a copy must outlive a power cut while the store is away.
-            file.sync()
+            with no_room_to_sync(f"writing {fresh}"):
+                file.sync()
             check_all(self._files.map_readonly(fresh))
         except Corrupt as error:
             self._files.remove(fresh)
@@ -247,6 +249,22 @@ class FileCache:
         gone = self._left.keys() - {entry.path for entry in live}
         for path in gone:
             self._remove(path)
+
+    def put_back(self, live: Sequence[FileEntry]) -> list[FileEntry]:
+        """Put local copies of live files that another program has removed to the store; return those that are gone."""
+        sizes = self._ask(self._store.sizes)
+        gone = []
+        for entry in live:
+            name = f"{FOLDER}/{entry.path}"
+            if entry.path in sizes or self._ask(partial(self._store.exists, name)):  # the list may lack it
+                continue
+            self._stored.pop(entry.path, None)
+            if not self._files.exists(name):
+                gone.append(entry)
+                continue
+            self._put(entry)
+            logger.warning("data file was removed by another program and is put back file=%s", name)
+        return gone
 
     def fetch_keys(self) -> None:
         """Move the key runs that executors left in the store to the data folder."""

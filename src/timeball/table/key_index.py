@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.errors import Corrupt, OverLimit
-from timeball.files import Files
+from timeball.files import Files, no_room_to_sync
 from timeball.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
 from timeball.message import Int64Array
 from timeball.table.attachment import FileEntry
@@ -60,10 +60,13 @@ class _Stored:
 class TableKeys:
     """The keys of the live files. Blocking, any thread; `merge` runs beside look-ups, all else waits for its turn."""
 
-    def __init__(self, files: Files, cache: FileCache | None = None) -> None:
-        """`cache`: the files are in an object store, and so are the runs that their writers leave."""
+    def __init__(self, files: Files, cache: FileCache | None = None, data: DataFiles | None = None) -> None:
+        """`cache`: the files are in an object store, and so are the runs that their writers leave.
+
+        `data`: the data files, where they are not read from `files` as they are.
+        """
         self._files, self._cache = files, cache
-        self._data: DataFiles = files if cache is None else Ranged(cache)
+        self._data: DataFiles = (data or files) if cache is None else Ranged(cache)
         self._lock = threading.RLock()
         self._runs: tuple[_Stored, ...] = ()
         self._covered: FileSet | None = None  # the files that the runs are known to speak of
@@ -308,7 +311,8 @@ def write_pieces(files: Files, name: str, pieces: Iterable[pa.Buffer | bytes]) -
         for piece in pieces:
             file.write_at(at, piece)
             at += len(piece)
-        file.sync()
+        with no_room_to_sync(f"writing {name}"):
+            file.sync()
     except (Corrupt, OverLimit):
         files.remove(name)
         raise

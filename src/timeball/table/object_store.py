@@ -35,6 +35,8 @@ _REFUSALS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH
 class ObjectStore:
     """What catalog.py and file_cache.py ask of a folder (`files.Files`), of one in an object store. Any thread."""
 
+    has_links = False
+
     def __init__(self, uri: str) -> None:
         """Raise SetupError for a place that is in no object store, or that no library reaches."""
         if not places.in_object_store(uri):
@@ -97,7 +99,7 @@ class ObjectStore:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def map_readonly(self, name: str) -> pa.Buffer:
+    def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         """Return a whole file, small enough for memory; raise NotFound."""
         return pa.py_buffer(b"".join(self.pieces(name)))
 
@@ -141,6 +143,9 @@ class ObjectStore:
     # -- what has no meaning here: a store has no folders, and an answer means that it is durable ------------------
 
     def make_dir(self, name: str) -> None:
+        """Do nothing."""
+
+    def link(self, name: str, to: str) -> None:
         """Do nothing."""
 
     def sync_file(self, name: str) -> None:

@@ -23,7 +23,7 @@ from timeball import descriptors
 from timeball.descriptors import RESERVE_OF_LIBRARIES
 from timeball.errors import Corrupt, SetupError, Unavailable
 from timeball.files import Files
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog
 from timeball.table.file_cache import FileCache
 from timeball.table.object_store import ANSWER_S, ObjectStore
@@ -111,6 +111,14 @@ class StoredCatalog(Catalog):
         """See Catalog; raise Unavailable."""
         return self._ask(partial(super().vacuum, older_than_ms))
 
+    def look(self, now_ms: int) -> None:
+        """See Catalog; raise Unavailable."""
+        self._ask(partial(super().look, now_ms))
+
+    def _put_back(self) -> list[FileEntry]:
+        # A store has no second names. Local copies, of all that is due soon among others, are put there again.
+        return self._cache.put_back(list(self.data.live.values()))
+
     def _ask(self, step: Callable[[], T]) -> T:
         # delta-rs gives up by itself, and is left behind only when the broker stops: no other step may run beside it.
         return self._store.requests.ask(step, None)
@@ -122,7 +130,8 @@ class StoredCatalog(Catalog):
             found = self.open().files
         except Corrupt:
             return  # it is made anew
-        unknown = [entry.path for entry in found if entry.path not in known]
+        # Files of other programs have names of another shape, and leave the table again (`_correct`).
+        unknown = [e.path for e in found if e.path not in known and PATH.fullmatch(e.path)]
         if unknown:
             raise SetupError(
                 f"--table {self.uri}: the table there has {len(unknown)} files that this data folder's log does not "

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.clock import Clock, Durations
+from timeball.errors import OverLimit
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.locations import KINDS, as_promises, versions_in
-from timeball.table import layout
+from timeball.table import layout, live_files
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.key_index import write_pieces
@@ -91,30 +92,49 @@ def write_files(
     A run of their keys is written besides (table/key_index.py).
 
     `begun` gets the entry of each file before it is there, for a caller who removes them after a failure. `unload` is
-    called when some rows have been copied, which may be views of a mapped file.
+    called when some rows have been copied, which may be views of a mapped file. On a full disk it removes what it has
+    written, since the next try writes others.
     """
-    entries: list[FileEntry] = []
+    mine: list[FileEntry] = []
+    try:
+        _write_files(files, rows, now_ms, mine, unload)
+    except OverLimit:
+        remove(files, mine)
+        raise
+    finally:
+        if begun is not None:
+            begun += mine
+    return mine
+
+
+def remove(files: Files, entries: list[FileEntry]) -> None:
+    """Remove files that were written for an attach which did not take place (background thread)."""
+    for entry in entries:
+        if files.exists(f"{layout.FOLDER}/{entry.path}"):
+            live_files.remove(files, entry.path)
+
+
+def _write_files(
+    files: Files, rows: pa.Table, now_ms: int, begun: list[FileEntry], unload: Callable[[], None]
+) -> None:
     if rows.num_rows == 0:
-        return entries
+        return
     keys = FileKeys()
     # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
     for entry, data in layout.sorted_files(rows, now_ms, keys, unload):
         name = f"{layout.FOLDER}/{entry.path}"
         files.make_dir(name.rpartition("/")[0])
-        if begun is not None:
-            begun.append(entry)
+        begun.append(entry)
         file = files.create(name)
         try:
             # Without a sync: the attach syncs each file before its row is written (catalog.sync_data).
             file.write_at(0, data)
         finally:
             file.close()
-        entries.append(entry)
         if keys.is_full:
             _write_keys(files, keys)
             keys.clear()
     _write_keys(files, keys)
-    return entries
 
 
 def _write_keys(files: Files, keys: FileKeys) -> None:

@@ -161,14 +161,6 @@ def resume(
     ]
 
 
-def remove(files: Files, entries: list[FileEntry]) -> None:
-    """Remove files that were written for an attach which did not take place (background thread)."""
-    for entry in entries:
-        name = f"{layout.FOLDER}/{entry.path}"
-        if files.exists(name):
-            files.remove(name)
-
-
 def _rows(data: DataFiles, entry: FileEntry, settled_before_ms: int, holds: Holds) -> pa.Table:
     """Return the rows of a file that are due at `settled_before_ms` or later, or held."""
     # A file of our own: those that the schedule gathers from belong to the reader thread, and Arrow's reader

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.backlog import IN_TABLE, Backlog, Bools, Opened, Rewritten
@@ -27,7 +26,7 @@ from timeball.schedule.hour_log.pending import PendingFiles, Window, close_far, 
 from timeball.schedule.locations import Locations, Waiting
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry
-from timeball.table.data_file import DataFile
+from timeball.table.data_file import DataFile, DataFiles
 
 _NONE = np.empty(0, np.int64)
 
@@ -37,7 +36,7 @@ class HourLog(Backlog):
 
     def __init__(
         self,
-        files: Files,
+        files: DataFiles,
         reader: LogReader,
         reader_thread: Executor,
         entries: list[FileEntry],
@@ -74,11 +73,12 @@ class HourLog(Backlog):
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Give up due promises in the files, without bodies, and in the tail."""
         files, until_ms = self.pending.to_open(until_ms)
-        window = Window(until_ms, _NONE, _NONE, {})
+        window = Window(until_ms, _NONE, _NONE, {}, [])
         if files:
             loop = asyncio.get_running_loop()
             window = await loop.run_in_executor(self._thread, self._survey, files, until_ms, now_ms)
             self.pending.opened(window.next_ms)
+            self.pending.miss(window.missing)
         else:
             self.pending.look_again()  # what came first may have made room for others
         # No pause from here on: what is added meanwhile goes to the tail, until the bound has moved.

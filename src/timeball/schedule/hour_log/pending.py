@@ -12,20 +12,23 @@ others; `missing_due_ms` says what they may hold, so that none of it counts as s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from timeball import limits
-from timeball.files import Files
+from timeball.errors import MissingFile
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, build_rows
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry, within
-from timeball.table.data_file import DataFile, Position
+from timeball.table.data_file import DataFile, DataFiles, Position
 from timeball.table.file_set import FileSet
+
+logger = logging.getLogger(__name__)
 
 WINDOW_ROWS_MAX = 8_000_000  # positions looked at in one opening: 16 bytes each
 WINDOW_FILES_MAX = 64  # files looked into in one opening
@@ -38,7 +41,7 @@ class PendingFiles:
     """The set of live files; replaced, never changed in place. Belongs to the event loop."""
 
     def __init__(
-        self, files: Files, entries: list[FileEntry], is_local: Callable[[str], bool] | None = None
+        self, files: DataFiles, entries: list[FileEntry], is_local: Callable[[str], bool] | None = None
     ) -> None:
         """`is_local`: says of a path whether the file can be read now; None: each can."""
         self._files, self._is_local = files, is_local
@@ -51,6 +54,9 @@ class PendingFiles:
         self.first_due_ms = FAR_MS
         self.missing_due_ms = FAR_MS  # the same of files that are not local
         self._looked_into: set[str] = set()  # files that may hold what has been opened
+        self.missing: frozenset[str] = (
+            frozenset()
+        )  # live files that are gone, by path, until they are put back
         self._set: tuple[dict[str, DataFile], FileSet] | None = None  # made when it is asked for, and of what
         self._keep_first()
 
@@ -94,7 +100,7 @@ class PendingFiles:
         Without those that are not local, of which nothing has been opened.
         """
         found = self._between(low_ms, high_ms)
-        return found if self._is_local is None else [file for file in found if self._is_readable(file)]
+        return found if self._has_all else [file for file in found if self._is_readable(file)]
 
     def due_between(self, low_ms: int, high_ms: int) -> list[FileEntry]:
         """Return the entries of all files that may hold rows due in [low_ms, high_ms], the earliest first."""
@@ -144,6 +150,7 @@ class PendingFiles:
             if next_ms[entry.path] > entry.min_due_ms:
                 self._looked_into.add(entry.path)
         self._looked_into -= gone
+        self.missing -= gone
         self._set_next(next_ms)
         self._keep_first()
 
@@ -189,24 +196,41 @@ class PendingFiles:
 
     def look_again(self) -> None:
         """Take note of which files are local by now."""
-        if self._is_local is not None:
+        if not self._has_all:
             self._keep_first()
 
+    def miss(self, paths: Iterable[str]) -> None:
+        """Open none of these files, beside those that are missing already."""
+        if more := self.missing.union(paths) - self.missing:
+            self.missing |= more
+            self._keep_first()
+
+    def found(self, paths: Iterable[str]) -> None:
+        """Open these files again, which were missing."""
+        self.missing = self.missing.difference(paths)
+        self._keep_first()
+
+    @property
+    def _has_all(self) -> bool:
+        """Return whether each file can be read, without asking one by one."""
+        return self._is_local is None and not self.missing
+
     def _is_there(self, path: str) -> bool:
-        return self._is_local is None or self._is_local(path)
+        return path not in self.missing and (self._is_local is None or self._is_local(path))
 
     def _is_readable(self, file: DataFile) -> bool:
         """Return whether it is local, or must be: what was opened of a file that is gone must not be passed over."""
         return self._is_there(file.entry.path) or file.entry.path in self._looked_into
 
     def _keep_first(self) -> None:
-        if self._is_local is None:
+        if self._has_all:
+            self.missing_due_ms = FAR_MS
             ahead = self._next_ms[self._next_ms <= self._last_ms]
             self.first_due_ms = int(ahead.min(initial=FAR_MS))
             return
         first = {True: FAR_MS, False: FAR_MS}
         for path, next_ms in zip(*self._ahead(FAR_MS), strict=True):
-            is_there = self._is_local(path)  # asked once: it may change meanwhile
+            is_there = self._is_there(path)  # asked once: it may change meanwhile
             first[is_there] = min(first[is_there], next_ms)
         self.first_due_ms, self.missing_due_ms = first[True], first[False]
 
@@ -219,10 +243,12 @@ class Window:
     due_ms: Int64Array
     seq: Int64Array
     next_ms: dict[str, int]
+    missing: list[str]  # files that are gone, by path: nothing of them has been opened
 
 
 def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
     """Return what lies in these files from their next instants on, as far as one opening may look (reader thread)."""
+    files, missing = _there(files)
     until_ms = _bounded(files, until_ms)
     pairs = [file.positions_between((low_ms, 0), (until_ms, 0)) for file, low_ms in files]
     due = np.concatenate([_NONE, *(due for due, _ in pairs)])
@@ -232,7 +258,22 @@ def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
         # A month with a row a week is looked into once a week, and not at each half of the lead.
         ahead_ms = file.first_due_from(until_ms) if not len(found) else None
         next_ms[file.entry.path] = max(low_ms, until_ms if ahead_ms is None else ahead_ms)
-    return Window(until_ms, due, seq, next_ms)
+    return Window(until_ms, due, seq, next_ms, missing)
+
+
+def _there(files: list[tuple[DataFile, int]]) -> tuple[list[tuple[DataFile, int]], list[str]]:
+    """Return the files that can be opened, and the paths of those that are gone."""
+    there, missing = [], []
+    for file, next_ms in files:
+        try:
+            file.check()
+        except MissingFile as error:
+            # The broker goes on: the promises of other files are due, too. Those of this one wait for an operator.
+            logger.error("data file cannot be opened reason=%s", error)
+            missing.append(file.entry.path)
+        else:
+            there.append((file, next_ms))
+    return there, missing
 
 
 def _bounded(files: list[tuple[DataFile, int]], until_ms: int) -> int:

@@ -1,0 +1,409 @@
+"""Another program works on the pending table, at each stage of a broker's life: the log decides, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from tests.broker.third_party import OPERATIONS, Operation, RealWorld
+from tests.crash.checker import check
+from tests.crash.lives import run
+from tests.crash.world import HOUR_MS, World
+from tests.table.test_catalog import seqs
+
+from timeball.broker.tables import rewrite
+from timeball.errors import MissingFile, OverLimit
+from timeball.table import catalog as catalog_module
+from timeball.table import live_files
+
+Stage = Callable[[World, Callable[[], None]], Awaitable[None]]
+
+DELAYS = [HOUR_MS, HOUR_MS + 1, 2 * HOUR_MS, 30 * HOUR_MS, 80 * HOUR_MS]
+
+
+def uri_of(world: World) -> str:
+    return str(world.broker.status()["table"]["uri"])
+
+
+async def watch(world: World) -> None:
+    assert world.node is not None
+    await world.node.upkeep.watch.watch_table()
+
+
+def live_seqs(world: World) -> list[int]:
+    files = world.broker.parts.hour_log.pending.all()
+    found = [file.positions_between((0, 0), (1 << 62, 0))[1].tolist() for file in files]
+    return sorted(seq for some in found for seq in some)
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------
+
+
+async def before_the_start(world: World, operate: Callable[[], None]) -> None:
+    await world.stop()
+    operate()
+    await world.start()
+
+
+async def while_it_runs(world: World, operate: Callable[[], None]) -> None:
+    operate()
+    await watch(world)
+
+
+async def before_a_release(world: World, operate: Callable[[], None]) -> None:
+    operate()
+    await world.advance(HOUR_MS)
+
+
+async def before_a_compaction(world: World, operate: Callable[[], None]) -> None:
+    await world.send("a", DELAYS)
+    operate()
+    await world.compact()
+
+
+async def within_an_attach(world: World, operate: Callable[[], None]) -> None:
+    """Between the row in the log and the commit."""
+    catalog, commit = world.broker.parts.catalog, catalog_module.Catalog.commit
+
+    def commit_behind_them(*args: object) -> int:
+        del catalog.commit
+        operate()
+        return commit(catalog, *args)  # type: ignore[arg-type]
+
+    catalog.commit = commit_behind_them
+    await world.send("a", DELAYS)
+    await world.compact()
+
+
+async def before_a_rewrite(world: World, operate: Callable[[], None]) -> None:
+    operate()
+    assert await world.broker.mover.rewrite() is not None
+
+
+async def before_a_restart(world: World, operate: Callable[[], None]) -> None:
+    operate()
+    await world.restart()
+
+
+async def before_a_kill(world: World, operate: Callable[[], None]) -> None:
+    operate()
+    await world.abandon()
+    await world.start()
+
+
+async def behind_a_kill(world: World, operate: Callable[[], None]) -> None:
+    await world.abandon()
+    operate()
+    await world.start()
+
+
+async def twice(world: World, operate: Callable[[], None]) -> None:
+    operate()
+    await watch(world)
+    operate()
+    await world.merge()
+
+
+STAGES: dict[str, Stage] = {
+    stage.__name__.replace("_", " "): stage
+    for stage in (
+        before_the_start, while_it_runs, before_a_release, before_a_compaction, within_an_attach, before_a_rewrite,
+        before_a_restart, before_a_kill, behind_a_kill, twice,
+    )
+}  # fmt: skip
+# Each operation at one stage at least, each stage with the worst operation; all others take minutes.
+FAST = {
+    ("OPTIMIZE", "while it runs"), ("OPTIMIZE and VACUUM", "while it runs"), ("ADD COLUMN", "while it runs"),
+    ("DELETE and VACUUM", "before a release"), ("DELETE and VACUUM", "behind a kill"), ("VACUUM", "within an attach"),
+    ("OPTIMIZE and VACUUM", "before a rewrite"), ("append-only", "before a rewrite"), ("UPDATE", "before the start"),
+}  # fmt: skip
+
+
+def cases() -> list[object]:
+    return [
+        pytest.param(
+            operation, stage, id=f"{operation}, {stage}",
+            marks=() if (operation, stage) in FAST else pytest.mark.slow,
+        )
+        for stage in STAGES
+        for operation in OPERATIONS
+    ]  # fmt: skip
+
+
+async def _life(world: RealWorld, operation: Operation, stage: Stage) -> None:
+    for _ in range(2):
+        await world.send("a", DELAYS)
+        await world.compact()
+    await world.send("b", [*DELAYS, 5])
+    await world.cancel(["k00001", "k00006"])
+    uri = uri_of(world)
+    await stage(world, lambda: operation(uri))
+    await watch(world)
+    # The table says what the log says, and what a day later is removed is nothing that lives.
+    await world.send("b", [HOUR_MS])
+    await world.compact()
+    catalog, parts = world.broker.parts.catalog, world.broker.parts
+    before = {entry.path for entry in parts.hour_log.pending.live_entries()}
+    assert set(pa.table(DeltaTable(uri).get_add_actions())["path"].to_pylist()) == before
+    assert seqs(DeltaTable(uri)) == live_seqs(world)
+    await asyncio.get_running_loop().run_in_executor(parts.table_thread, catalog._vacuum, 0)
+    assert {path for path in before if world.files.exists(f"pending/{path}")} == before
+    assert parts.table_status()["lost_files"] == 0
+    for delay_ms in (1, HOUR_MS, HOUR_MS, 28 * HOUR_MS, 50 * HOUR_MS, 10 * HOUR_MS):
+        await world.advance(delay_ms)
+        await world.consume()
+    assert check(world.observed, await world.outcome()) == []
+    assert len((await world.outcome()).rows) == len(world.observed.sent) - 2
+    await world.restart()
+    assert check(world.observed, await world.outcome()) == []
+    await world.stop()
+
+
+def lived(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
+    async def life() -> None:
+        world = RealWorld(folder)
+        await world.start()
+        try:
+            await test(world)
+        finally:
+            await world.abandon()
+        assert world.unheard == []
+
+    run(life())
+
+
+@pytest.fixture(autouse=True)
+def _merges_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "FILES_MIN", 2)
+
+
+@pytest.mark.parametrize(("operation", "stage"), cases())
+def test_nothing_is_lost_doubled_or_early(tmp_path: Path, operation: str, stage: str) -> None:
+    lived(tmp_path, lambda world: _life(world, OPERATIONS[operation], STAGES[stage]))
+
+
+# ---- what people see ------------------------------------------------------------------------------------------
+
+
+async def _found_by_itself(world: RealWorld) -> None:
+    await world.send("a", DELAYS)
+    await world.compact()
+    await world.send("a", DELAYS)
+    await world.compact()
+    uri, status = uri_of(world), world.broker.parts.table_status
+    assert status()["foreign_commits"] == 0
+    OPERATIONS["OPTIMIZE"](uri)
+    await world.until(lambda: status()["foreign_commits"], "the duty has found the commit")
+    assert status()["last_foreign_commit"] == "OPTIMIZE at version 3"
+    assert status()["version"] == DeltaTable(uri).version() == 4
+    assert seqs(DeltaTable(uri)) == live_seqs(world)
+    # A stream that follows the table has seen these rows.
+    entry = (world.files.root / "pending/_delta_log" / f"{4:020d}.json").read_text().splitlines()  # type: ignore[attr-defined]
+    actions = [next(iter(json.loads(line).items())) for line in entry]
+    assert {body["dataChange"] for kind, body in actions if kind in ("add", "remove")} == {False}
+    await watch(world)
+    assert (status()["foreign_commits"], DeltaTable(uri).version()) == (1, 4)
+    await world.stop()
+
+
+def test_a_commit_is_found_within_a_second_and_shown(tmp_path: Path) -> None:
+    lived(tmp_path, _found_by_itself)
+
+
+async def _lost(world: RealWorld) -> None:
+    """No link either: on a file system that has none, or after `rm -r`."""
+    keys = await world.send("a", [HOUR_MS, 5 * HOUR_MS, 9 * HOUR_MS])
+    await world.compact()
+    entry = min(world.broker.parts.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
+    copy = world.files.map_readonly(f"pending/{entry.path}").to_pybytes()
+    live_files.remove(world.files, entry.path)
+    world.clock.advance(6 * HOUR_MS)
+    world.broker.ticker.wake()
+
+    async def came() -> list[str]:
+        return [row.key for row in (await world.outcome()).rows]
+
+    released = world.broker.parts.scheduler.outcomes
+    await world.until(
+        lambda: released.cursor.local_index or released.cursor.tick_ms, "the second is released"
+    )
+    await world.until(lambda: world.broker.parts.hour_log.pending.missing, "the first is missed")
+    while await came() != [keys[1]]:
+        await asyncio.sleep(0.01)
+    assert world.failure is None
+    assert world.broker.parts.scheduler.settled_before_ms <= entry.min_due_ms
+    await world.checkpoint()
+    with pytest.raises(MissingFile, match="put this file back from a copy"):
+        await asyncio.get_running_loop().run_in_executor(
+            world.broker.parts.reader_thread,
+            world.broker.parts.catalog.data.map_readonly,
+            f"pending/{entry.path}",
+        )
+    await world.broker.mover.rewrite()  # chooses among the others
+    await world.stop()
+    with pytest.raises(MissingFile, match=f"{entry.path} is missing: restore this file from a copy"):
+        await world.start()
+    world.files.replace(f"pending/{entry.path}", copy)
+    await world.start()
+    await world.settled()
+    assert sorted(await came()) == sorted(keys[:2])
+    world.files.remove(f"pending/{entry.path}")
+    await watch(world)  # nothing to see: the link is there again
+    await world.advance(9 * HOUR_MS)
+    assert sorted(await came()) == sorted(keys)
+    assert check(world.observed, await world.outcome()) == []
+    await world.stop()
+
+
+def test_a_file_that_is_gone_holds_up_no_other(tmp_path: Path) -> None:
+    lived(tmp_path, _lost)
+
+
+async def _put_back(world: RealWorld) -> None:
+    keys = await world.send("a", [HOUR_MS, 5 * HOUR_MS])
+    await world.compact()
+    entry = min(world.broker.parts.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
+    copy = world.files.map_readonly(f"pending/{entry.path}").to_pybytes()
+    live_files.remove(world.files, entry.path)
+    OPERATIONS["append-only"](uri_of(world))  # a commit, behind which all files are looked for
+    await watch(world)
+    assert (
+        world.broker.parts.table_status()["lost_files"],
+        world.broker.parts.table_status()["lost_rows"],
+    ) == (1, 1)
+    world.clock.advance(2 * HOUR_MS)
+    world.broker.ticker.wake()
+    world.files.replace(f"pending/{entry.path}", copy)
+    await watch(world)
+    await world.settled()
+    assert [row.key for row in (await world.outcome()).rows] == keys[:1]
+    assert world.broker.parts.table_status()["lost_files"] == 0
+    await world.stop()
+
+
+def test_a_file_that_is_put_back_is_delivered_from_without_a_restart(tmp_path: Path) -> None:
+    lived(tmp_path, _put_back)
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    folder.mkdir()
+    if subprocess.run(["mount", *options, str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def few_inodes(tmp_path: Path) -> Iterator[Path]:
+    """As an XFS that is full: it makes room for names when they come, and may have none beside reserved bytes."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=64m,nr_inodes=400", "none") as folder:
+        yield folder
+
+
+@pytest.fixture
+def xfs(tmp_path: Path) -> Iterator[Path]:
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(300 << 20)
+    mkfs = shutil.which("mkfs.xfs")
+    if mkfs is None or subprocess.run([mkfs, "-q", str(image)], check=False).returncode:
+        pytest.skip("this machine cannot make an XFS")
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as folder:
+        yield folder
+
+
+def fill_names(filler: Path, spare: int) -> None:
+    """Leave room for so many files."""
+    count = 0
+    with suppress(OSError):
+        while True:
+            (filler / str(count)).touch()
+            count += 1
+    for number in range(spare):
+        (filler / str(number)).unlink()
+
+
+def fill_bytes(filler: Path, spare: int) -> None:
+    """Leave so many pages."""
+    with (filler / "bytes").open("wb", buffering=0) as file:
+        for size_bytes in (1 << 20, 4096):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size_bytes))
+        file.truncate(max(0, file.tell() - 4096 * spare))
+        os.fsync(file.fileno())
+
+
+async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> None:
+    world = RealWorld(folder / "d")
+    await world.start()
+    try:
+        await world.send("a", DELAYS)
+        await world.compact()
+        await world.send("a", DELAYS)
+        await world.checkpoint()
+        (filler := folder / "filler").mkdir()
+        fill(filler, spare)
+        refused = 0
+        assert world.node is not None
+        for step in (
+            world.compact,
+            world.merge,
+            world.checkpoint,
+            world.let_go,
+            world.node.upkeep.index_keys,
+        ):
+            try:
+                await step()
+            except OverLimit as error:
+                assert "disk" in str(error)
+                refused += 1
+        assert refused or spare > 8
+        assert world.failure is None, world.failure
+        assert world.node._failed is not None and not world.node._failed.done()
+        shutil.rmtree(filler)
+        await watch(world)
+        # What a failed try has written is gone: on a full disk each try would leave more.
+        parts = world.broker.parts
+        known = {entry.path for entry in parts.hour_log.pending.live_entries()} | parts.catalog._left.keys()
+        pending = folder / "d" / "pending"
+        assert {str(path.relative_to(pending)) for path in pending.glob("bucket=*/*")} <= known
+        await world.compact()
+        await world.merge()
+        await world.checkpoint()
+        assert seqs(DeltaTable(uri_of(world))) == live_seqs(world)
+        await world.advance(81 * HOUR_MS)
+        assert len((await world.outcome()).rows) == len(world.observed.sent)
+        assert check(world.observed, await world.outcome()) == []
+        await world.restart()
+        assert check(world.observed, await world.outcome()) == []
+        await world.stop()
+    finally:
+        await world.abandon()
+
+
+@pytest.mark.parametrize("spare", [0, 3, pytest.param(7, marks=pytest.mark.slow), 12])
+def test_a_full_disk_puts_the_table_off_and_ends_nothing(few_inodes: Path, spare: int) -> None:
+    """At any step of a compaction: a folder, a file, its keys, the entry of the Delta log."""
+    run(_full(few_inodes, spare, fill_names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spare", range(0, 40, 3))
+def test_a_full_xfs_puts_the_table_off_and_ends_nothing(xfs: Path, spare: int) -> None:
+    run(_full(xfs, spare, fill_bytes))
