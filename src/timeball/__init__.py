@@ -50,7 +50,7 @@ from timeball.errors import (
 if TYPE_CHECKING:  # for readers and type checkers; a program gets these from `__getattr__`
     from timeball.client.async_timeball import AsyncMessage, AsyncTimeball
     from timeball.client.messages import Message
-    from timeball.client.sender import Receipt, RefusedRows, SendSummary
+    from timeball.client.sender import AcceptedRows, ExistingRows, Receipt, RefusedRows, SendSummary
     from timeball.client.timeball import Timeball
     from timeball.client.worker import Dead, Retry, Worker
     from timeball.wire import (
@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # for readers and type checkers; a program gets these from `_
     )
 
 __all__ = [
+    "AcceptedRows",
     "AsyncMessage",
     "AsyncTimeball",
     "Attached",
@@ -78,6 +79,7 @@ __all__ = [
     "DeadLetterPage",
     "DeadLetterRow",
     "DiskFailed",
+    "ExistingRows",
     "Forbidden",
     "GroupNotFound",
     "GroupPlace",
@@ -116,6 +118,7 @@ __version__ = "0.1.0"
 
 # Name -> its module, imported when a program asks for it: Arrow alone costs a command half of its start.
 _PLACES = {
+    "AcceptedRows": "timeball.client.sender",
     "AsyncMessage": "timeball.client.async_timeball",
     "AsyncTimeball": "timeball.client.async_timeball",
     "Attached": "timeball.wire",
@@ -123,6 +126,7 @@ _PLACES = {
     "Dead": "timeball.client.worker",
     "DeadLetterPage": "timeball.wire",
     "DeadLetterRow": "timeball.wire",
+    "ExistingRows": "timeball.client.sender",
     "GroupPlace": "timeball.wire",
     "GroupState": "timeball.wire",
     "Message": "timeball.client.messages",

@@ -61,6 +61,17 @@ def test_the_endpoint_may_come_from_the_environment(endpoint: str) -> None:
     assert run_here("send", "sent", "x", TIMEBALL_ENDPOINT=endpoint).returncode == 0
 
 
+def test_lines_that_are_refused_say_which_ones_were_sent(endpoint: str, tmp_path: Path) -> None:
+    """The lines of a file are sent in parts of 50,000; a part is accepted whole or not at all."""
+    file = tmp_path / "lines.txt"
+    file.write_bytes(b"x\n" * 50_010 + b"y" * 5_000_000 + b"\n")
+    ended = run_here("send", "parts", "--lines", str(file), "--endpoint", endpoint)
+    assert ended.returncode == 2, ended
+    told = " ".join(ended.stderr.split())
+    assert "lines 50001 to 50011, here rows 0 to 10" in told and "50000 lines before these were sent" in told
+    assert "body: more than 4194304 bytes" in told
+
+
 def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
     """Exit code 5, and what is there can still be read: the broker goes on."""
     serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]

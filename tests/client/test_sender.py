@@ -53,8 +53,72 @@ def rows_with_one_bad() -> list[dict[str, str]]:
 
 
 def test_a_refused_batch_raises_and_says_what_was_accepted(ball: Timeball) -> None:
-    with pytest.raises(InvalidMessage, match=r"rows 5 to 5: .*topic.*\d+ are known to be accepted"):
+    with pytest.raises(InvalidMessage, match=r"rows 5 to 5: .*topic.*accepted: rows 0 to 4, 6") as caught:
         ball.send_many(rows_with_one_bad(), batch_rows=1)
+    summary = caught.value.summary
+    taken = {each.first_row for each in summary.accepted}
+    assert taken >= {0, 1, 2, 3, 4} and [each.first_row for each in summary.refused] == [5]
+    assert summary.unknown == [] and len(summary.ids) == summary.rows == len(taken) + 1
+    # The rows that are left, and those alone, are sent again: each message is there once.
+    left = [row | {"topic": "mixed"} for at, row in enumerate(rows_with_one_bad()) if at not in taken]
+    more = ball.send_many(left)
+    seqs = [seq for seq, _ in summary.ranges] + [
+        first + at for first, rows in more.ranges for at in range(rows)
+    ]
+    kept = ball.read_log(min(seqs), max(seqs) + 1).read_all()
+    by_seq = dict(zip(kept.column("seq").to_pylist(), kept.column("body").to_pylist()))
+    assert sorted(by_seq[seq] for seq in seqs) == [b"%d" % i for i in range(10)]
+
+
+def as_rows(rows: int, bad: int, kind: str) -> Any:
+    dicts = [{"topic": "bad/name" if at == bad else "whole", "body": str(at)} for at in range(rows)]
+    if kind == "dicts":
+        return dicts
+    table = pa.Table.from_pylist(dicts)
+    return (
+        pa.concat_tables([table.slice(at, 700) for at in range(0, rows, 700)]) if kind == "chunks" else table
+    )
+
+
+@pytest.mark.parametrize("kind", ["dicts", "table", "chunks"])
+def test_twenty_thousand_rows_are_accepted_whole_or_not_at_all(ball: Timeball, kind: str) -> None:
+    before = ball.send("whole", "before").seq
+    with pytest.raises(InvalidMessage, match=r"bad/name.*no row of this call was accepted") as caught:
+        ball.send_many(as_rows(20_000, 14_500, kind))
+    assert (caught.value.summary.accepted, caught.value.summary.unknown) == ([], [])
+    assert ball.send_many(as_rows(20_000, -1, kind)).rows == 20_000
+    after = ball.send("whole", "after").seq
+    rows = ball.read_log(before, after + 1, kinds=[1]).read_all()
+    assert rows.num_rows == 20_002
+
+
+def test_more_than_a_batch_says_what_was_accepted_also_when_its_own_rows_are_wrong(ball: Timeball) -> None:
+    rows = [{"body": "x"} for _ in range(70_000)]
+    rows[69_000] = {"body": 5}  # type: ignore[dict-item]
+    with pytest.raises(InvalidMessage, match=r"accepted: rows 0 to 65535; no other row was") as caught:
+        ball.send_many(rows, topic="large")
+    assert sum(each.rows for each in caught.value.summary.accepted) == 65_536
+    rows = [{"body": b"x" * 300_000} for _ in range(30)]
+    summary = ball.send_many(rows, topic="large")  # more bytes than one batch may have
+    assert len(summary.accepted) > 1 and sum(each.rows for each in summary.accepted) == 30
+
+
+def test_of_lost_answers_the_rows_are_told_as_unknown(node: RunningNode) -> None:
+    with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint) as ball:
+        assert ball.send_many([{"body": "a"}], topic="cut").rows == 1
+        with ThreadPoolExecutor(1) as pool:
+            proxy.hold()
+            sending = pool.submit(ball.send_many, [{"body": "b"}] * 4, topic="cut", batch_rows=2)
+            with Timeball(node.endpoint) as look:
+                eventually(
+                    lambda: sum(queue.max for queue in look.queues("cut").values()) >= 5, "it has them"
+                )
+            proxy.cut()
+            with pytest.raises(Lost, match="may or may not be accepted: rows 0 to 3") as caught:
+                sending.result(BOUND_S)
+        summary = caught.value.summary
+        assert summary.accepted == summary.refused == []
+        assert sorted(each.first_row for each in summary.unknown) == [0, 2]
 
 
 def test_refused_batches_can_be_collected(ball: Timeball) -> None:

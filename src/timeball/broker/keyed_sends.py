@@ -123,6 +123,7 @@ class KeyedSends:
         """Send anew if no message of the earlier send waits, else answer as to a repetition."""
         try:
             states = await self._states(known)
+            # One that another group of a cluster has may wait there, and counts as one that waits.
             waiting = sum(not state.is_settled for state in states)
             if not waiting:
                 if use.name not in self._under_way and self._known(use) is known:
@@ -151,6 +152,7 @@ class KeyedSends:
 
     @staticmethod
     def _exists(piece: Piece, use: KeyUse, known: KeyedSend, states: list[SentState]) -> None:
+        # The numbers are those of the first send, whose rows no other piece shares here.
         piece.first_row = 0
         is_own = bool(use.attempt) and use.attempt == known.attempt
         sent = Sent(CREATED if is_own else EXISTS, states)
@@ -172,6 +174,7 @@ class KeyedSends:
         ended = self._ended(uses)
         answer([use.piece for use in ended], accepted)
         for use in ended:
+            # Behind the answer to the first: the look-ups of its repetitions must not delay it.
             known = use.key.sent(accepted.first_seq + use.piece.first_row, accepted.store_ms)
             for piece, repeated in use.repeats:
                 self._begin_task(self._repeat(piece, repeated, known))

@@ -17,7 +17,7 @@ import typer
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, naming
 from timeball.cli.output import print_json, print_line, print_note, progress_bar, show
 from timeball.cli.units import parse_duration_ms, parse_property, show_instant, show_wait
-from timeball.errors import InvalidDelay, RequestError
+from timeball.errors import InvalidDelay, RequestError, TimeballError
 from timeball.instants import instant_ms
 
 if TYPE_CHECKING:
@@ -182,10 +182,23 @@ def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_jso
     with source, progress_bar(quiet=as_json) as progress:
         task = progress.add_task("sending", total=None)
         for batch in _batches(source, columns):
-            ball.send_many(batch)
+            try:
+                ball.send_many(batch)
+            except TimeballError as error:
+                raise _of_lines(error, file, sent, batch.num_rows) from error
             sent += batch.num_rows
             progress.update(task, completed=sent)
     show({"sent": sent}, [f"{sent:,} messages sent"], as_json=as_json)
+
+
+def _of_lines(error: TimeballError, file: Path, sent: int, count: int) -> TimeballError:
+    """Return the error of a part of a file, with the number of lines before it that are sent."""
+    told = type(error)(
+        f"--lines {file}: lines {sent + 1} to {sent + count}, here rows 0 to {count - 1}: {error}. {sent} lines before "
+        "these were sent"
+    )
+    told.summary = error.summary
+    return told
 
 
 def report(receipt: Receipt, *, as_json: bool) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,8 +52,10 @@ ONE_SCHEMA = pa.schema(
         ("delay_ms", pa.int64()),
     ]
 )
-COMPLETE_ROWS = 65_536  # columns are filled in for so many rows at once, however small the batches
-DICT_ROWS = 1_024
+ATOMIC_ROWS = (
+    limits.ROWS_PER_REQUEST_MAX // 2
+)  # rows that are there at once and fit BATCH_BYTES are one batch
+BATCH_ROWS = 8_192  # of one batch where the rows are more, or come one by one
 _SECONDS_MAX = limits.INSTANT_MS_MAX  # of a number of seconds: as many milliseconds fit into 64 bits
 _TIMES = ("after", "at", "delay_ms", "due_ms")
 BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is cut in halves until it is smaller, or one row
@@ -91,42 +94,59 @@ def one(
     return pa.RecordBatch.from_arrays(columns, schema=ONE_SCHEMA)
 
 
-def batches(rows: Rows, topic: str | None, batch_rows: int, born_ms: int) -> Iterator[pa.RecordBatch]:
-    """Batches of at most `batch_rows` rows, all of one schema, with ids; raises InvalidMessage, InvalidDelay."""
-    step = max(batch_rows, COMPLETE_ROWS)
-    is_table, first_row = isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader), 0
-    for batch in _record_batches(rows, batch_rows):
-        if is_table:  # of dicts, a null is a row that has no such name
-            check_no_nulls(dict(zip(batch.schema.names, batch.columns)), _TIMES, first_row)
-            first_row += batch.num_rows
-        for start in range(0, batch.num_rows, step):
-            completed = complete(batch.slice(start, step), topic, born_ms)
-            for first in range(0, completed.num_rows, batch_rows):
-                yield from halves(completed.slice(first, batch_rows))
+def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int) -> Iterator[pa.RecordBatch]:
+    """Yield batches with ids, of one schema; raise InvalidMessage, InvalidDelay.
+
+    Rows that are there at once are one batch if that has at most `batch_rows` rows and BATCH_BYTES: the broker accepts
+    it whole or not at all. `batch_rows` None: ATOMIC_ROWS, and BATCH_ROWS each where the rows are more.
+    """
+    step, first_row = batch_rows or BATCH_ROWS, 0
+    if isinstance(rows, (pa.Table, pa.RecordBatch, list, tuple)) and 0 < len(rows) <= (
+        batch_rows or ATOMIC_ROWS
+    ):
+        for whole in _record_batches(rows, len(rows)):
+            _check_times(rows, whole, 0)
+            completed = complete(whole, topic, born_ms)
+            if completed.nbytes <= BATCH_BYTES:
+                yield completed
+            else:
+                yield from _parts(completed, step)
+        return
+    for batch in _record_batches(rows, step):
+        _check_times(rows, batch, first_row)
+        first_row += batch.num_rows
+        # Columns are filled in for many rows at once, however small the batches.
+        for start in range(0, batch.num_rows, max(step, ATOMIC_ROWS)):
+            yield from _parts(complete(batch.slice(start, max(step, ATOMIC_ROWS)), topic, born_ms), step)
 
 
-def _record_batches(rows: Rows, batch_rows: int) -> Iterator[pa.RecordBatch]:
+def _check_times(rows: Rows, batch: pa.RecordBatch, first_row: int) -> None:
+    """Raise InvalidDelay for a null due time of a table; of dicts, a null is a row that has no such name."""
+    if isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
+        check_no_nulls(dict(zip(batch.schema.names, batch.columns)), _TIMES, first_row)
+
+
+def _parts(batch: pa.RecordBatch, step: int) -> Iterator[pa.RecordBatch]:
+    for first in range(0, batch.num_rows, step):
+        yield from halves(batch.slice(first, step))
+
+
+def _record_batches(rows: Rows, step: int) -> Iterator[pa.RecordBatch]:
     if isinstance(rows, pa.RecordBatch):
         yield rows
     elif isinstance(rows, pa.Table):
-        yield from rows.to_batches()
+        # However its rows lie in chunks: those that fit one batch are one.
+        for start in range(0, rows.num_rows, max(step, ATOMIC_ROWS)):
+            yield from rows.slice(start, max(step, ATOMIC_ROWS)).combine_chunks().to_batches()
     elif isinstance(rows, pa.RecordBatchReader):
         yield from rows
     elif isinstance(rows, (str, bytes, Mapping)):
         raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
-    elif isinstance(rows, (list, tuple)):
-        for start in range(0, len(rows), DICT_ROWS):
-            yield from_dicts(rows[start : start + DICT_ROWS], start)
-    else:  # perhaps a generator that takes its time: what there is goes out
-        part: list[Mapping[str, Any]] = []
-        first_row = 0
-        for row in rows:
-            part.append(row)
-            if len(part) == batch_rows:
-                yield from_dicts(part, first_row)
-                part, first_row = [], first_row + batch_rows
-        if part:
+    else:  # perhaps a generator that takes its time: its rows are sent as soon as they fill a batch
+        given, first_row = iter(rows), 0
+        while part := list(islice(given, step)):
             yield from_dicts(part, first_row)
+            first_row += len(part)
 
 
 def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.RecordBatch:
@@ -200,7 +220,10 @@ def _milliseconds(column: pa.Array, name: str) -> pa.Array:
 
 
 def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.RecordBatch:
-    """Dicts with the arguments of `send` (and the protocol's columns) as a batch; every column nullable."""
+    """Dicts with the arguments of `send` (and the protocol's columns) as a batch; every column nullable.
+
+    `first_row`: the number of the first one among the caller's, for errors.
+    """
     names: dict[str, None] = {}
     columns: dict[str, list[Any]] = {}
     for row in rows:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Literal, NoReturn
+from typing import Literal
 
 import msgspec
 import pyarrow as pa
@@ -25,6 +26,7 @@ from timeball.errors import RequestError, TimeballError, Unavailable
 from timeball.wire import EXISTS, SendAck, SendKey, SentState
 
 IfSettled = Literal["keep", "send"]
+SPANS_SHOWN = 10  # in an error's text
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -50,8 +52,16 @@ class ExistingRows(msgspec.Struct, frozen=True):
     states: list[SentState]
 
 
+class AcceptedRows(msgspec.Struct, frozen=True):
+    """Rows of a `send_many` that the broker has, [first_row, first_row + rows), with numbers from `first_seq` on."""
+
+    first_row: int
+    rows: int
+    first_seq: int
+
+
 class RefusedRows(msgspec.Struct, frozen=True):
-    """Rows of a `send_many` that the broker did not take: [first_row, first_row + rows)."""
+    """Rows of a `send_many` without an acknowledgement: [first_row, first_row + rows)."""
 
     first_row: int
     rows: int
@@ -59,16 +69,27 @@ class RefusedRows(msgspec.Struct, frozen=True):
 
 
 class SendSummary(msgspec.Struct, frozen=True):
-    """The outcome of a `send_many`. `ranges`: (first_seq, rows) of each batch accepted, in order.
+    """The outcome of a `send_many`, by batches in the order of the rows.
 
-    `existing`: of these, the rows that were sent before, by a call with the same ids and `retry=True`.
+    accepted    the broker has these rows on its disk
+    refused     the broker has none of these rows
+    unknown     their answer was lost: the broker may or may not have them
+    existing    of the accepted rows those that were sent before, by a call with the same ids and `retry=True`
+
+    `rows`: read from the caller so far, of which each is in accepted, refused or unknown.
     """
 
     rows: int
-    ranges: list[tuple[int, int]]
+    accepted: list[AcceptedRows]
     refused: list[RefusedRows]
     ids: pa.ChunkedArray  # one string per row given, accepted or not
     existing: list[ExistingRows] = []
+    unknown: list[RefusedRows] = []
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(first_seq, rows) of each accepted batch, in order."""
+        return [(each.first_seq, each.rows) for each in self.accepted]
 
 
 class Sender:
@@ -110,7 +131,7 @@ class Sender:
         self,
         rows: Rows,
         topic: str | None,
-        batch_rows: int,
+        batch_rows: int | None,
         window: int,
         collect: bool,
         retry: bool,
@@ -122,6 +143,8 @@ class Sender:
             for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
                 run.put(batch)
             return run.end()
+        except TimeballError as error:
+            raise run.failed(error) from error
         finally:
             run.close()
 
@@ -183,14 +206,16 @@ class _Run:
         self._calls = calls
         self._window = window
         self._collect = collect
+        self._has_failed = False
         self._keys = _Keys(if_settled, is_used=retry)
         self._again_when = Unavailable if retry else NotNow
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None
         self._waiting: deque[tuple[int, pa.RecordBatch, Future[SendAck], SendExchange]] = deque()
         self._rows = 0
-        self._ranges: list[tuple[int, int]] = []
+        self._accepted: list[AcceptedRows] = []
         self._refused: list[RefusedRows] = []
+        self._unknown: list[RefusedRows] = []
         self._ids: list[pa.Array] = []
         self._existing: list[ExistingRows] = []
 
@@ -201,13 +226,48 @@ class _Run:
         first_row = self._rows
         self._rows += batch.num_rows
         self._ids.append(batch.column("unique_key"))
-        self._waiting.append((first_row, batch, *self._submit(batch)))
+        try:
+            self._waiting.append((first_row, batch, *self._submit(batch)))
+        except TimeballError as error:
+            # Of a batch that is not on the stream, or that the broker has refused with the stream.
+            self._refused.append(RefusedRows(first_row, batch.num_rows, error))
+            raise
 
     def end(self) -> SendSummary:
         """Wait for the last answers."""
         self._settle_all()
+        return self._summary()
+
+    def failed(self, error: TimeballError) -> TimeballError:
+        """Return the error of a run that ends early: it says which rows are accepted, also in its `summary`."""
+        self._has_failed = True
+        while self._waiting:
+            first_row, batch, future, _ = self._waiting[0]
+            if future.done() or not self._unknown:
+                self._settle()
+            else:
+                # One answer was lost or has not come in time: the next ones are not waited for as long again.
+                self._waiting.popleft()
+                self._unknown.append(
+                    RefusedRows(first_row, batch.num_rows, Lost("the answer was not waited for"))
+                )
+        told = type(error)(f"{error} ({self._progress()})")
+        told.summary = self._summary()
+        return told
+
+    def _summary(self) -> SendSummary:
         ids = pa.chunked_array(self._ids, pa.string()) if self._ids else pa.chunked_array([], pa.string())
-        return SendSummary(self._rows, self._ranges, self._refused, ids, self._existing)
+        return SendSummary(self._rows, self._accepted, self._refused, ids, self._existing, self._unknown)
+
+    def _progress(self) -> str:
+        """Return which of the rows are accepted, as people read it."""
+        if not self._accepted and not self._unknown:
+            return "no row of this call was accepted"
+        accepted, unknown = spans(self._accepted), spans(self._unknown)
+        text = f"accepted: {accepted}" if accepted else "no row is known to be accepted"
+        if unknown:
+            text += f"; may or may not be accepted: {unknown}"
+        return f"{text}; no other row was accepted, so send only those again"
 
     def close(self) -> None:
         """Let go of the stream."""
@@ -271,21 +331,31 @@ class _Run:
                 self._leave(exchange)
                 ack = self._again(batch)
         except TimeballError as error:
-            self._refused.append(RefusedRows(first_row, batch.num_rows, error))
-            if isinstance(error, Unavailable) or not self._collect:
-                self._fail(self._refused[-1])
+            is_unknown = isinstance(error, Lost)
+            (self._unknown if is_unknown else self._refused).append(
+                RefusedRows(first_row, batch.num_rows, error)
+            )
+            if self._has_failed or (self._collect and not isinstance(error, Unavailable)):
+                return
+            last_row = first_row + batch.num_rows - 1
+            raise type(error)(f"rows {first_row} to {last_row}: {error}") from error
         else:
-            self._ranges.append((ack.first_seq, ack.rows))
+            self._accepted.append(AcceptedRows(first_row, ack.rows, ack.first_seq))
             if ack.outcome == EXISTS:
                 self._existing.append(ExistingRows(first_row, ack.first_seq, ack.states))
 
-    def _fail(self, refused: RefusedRows) -> NoReturn:
-        """Raise this refusal, after counting what else is known to be accepted."""
-        self._collect = True
-        while self._waiting and (self._waiting[0][2].done() or not isinstance(refused.error, Unavailable)):
-            self._settle()
-        accepted = sum(count for _, count in self._ranges)
-        raise type(refused.error)(
-            f"rows {refused.first_row} to {refused.first_row + refused.rows - 1}: {refused.error} "
-            f"(of {self._rows} rows sent so far, {accepted} are known to be accepted)"
-        ) from refused.error
+
+def spans(parts: Iterable[AcceptedRows | RefusedRows]) -> str:
+    """Return the rows of these parts as people read them, neighbours together: "rows 0 to 8191 and 9000 to 9009"."""
+    joined: list[tuple[int, int]] = []
+    for each in sorted(parts, key=lambda part: part.first_row):
+        if joined and joined[-1][1] == each.first_row:
+            joined[-1] = joined[-1][0], each.first_row + each.rows
+        else:
+            joined.append((each.first_row, each.first_row + each.rows))
+    texts = [
+        f"{first} to {end - 1}" if end - first > 1 else str(first) for first, end in joined[:SPANS_SHOWN]
+    ]
+    if len(joined) > SPANS_SHOWN:
+        texts.append(f"{len(joined) - SPANS_SHOWN} more spans, which the error's summary lists")
+    return "rows " + ", ".join(texts) if texts else ""

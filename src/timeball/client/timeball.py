@@ -49,7 +49,6 @@ from timeball.wire import (
 )
 
 ENDPOINT = "grpc://127.0.0.1:7400"
-BATCH_ROWS = 8_192
 WINDOW = 32  # batches of a send_many on their way at once
 
 
@@ -163,19 +162,23 @@ class Timeball(Reader):
         rows: Rows,
         *,
         topic: str | None = None,
-        batch_rows: int = BATCH_ROWS,
+        batch_rows: int | None = None,
         window: int = WINDOW,
         on_refused: Literal["raise", "collect"] = "raise",
         retry: bool = False,
         if_settled: IfSettled = "keep",
     ) -> SendSummary:
-        """Send a table, a record batch, a reader or an iterable of dicts; pipelined, a batch atomic.
+        """Send a table, a record batch, a reader or an iterable of dicts; pipelined, each batch atomic.
+
+        A table, a record batch or a list of up to 65,536 rows and 4 MiB is one batch: all its rows are accepted or
+        none. Larger ones, readers and generators are sent in batches of 8,192 rows, or of `batch_rows`.
 
         Columns (or keys of the dicts): topic and body, and of tag, keys, properties, unique_key, queue_id, born_ms,
         flag, due_ms, delay_ms, at (timestamp with zone), after (duration or seconds) what there is. `topic` fills a
-        missing column. Returns when every batch was answered. A refused batch ends it with the broker's error, in
-        which the text names the rows; with on_refused="collect" it goes on, and the summary lists them. `retry`: send a
-        batch again if its answer was lost; the broker takes it once. `if_settled`: as for `send`, of whole batches.
+        missing column. Returns when every batch was answered. A refused batch ends it with the broker's error; its text
+        says which rows were accepted, and its `summary` (a SendSummary) lists the accepted, refused and unknown ones.
+        With on_refused="collect" it goes on, and the summary that it returns lists them. `retry`: send a batch again if
+        its answer was lost; the broker takes it once. `if_settled`: as for `send`, of whole batches.
 
         >>> import pyarrow as pa
         >>> with Timeball(endpoint) as ball:
@@ -183,7 +186,7 @@ class Timeball(Reader):
         ...     ball.send_many(orders, topic="orders").rows
         2
         """
-        if not 0 < batch_rows <= limits.FRAME_ROWS_MAX:
+        if batch_rows is not None and not 0 < batch_rows <= limits.FRAME_ROWS_MAX:
             raise RequestError(f"batch_rows={batch_rows}: between 1 and {limits.FRAME_ROWS_MAX}")
         if window < 1:
             raise RequestError(f"window={window}: at least 1")

@@ -136,6 +136,7 @@ class IdempotencyKeys:
     def get(self, name: str, after_ms: int, last_due_ms: LastDue) -> KeyedSend | None:
         """Return the send that has used a key, if it or the due time of one of its messages lies after an instant."""
         found = self._kept.values.get(name)
+        # A reschedule changes no row of a key, so it is asked for only when the key would have expired.
         if found is None or found.last_ms > after_ms:
             return found
         return found if last_due_ms(found.first_seq, found.rows) > after_ms else None
@@ -169,9 +170,11 @@ class IdempotencyKeys:
         while self._ends and self._ends[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
             end_ms, name = heappop(self._ends)
             send = values.get(name)
+            # The key has gone, or names a newer send, which has an entry of its own.
             if send is None or send.last_ms > end_ms:
                 continue
             moved_to_ms = last_due_ms(send.first_seq, send.rows)
+            # Its message was rescheduled: the key is looked at again when that due time has passed.
             if moved_to_ms > before_ms:
                 heappush(self._ends, (moved_to_ms, name))
             else:

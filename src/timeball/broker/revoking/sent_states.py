@@ -33,9 +33,11 @@ async def _states(
     look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]]
 ) -> list[SentState]:
     outcomes, names = look_ups.parts.outcomes, Names(seqs=numbers)
+    # Asked before the verdicts: a verdict of what is settled does not say when it was due.
     due_ms = {c.number: c.due_ms for c in (await look_ups.look_up(names)).candidates}
 
     async def look(named: list[Candidate]) -> dict[int, Verdict]:
+        # It may have been rescheduled since the first look-up.
         due_ms.update({c.number: c.due_ms for c in named})
         waits = outcomes.waits(*pairs(named)).tolist()
         return {
