@@ -26,6 +26,7 @@ from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.group_places import GroupPlaces
+from timeball.broker.consuming.requests import END
 from timeball.broker.consuming.traced import TracedConsuming
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.few_sends import Sends
@@ -315,7 +316,32 @@ class Broker:
 
     def is_group(self, group: str) -> bool:
         """Return whether a consumer group is known here: by its configuration, or by stored offsets."""
+        # Clients that commit offsets by themselves never configure their group.
         return self.parts.groups.find_group(group) is not None or group in self.parts.offsets.table
+
+    async def offsets_at(self, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> dict[int, int]:
+        """Return, by queue, the offset of the first message stored at or after an instant; for END, the end."""
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic)
+        found, parts = {}, self.parts
+        for number, queue in enumerate(parts.topics.get(topic).queues):
+            if at_ms <= END:
+                found[number] = queue.index.max_offset
+            else:
+                found[number] = await in_thread(
+                    parts.reader_thread, pull.offset_at, parts.reader, queue.index, at_ms
+                )
+        return found
+
+    async def begin(self, group: str, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> None:
+        """Give a group that is new in a topic its place, as `offsets_at` has it; others keep theirs."""
+        self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
+        # A group that has read some of the queues keeps its place: what it has not read in others is still to come.
+        if self.parts.offsets.get(group, topic):
+            return
+        offsets = await self.offsets_at(topic, at_ms, caller)
+        # Another member may have begun during the look-up, and has perhaps acknowledged something since.
+        if not self.parts.offsets.get(group, topic):
+            await self.commit_offsets(group, topic, offsets, caller)
 
     async def commit_offsets(
         self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS

@@ -73,6 +73,8 @@ class Group(Generic[S]):
     how: Membership
     by_key: dict[Any, S] = field(default_factory=dict)
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
+    # By topic: the queues that had messages when the group subscribed. Of others it must miss none.
+    filled: dict[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def members(self) -> list[S]:

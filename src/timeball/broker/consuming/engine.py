@@ -151,7 +151,7 @@ class Consuming:
         `on_wait`: called before each wait.
         """
         check(request)
-        self._subscription(request.group, request.topic)
+        self._begin(self._subscription(request.group, request.topic))
         self.subscriptions.hear(request.group, request.topic, request.wanted.text)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         hand_out = self._hand_out_in_memory
@@ -170,6 +170,17 @@ class Consuming:
             elif not selection.unseen:
                 return Received(NO_ROWS, [], rest=selection.rest)
             await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
+
+    def _begin(self, subscription: Subscription) -> None:
+        """Give a group that is new in a topic its place at the end, if its operator wants that for new groups."""
+        group, topic = subscription.group, subscription.topic
+        if group.consume_from_min_enable or self._parts.offsets.table.get(group.group_name, {}).get(
+            topic.name
+        ):
+            return
+        # Of all queues at once: one that the topic gets later has only messages that the group must not miss.
+        ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
+        self._parts.offsets.commit(group.group_name, topic.name, ends, ends)
 
     async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
         """Wait up to `wait_ms` for rows, filters aside, and return whether there are any; lease nothing."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from timeball import wire
 from timeball.access import Caller, Verb
-from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.consuming.requests import END, NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topic import Topic
@@ -194,9 +194,8 @@ async def receive(
         on_wait()
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _handed_out(served, request, Received(NO_ROWS, []))
-    elif request.latest and not parts.offsets.get(request.group, request.topic):
-        ends = {queue: end for queue, (_, end) in broker.queues(request.topic, caller).items()}
-        await broker.commit_offsets(request.group, request.topic, ends, caller)
+    elif request.latest:
+        await broker.begin(request.group, request.topic, END, caller)
     received = await broker.consuming.receive(
         ReceiveRequest(
             request.group,

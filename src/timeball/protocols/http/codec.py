@@ -13,6 +13,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball import instants, limits
+from timeball.broker.consuming.requests import END
 from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
 from timeball.message import decode_properties
 from timeball.protocols.error_codes import Refused
@@ -195,6 +196,17 @@ def lease_ms(span: Span) -> int:
     if not limits.SECOND_MS <= found <= limits.INVISIBLE_MS_MAX:
         raise OutOfRange(f"a lease of {found} ms: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
     return found
+
+
+def start_ms(text: str) -> int:
+    """Return where a new group is to begin: 0 for `earliest`, END for `latest`, else an instant."""
+    if text in ("earliest", "latest"):
+        return 0 if text == "earliest" else END
+    try:
+        return instants.due_ms(text)
+    except InvalidDelay as error:
+        advice = "earliest, latest, or an instant: RFC 3339 with a zone, or milliseconds since 1970"
+        raise InvalidMessage(f"start={text[:40]}: {advice}") from error
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------

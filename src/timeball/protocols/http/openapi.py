@@ -65,6 +65,7 @@ _PARAMETER_EXAMPLES = {
     "by": "hour",
     "wait": "30s",
     "lease": "5m",
+    "start": "latest",
     "from": "2027-01-31T00:00:00Z",
     "to": "2027-02-01T00:00:00Z",
 }
@@ -151,6 +152,7 @@ OPERATIONS = (
             ("max", "At most so many messages, 1 to 1024; 32 otherwise.", False),
             ("wait", "How long to wait for the first, up to 60s; not at all otherwise.", False),
             ("lease", "How long each is this consumer's, 1s to 12h; 60s otherwise.", False),
+            ("start", "Where a new group begins: earliest (or without it), latest, or an instant.", False),
             ("tag", "Only messages with one of these tags, as in red || blue; the group passes the others by.", False),
             ("sql", "Only messages whose properties fulfil this condition, in place of tag.", False),
         ), (), (codec.LeasedMany,),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pyarrow as pa
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.broker.on_node import batch
@@ -424,3 +425,20 @@ async def test_all_is_received_once_by_many(consumer: Consumer) -> None:
     assert sorted(seen) == sorted(f"id-{n}" for n in range(100))
     await consumer.pass_time(MINUTE_MS)
     assert len([1 for _ in range(10) for _ in await consumer.receive(batch_size=15)]) == 100
+
+
+@with_consumer()
+async def test_a_new_group_begins_at_the_end_if_its_operator_wants_that(consumer: Consumer) -> None:
+    groups = consumer.world.broker.parts.groups
+    groups.update(SubscriptionGroup("late", consume_from_min_enable=False))
+    await consumer.send(3)
+    assert len(await consumer.receive("early")) == 3
+    assert await consumer.receive("late") == []
+    await consumer.send(2)
+    assert len(await consumer.receive("late")) == 2
+    groups.update(SubscriptionGroup("early", consume_from_min_enable=False))  # it is not new any more
+    assert len(await consumer.receive("early")) == 2
+    # A queue that comes later is read from its beginning.
+    await consumer.world.broker.create_topic(TOPIC, 9)
+    await consumer.send(1, queue_id=pa.array([8], pa.int32()))
+    assert len(await consumer.receive("late")) == 1

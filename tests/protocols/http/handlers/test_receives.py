@@ -117,3 +117,27 @@ def test_a_group_holds_what_it_was_handed(client: Client) -> None:
     assert (state["in_flight"], state["topics"][0]["in_flight"]) == (1, 1)
     client.ask("POST", "/v1/topics/held/ack", {"receipts": [receipt]}, query={"group": "holders"})
     assert client.ask("GET", "/v1/groups/holders").value["in_flight"] == 0
+
+
+def test_a_new_group_begins_where_it_says(node: RunningNode, client: Client) -> None:
+    for body in ("first", "second"):
+        client.send("begun", {"body": body})
+
+    def bodies(group: str, **query: object) -> list[str]:
+        return [one["body"] for one in client.receive("begun", group, wait="0", **query).value["messages"]]
+
+    assert bodies("latest", start="latest") == []
+    assert sorted(bodies("earliest", start="earliest")) == sorted(bodies("default")) == ["first", "second"]
+    assert bodies("tomorrow", start=str(node.broker.parts.clock.now_ms() + 86_400_000)) == []
+    assert len(bodies("long-ago", start="2001-01-01T00:00:00Z")) == 2
+    client.send("begun", {"body": "third"})
+    for group in ("latest", "tomorrow"):  # it is not new any more
+        assert bodies(group, start="earliest") == ["third"]
+
+
+def test_a_start_that_is_none_is_refused(client: Client) -> None:
+    client.send("begun", {"body": "first"})
+    for start in ("newest", "yesterday", "-1", "1800000000"):
+        answer = client.receive("begun", start=start)
+        assert answer.status == 400
+        assert f"start={start}: earliest, latest, or an instant" in answer.value["detail"]

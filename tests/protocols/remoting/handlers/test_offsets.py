@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.node_fixture import RunningNode, running_node
+from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.handlers.test_sends import sent
 from tests.protocols.remoting.wire import Wire
 
@@ -33,17 +33,62 @@ def test_one_way_is_stored_too(node: RunningNode, wire: Wire) -> None:
     assert not wire._answers
 
 
-def test_a_new_group_begins_at_the_beginning_while_there_is_one(node: RunningNode, wire: Wire) -> None:
+def beat(wire: Wire, *topics: str) -> None:
+    subscribed = [{"topic": topic, "subString": "*", "subVersion": 1} for topic in topics]
+    group = {"groupName": "group", "subscriptionDataSet": subscribed}
+    wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [group]})
+
+
+def found(wire: Wire, **more: object) -> str | None:
+    """The offset that a query is answered with, None for QUERY_NOT_FOUND."""
+    answer = wire.ask(QUERY, **queue(**more))
+    assert answer.code in (0, ResponseCode.QUERY_NOT_FOUND)
+    return answer.ext["offset"] if answer.code == 0 else None
+
+
+def test_a_new_group_begins_where_its_client_says(node: RunningNode, wire: Wire) -> None:
+    """Its ConsumeFromWhere counts only when it is told that there is no offset."""
     sent(wire)
-    assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "0"
-    assert wire.ask(QUERY, **queue(setZeroIfNotFound=False)).code == ResponseCode.QUERY_NOT_FOUND
+    assert found(wire) is None
+    beat(wire, "orders")
+    assert found(wire) is None
+    assert found(wire, setZeroIfNotFound=False) is None
+    assert found(wire, setZeroIfNotFound=True) == "0"
+
+
+def test_a_group_misses_nothing_that_is_sent_after_it_has_subscribed(node: RunningNode, wire: Wire) -> None:
+    sent(wire, e=0)
+    beat(wire, "orders", "later")
+    sent(wire, e=1)
+    sent(wire, topic="later", e=0)
+    assert found(wire, queue_id=0) is None
+    assert found(wire, queue_id=1) == "0"
+    assert found(wire, topic="later") == "0"
+    beat(wire, "orders", "later")  # as clients do all the time
+    assert found(wire, queue_id=1) == "0"
+    assert found(wire, queue_id=1, setZeroIfNotFound=False) is None
+    beat(wire, "later")
+    beat(wire, "later", "orders")
+    assert found(wire, queue_id=1) is None, "it has given the topic up in between"
+
+
+def test_a_group_begins_with_the_first_of_its_retries(node: RunningNode, wire: Wire) -> None:
+    beat(wire, "orders")
+    assert sent(wire, topic="%RETRY%group", e=0, j=1).code == 0
+    eventually(lambda: node.broker.queues("%RETRY%group")[0][1], "the retry is there")
+    assert found(wire, topic="%RETRY%group") == "0"
+
+
+def test_what_retention_has_let_go_is_no_beginning(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    assert found(wire, setZeroIfNotFound=True) == "0"
     index = node.broker.parts.topics.get("orders").queues[0].index
 
     async def remove() -> None:
         index.min_offset = 1
 
     node.run(remove())
-    assert wire.ask(QUERY, **queue()).code == ResponseCode.QUERY_NOT_FOUND
+    assert found(wire, setZeroIfNotFound=True) is None
 
 
 @pytest.mark.parametrize("offset", [2, -1, 1 << 40])

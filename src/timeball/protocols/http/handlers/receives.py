@@ -63,8 +63,11 @@ class Receives:
         if not (most.isdecimal() and len(most) < 9 and 1 <= int(most) <= limits.POP_ROWS_MAX):
             raise OutOfRange(f"max={most[:20]}: 1 to {limits.POP_ROWS_MAX}")
         self._wanted(query, topic, None)  # what cannot be read is refused before a wait
+        start_ms = codec.start_ms(query.get("start", "earliest"))
         if not (wait_ms and policy.is_awaited(topic)):
             self._broker.consuming.join(group, topic, call.caller)  # refuses what cannot be received
+            if start_ms:
+                await self._broker.begin(group, topic, start_ms, call.caller)
         request = ReceiveRequest(
             group,
             topic,

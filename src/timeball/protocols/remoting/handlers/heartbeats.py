@@ -136,6 +136,7 @@ class HeartBeats:
         if is_new:
             connection.on_close.append(lambda: self._gone(connection))
         for how in consumes:
+            self._note_filled(how.group)
             policy.register(how.group, call.caller)
             self._hear(how)
         self._tell(changed)
@@ -149,6 +150,19 @@ class HeartBeats:
             subscriptions.hear_topics(how.group, [one.topic for one in wanted])
             for one in wanted:
                 subscriptions.hear(how.group, one.topic, told(one.expression, one.expression_type))
+
+    def _note_filled(self, name: str) -> None:
+        """Note which queues of newly subscribed topics have messages; see offsets.py."""
+        group, topics = self._context.sessions.group(name), self._context.broker.parts.topics
+        if group is None or group.filled.keys() == group.subscriptions.keys():
+            return
+        noted = {}
+        for wanted in group.subscriptions:
+            topic = topics.find_topic(wanted)
+            queues = () if topic is None else topic.queues
+            now = frozenset(at for at, queue in enumerate(queues) if queue.index.max_offset)
+            noted[wanted] = group.filled.get(wanted, now)
+        group.filled = noted
 
     def _check_client(self, call: Call) -> Reply:
         """Asked before the first heartbeat by a client that filters by SQL: can its expression be read?"""

@@ -1,8 +1,9 @@
 """Offsets: how far a group has come, and where queues begin, end, and were at some instant.
 
-A group that has none yet is told so, and its client decides where to begin; unless the queue still has its
-very first message: then it begins there, as with RocketMQ, so that a group that starts a moment after the
-first send misses nothing.
+A group that has none yet is told so (QUERY_NOT_FOUND), and its client decides where to begin, by its
+`ConsumeFromWhere`. RocketMQ answers 0 while the queue's first message is in memory, so that a new group gets the
+history of a young topic although it asked for the end. Here a new group begins at 0 only in a queue that had no
+message when the group subscribed: nothing that was sent since is missed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import msgspec
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.registry.topics import Queue
+from timeball.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
@@ -24,7 +26,7 @@ class _Queue(msgspec.Struct, rename="camel"):
 
 class _Query(_Queue, rename="camel", kw_only=True):
     consumer_group: str
-    set_zero_if_not_found: bool = True
+    set_zero_if_not_found: bool | None = None  # the client's own word about it
 
 
 class _Update(_Queue, rename="camel", kw_only=True):
@@ -70,16 +72,23 @@ class Offsets:
         offsets = self._broker.offsets(fields.consumer_group, fields.topic, call.caller)
         stored = offsets.get(fields.queue_id)
         if stored is None:
-            known = self._broker.parts.topics.find_topic(fields.topic)
-            has_first = (
-                known is not None
-                and 0 <= fields.queue_id < len(known.queues)
-                and known.queues[fields.queue_id].index.min_offset == 0
-            )
-            if not (has_first and fields.set_zero_if_not_found):
+            if not self._begins_at_zero(fields):
                 raise Refused(ResponseCode.QUERY_NOT_FOUND, "Not found, maybe this group consumer boot first")
             stored = 0
         return call.answer(ext={"offset": str(stored)})
+
+    def _begins_at_zero(self, fields: _Query) -> bool:
+        """Return whether a group without an offset has to begin with the queue's very first message."""
+        topic, wish = self._broker.parts.topics.find_topic(fields.topic), fields.set_zero_if_not_found
+        if topic is None or not 0 <= fields.queue_id < len(topic.queues) or wish is False:
+            return False
+        if topic.queues[fields.queue_id].index.min_offset:
+            return False
+        if wish or fields.topic.startswith(RETRY_PREFIX):  # what is in there came from the group itself
+            return True
+        group = self._context.sessions.group(fields.consumer_group)
+        filled = None if group is None else group.filled.get(fields.topic)
+        return filled is not None and fields.queue_id not in filled
 
     def _update(self, call: Call) -> Reply:
         fields = call.fields(_Update)

@@ -18,7 +18,6 @@ import numpy as np
 
 from timeball.access import Caller
 from timeball.broker.components import in_thread
-from timeball.broker.consuming import pull
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.topics import Topic
 from timeball.errors import GroupNotFound, OutOfRange
@@ -174,7 +173,7 @@ class Progress:
 
     async def _offsets_at(self, topic: Topic, said: _Reset, caller: Caller) -> dict[int, int]:
         """Return where a reset takes the group, by queue."""
-        parts, stored = self._broker.parts, self._broker.offsets(said.group, said.topic, caller)
+        stored = self._broker.offsets(said.group, said.topic, caller)
         if said.queue_id >= topic.read_queues:
             raise illegal_queue(ResponseCode.INVALID_PARAMETER, said.queue_id, topic)
         if said.queue_id >= 0 and said.offset is not None and said.offset != -1:
@@ -185,17 +184,11 @@ class Progress:
                     f"Target offset {said.offset} not in consume queue range [{index.min_offset}-{index.max_offset}]",
                 )
             return {said.queue_id: said.offset}
-        offsets = {}
-        for at in [said.queue_id] if said.queue_id >= 0 else range(topic.read_queues):
-            index = topic.queues[at].index
-            if said.timestamp < 0:
-                found = index.max_offset  # RocketMQ's -1: to the end
-            else:
-                found = await in_thread(
-                    parts.reader_thread, pull.offset_at, parts.reader, index, said.timestamp
-                )
-            offsets[at] = found if said.is_force else min(found, stored.get(at, found))
-        return offsets
+        found = await self._broker.offsets_at(said.topic, said.timestamp, caller)  # RocketMQ's -1: to the end
+        return {
+            at: found[at] if said.is_force else min(found[at], stored.get(at, found[at]))
+            for at in ([said.queue_id] if said.queue_id >= 0 else range(topic.read_queues))
+        }
 
     def _tell(self, group: Group[Member], said: _Reset, offsets: dict[int, int]) -> None:
         for member in group.members:
