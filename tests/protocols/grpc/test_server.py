@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.certificates import certificate
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
@@ -69,3 +70,47 @@ def test_a_port_that_another_has_is_an_error(node: RunningNode, tmp_path: Path) 
         running_node(tmp_path / "other", grpc_port=node.node.grpc_port),
     ):
         pass
+
+
+def heartbeat(channel: grpc.Channel) -> int:
+    """The code of a call that needs no settings before it."""
+    call = channel.unary_unary(
+        "/apache.rocketmq.v2.MessagingService/Heartbeat",
+        s.HeartbeatRequest.SerializeToString,
+        s.HeartbeatResponse.FromString,
+    )
+    response = call(s.HeartbeatRequest(), timeout=BOUND_S, metadata=[("x-mq-client-id", "c")])
+    return int(response.status.code)
+
+
+def test_tls_and_plain_text_come_by_one_port(tmp_path: Path) -> None:
+    """Java's and Go's clients dial TLS, Python's and Node's do not."""
+    issued = certificate(tmp_path / "tls")
+    roots = grpc.ssl_channel_credentials(Path(issued.roots).read_bytes())
+    with running_node(tmp_path / "data", **issued.settings) as node:
+        target = f"127.0.0.1:{node.node.grpc_port}"
+        silent = socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S)
+        for _ in range(2):
+            with grpc.insecure_channel(target) as plain, grpc.secure_channel(target, roots) as secure:
+                assert heartbeat(plain) == heartbeat(secure) == d.Code.UNRECOGNIZED_CLIENT_TYPE
+        # Who says nothing holds nobody up, and a handshake that is none harms nobody.
+        with socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S) as nonsense:
+            nonsense.sendall(b"\x16\x03\x01\x00\x05hello")
+            while nonsense.recv(1024):
+                pass
+        with grpc.secure_channel(target, roots) as secure:
+            assert heartbeat(secure) == d.Code.UNRECOGNIZED_CLIENT_TYPE
+    assert silent.recv(1) == b""
+    silent.close()
+
+
+def test_a_port_that_is_taken_is_told_with_a_certificate_too(tmp_path: Path) -> None:
+    issued = certificate(tmp_path / "tls")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with (
+            pytest.raises(SetupError, match="--grpc-port"),
+            running_node(tmp_path / "data", grpc_port=taken.getsockname()[1], **issued.settings),
+        ):
+            pass

@@ -71,9 +71,11 @@ class GrpcEdge:
         """Listen; raises SetupError when the port is taken."""
         self.context.port = self._settings.grpc_port
         if self.context.port >= 0:
+            # Java's and Go's clients dial TLS unless they are told otherwise, Python's and Node's do not.
             self.context.port = await self._server.start(
-                self._settings.host, self.context.port, self._tls, "--grpc-port"
-            )
+                self._settings.host, self.context.port, self._tls, "--grpc-port",
+                plain_from="all" if self._settings.allow_plaintext else "this machine",
+            )  # fmt: skip
         self._watches = [self.context.start_watch(each) for each in (self._expire(), self._server.watch())]
 
     @property
