@@ -157,6 +157,7 @@ CANCELLED_BY = "BY"
 HANDED_TO = "HANDED_TO"
 
 # Properties of a message that goes back to its group: which that is, and the topic that its consumers see.
+PRIORITY, LITE_TOPIC = "_SYS_MSG_PRIORITY_", "__LITE_TOPIC"  # of RocketMQ 5.5
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
 # When a member gave it back in its last delivery (ms since 1970); gone with the next delivery. And why a member last
 # gave it back, or up; that stays until another reason takes its place.

@@ -45,6 +45,7 @@ from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.groups import FIRST_LEVEL
 from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
 from timeball.broker.registry.topics import check_topic
 from timeball.broker.waiters import Waiters, WaitQueue
 from timeball.errors import OutOfRange, TimeballError
@@ -245,7 +246,8 @@ class Consuming:
         main = self._subscription(request.group, request.topic)
         topics = [main.topic] if request.in_order or main.again is None else [main.topic, main.again]
         found: list[QueueLeases] = []
-        for topic in reversed(topics) if turn % RETRY_TURN == 0 else topics:
+        by_priority = main.topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE and not request.in_order
+        for topic in reversed(topics) if turn % RETRY_TURN == 0 and not by_priority else topics:
             is_main, count = topic is main.topic, topic.read_queues
             if is_main and request.queue_id >= count:
                 raise OutOfRange(f"queue {request.queue_id}: topic {topic.name!r} has {count}")
@@ -254,6 +256,9 @@ class Consuming:
             for queue in queues:
                 if queue.returned:
                     queue.drop_before(self._parts.reader.first_seq)
+            if by_priority and is_main:
+                found += reversed(queues)  # the last one has the highest priority (queue_of_priority)
+                continue
             # Each request begins with another queue, or the last ones would starve while the first have messages.
             first = turn % max(1, len(queues))
             found += queues[first:] + queues[:first]

@@ -23,11 +23,17 @@ READ, WRITE, INHERIT = 4, 2, 1  # RocketMQ's PermName
 
 # RocketMQ's TopicAttributes, with the values that mean something here.
 MESSAGE_TYPE = "message.type"
+PRIORITY_TYPE = "PRIORITY"
 ATTRIBUTES: dict[str, frozenset[str]] = {
-    MESSAGE_TYPE: frozenset({"UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"}),
+    MESSAGE_TYPE: frozenset({"UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"}),
     "queue.type": frozenset({"SimpleCQ"}),
     "cleanup.policy": frozenset({"DELETE"}),
 }
+
+
+def queue_of_priority(priority: int, queues: int) -> int:
+    """Return the queue of a message with this priority, as RIP-80 has it: 0 is the lowest."""
+    return min(priority, queues - 1)
 
 
 class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -442,3 +442,24 @@ async def test_a_new_group_begins_at_the_end_if_its_operator_wants_that(consumer
     await consumer.world.broker.create_topic(TOPIC, 9)
     await consumer.send(1, queue_id=pa.array([8], pa.int32()))
     assert len(await consumer.receive("late")) == 1
+
+
+@with_consumer()
+async def test_the_highest_priority_is_received_first(consumer: Consumer) -> None:
+    broker = consumer.world.broker
+    config = TopicConfig(attributes={"message.type": "PRIORITY"})
+    await broker.create_topic(TOPIC, 4)
+    broker.parts.topics.configure(TOPIC, config)
+    for priority in (0, 3, 1, 9, 0, 2):
+        system = d.SystemProperties(
+            message_id=f"{priority}", message_type=d.MessageType.PRIORITY, priority=priority
+        )
+        request = s.SendMessageRequest(
+            messages=[d.Message(topic=d.Resource(name=TOPIC), body=b"x", system_properties=system)]
+        )
+        assert (await consumer.ask("SendMessage", request)).status.code == d.Code.OK
+    found = [message for _ in range(3) for message in await consumer.receive(batch_size=2)]
+    assert [message.system_properties.priority for message in found] == [3, 9, 2, 1, 0, 0]
+    assert {message.system_properties.message_type for message in found} == {d.MessageType.PRIORITY}
+    assert [message.system_properties.queue_id for message in found] == [3, 3, 2, 1, 0, 0]
+    assert not any(message.user_properties for message in found)

@@ -194,10 +194,11 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"message_group": "g"}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
     ({"message_type": Type.TRANSACTION, "message_group": "g"}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
     ({"message_type": Type.LITE}, Code.UNSUPPORTED),
-    ({"message_type": Type.PRIORITY}, Code.UNSUPPORTED),
+    ({"message_type": Type.PRIORITY}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
     ({"message_type": 77}, Code.UNSUPPORTED),
     ({"lite_topic": "l"}, Code.UNSUPPORTED),
-    ({"priority": 1}, Code.UNSUPPORTED),
+    ({"priority": 1, "message_type": Type.NORMAL}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"priority": -1, "message_type": Type.PRIORITY}, Code.BAD_REQUEST),
 ]  # fmt: skip
 
 

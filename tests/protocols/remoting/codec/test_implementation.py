@@ -276,6 +276,7 @@ def test_a_delay_that_is_none_is_the_same_error(form: int, wrong: dict[str, str]
         {"e": "2147483648"}, {"g": "9" * 19}, {"h": " 7"}, {"k": "yes"}, {"i": ""}, {"i": "TAGS\x01A\x02"},
         {"i": "UNIQ_KEY\x01\x02"}, {"i": "UNIQ_KEY\x01" + "k" * 300}, {"i": "UNIQ_KEY\x01k\x02TAGS\x01" + "t" * 300},
         {"i": "UNIQ_KEY\x01k\x02REPLY_TO_CLIENT\x01c\x02"}, {"i": "UNIQ_KEY\x01k\x02" + "p" * 40_000},
+        {"i": "UNIQ_KEY\x01k\x02_SYS_MSG_PRIORITY_\x013\x02"}, {"i": "UNIQ_KEY\x01k\x02__LITE_TOPIC\x01c\x02"},
         {"i": "UNIQ_KEY\x01k\x02KEYS\x01" + "k " * 1_024},
     ],
 )  # fmt: skip

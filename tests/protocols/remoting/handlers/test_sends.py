@@ -257,3 +257,24 @@ def test_an_instant_that_has_passed_is_now(node: RunningNode, wire: Wire) -> Non
     answer = sent(wire, properties={"TIMER_DELIVER_MS": "1000"})
     assert (answer.code, "recallHandle" in answer.ext) == (0, True)
     eventually(lambda: len(rows(node)) == 1, "it is delivered")
+
+
+def test_a_priority_is_a_queue(node: RunningNode, wire: Wire) -> None:
+    """As in RocketMQ 5.5: the lowest priority is queue 0, and the last queue is for all above it."""
+    for priority, queue in [("0", "0"), ("2", "2"), ("3", "3"), ("99", "3")]:
+        answer = sent(wire, e=1, d=4, properties={"_SYS_MSG_PRIORITY_": priority})
+        assert (answer.code, answer.ext["queueId"]) == (0, queue)
+    for other in ({"__SHARDINGKEY": "k"}, {"_SYS_MSG_PRIORITY_": "-1"}, {"_SYS_MSG_PRIORITY_": "high"}):
+        answer = sent(wire, e=1, properties={"_SYS_MSG_PRIORITY_": "2", **other})
+        assert answer.ext["queueId"] == "1"
+    assert sorted(int(str(row["queue_id"])) for row in rows(node)) == [0, 1, 1, 1, 2, 3, 3]
+
+
+def test_a_lite_topic_is_refused(node: RunningNode, wire: Wire) -> None:
+    lite = {"UNIQ_KEY": "A", "__LITE_TOPIC": "of-one-chat"}
+    answer = sent(wire, properties=lite)
+    assert answer.code == ResponseCode.MESSAGE_ILLEGAL
+    assert answer.remark == "'of-one-chat': Timeball has no lite topics; send to a topic"
+    body = encode_batch([BatchRecord(0, b"a", encode_properties(lite))])
+    assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1)).code == ResponseCode.MESSAGE_ILLEGAL
+    assert rows(node) == []

@@ -6,7 +6,7 @@
 
 What a message says of itself stands in columns and, in RocketMQ's own words, among the properties: its remoting
 clients look there. Type and fields must agree, for a message whose delay was overlooked would be delivered at once.
-Priorities and lite topics are refused: a broker that only took them would promise what it does not keep.
+Lite topics are refused: a broker that only took them would promise what it does not keep.
 
 Invariant: any message becomes a row, or Refused is raised; the bytes of others are never looked at.
 """
@@ -18,7 +18,8 @@ import re
 from zlib import crc32
 
 from timeball import limits, rules
-from timeball.message import SendRow
+from timeball.broker.registry.topic import queue_of_priority
+from timeball.message import PRIORITY, SendRow
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,
@@ -51,20 +52,21 @@ COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag
 NEVER_SECONDS, ALWAYS_SECONDS = -62_135_596_800, 253_402_300_799  # protobuf's timestamps: years 1 to 9999
 
 # Looked up once: by its name in protobuf's enumeration each costs as much as to read a field.
-UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION = (
+UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION, OF_PRIORITY = (
     MessageType.MESSAGE_TYPE_UNSPECIFIED, MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY,
-    MessageType.TRANSACTION,
+    MessageType.TRANSACTION, MessageType.PRIORITY,
 )  # fmt: skip
 ILLEGAL_ID, ILLEGAL_TAG = Code.ILLEGAL_MESSAGE_ID, Code.ILLEGAL_MESSAGE_TAG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ENCODING_BITS = {Encoding.ENCODING_UNSPECIFIED: 0, Encoding.IDENTITY: 0, Encoding.GZIP: COMPRESSED_BIT}
-# type -> (has a message group, has a delivery timestamp)
+# type -> (has a message group, has a delivery timestamp, has a priority)
 _FIELDS = {
-    NORMAL: (False, False),
-    FIFO: (True, False),
-    DELAY: (False, True),
-    TRANSACTION: (False, False),
+    NORMAL: (False, False, False),
+    FIFO: (True, False, False),
+    DELAY: (False, True, False),
+    TRANSACTION: (False, False, False),
+    OF_PRIORITY: (False, False, True),
 }
 # A property that a field of the message says, by its type.
 _OF_FIELD = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
@@ -73,20 +75,23 @@ _OF_FIELD = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
 def type_of(system: SystemProperties) -> MessageType:
     """The message's type, by its fields when it does not say; raises Refused when they do not agree."""
     kind = system.message_type
-    fields = (bool(system.message_group), system.HasField("delivery_timestamp"))
-    if system.lite_topic or system.HasField("priority"):
-        raise Refused(Code.UNSUPPORTED, "Timeball has neither lite topics nor priorities; send without them")
+    fields = (
+        bool(system.message_group), system.HasField("delivery_timestamp"), system.HasField("priority"),
+    )  # fmt: skip
+    if system.lite_topic:
+        raise Refused(Code.UNSUPPORTED, "Timeball has no lite topics; send without one")
     if kind == UNSPECIFIED:
-        group, instant = fields
-        kind = FIFO if group else DELAY if instant else NORMAL
+        group, instant, priority = fields
+        kind = FIFO if group else DELAY if instant else OF_PRIORITY if priority else NORMAL
     wanted = _FIELDS.get(kind)
     if wanted is None:
-        raise Refused(Code.UNSUPPORTED, f"message type {kind}: NORMAL, FIFO, DELAY or TRANSACTION")
+        raise Refused(Code.UNSUPPORTED, f"message type {kind}: NORMAL, FIFO, DELAY, TRANSACTION or PRIORITY")
     if fields != wanted:
-        of_group, of_instant = ("a" if has else "no" for has in wanted)
+        of_group, of_instant, of_priority = ("a" if has else "no" for has in wanted)
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
-            f"a {MessageType.Name(kind)} message has {of_group} message_group and {of_instant} delivery_timestamp",
+            f"a {MessageType.Name(kind)} message has {of_group} message_group, {of_instant} delivery_timestamp and "
+            f"{of_priority} priority",
         )
     return kind
 
@@ -113,6 +118,11 @@ def row_of(
         properties.append(f"{DELIVER_MS}\x01{instant_ms}\x02")
         # One that has passed on its way is a delayed message all the same, and told of as one: due at once.
         due_ms = instant_ms if instant_ms > 0 else None
+    elif kind == OF_PRIORITY:
+        if system.priority < 0:
+            raise Refused(Code.BAD_REQUEST, f"priority {system.priority}: 0, the lowest, or more")
+        properties.append(f"{PRIORITY}\x01{system.priority}\x02")
+        queue_id = queue_of_priority(system.priority, queues)
     elif kind == TRANSACTION:
         sys_flag |= PREPARED_BIT
         properties.append(_transaction_properties(system, topic, message_id))

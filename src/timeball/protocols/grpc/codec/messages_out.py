@@ -26,7 +26,15 @@ from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.retry import SPENT
 from timeball.log.few_rows import NumberedRows, ReadRows
-from timeball.message import DLQ_PREFIX, NACK_TIME, READ_SCHEMA, RETRY_TOPIC, decode_properties
+from timeball.message import (
+    DLQ_PREFIX,
+    LITE_TOPIC,
+    NACK_TIME,
+    PRIORITY,
+    READ_SCHEMA,
+    RETRY_TOPIC,
+    decode_properties,
+)
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DeadLetterQueue,
     DigestType,
@@ -44,6 +52,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 UNPACKED_BYTES_MAX = limits.BODY_BYTES_MAX  # as its producer had it; what does not fit is sent as it came
 DLQ_TOPIC, DLQ_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
 MESSAGE_ID_DIGITS = 32
+INT32_DIGITS = 10
 
 # Each look into an enum of protobuf's is a search by name, and these are wanted for every message.
 MD5, IDENTITY = DigestType.MD5, Encoding.IDENTITY
@@ -62,7 +71,7 @@ TRANSACTION_ID = "__transactionId__"
 # RocketMQ's MessageConst.STRING_HASH_SET, what has delayed a message, and what a field of a message says.
 RESERVED = SPENT | frozenset(
     {
-        TAGS, KEYS, UNIQ_KEY, DELIVER_MS, TRACE_CONTEXT, PREPARED, PRODUCER_GROUP, CHECK_IMMUNITY,
+        PRIORITY, LITE_TOPIC, TAGS, KEYS, UNIQ_KEY, DELIVER_MS, TRACE_CONTEXT, PREPARED, PRODUCER_GROUP, CHECK_IMMUNITY,
         "1ST_POP_TIME", "ARRIVE_TIME", "BORN_TIMESTAMP", "BUYER_ID", "CLUSTER", "CONSUME_START_TIME",
         "CORRECTION_FLAG", "CORRELATION_ID", "DLQ_ORIGIN_MESSAGE_ID", "DLQ_ORIGIN_TOPIC", "DUP_INFO",
         "EXTEND_UNIQ_INFO", "INNER_MULTI_DISPATCH", "INNER_MULTI_QUEUE_OFFSET", "INSTANCE_ID", "MAX_OFFSET",
@@ -153,12 +162,13 @@ def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> Syste
     # What a retry topic's rows have waited for was the end of an invisible time, and no producer's wish.
     delivery_ms = None if came_again else row.due_ms
     keys = row.keys or properties.get(KEYS)
+    priority = _priority(properties.get(PRIORITY))
     was_half = (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
     return SystemProperties(
         tag=row.tag or properties.get(TAGS),
         keys=[key for key in keys.split(" ") if key] if keys else None,
         message_id=row.unique_key or properties.get(UNIQ_KEY) or stored_id(row.seq),
-        message_type=_type(was_half, delivery_ms is not None, group is not None),
+        message_type=_type(was_half, delivery_ms is not None, group is not None, priority is not None),
         born_timestamp=timestamp(row.born_ms or 0),
         born_host=row.born_host or "",
         store_timestamp=timestamp(row.store_ms or 0),
@@ -167,17 +177,27 @@ def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> Syste
         queue_offset=row.queue_offset or 0,
         delivery_attempt=(row.reconsume_times or 0) + 1,
         message_group=group,
+        priority=priority,
         trace_context=properties.get(TRACE_CONTEXT),
         dead_letter_queue=_dead_letter(row, properties),
     )
 
 
-def _type(is_committed: bool, has_waited: bool, has_group: bool) -> MessageType:
+def _type(is_committed: bool, has_waited: bool, has_group: bool, has_priority: bool) -> MessageType:
     if is_committed:
         return TRANSACTION
     if has_waited:
         return DELAY
-    return FIFO if has_group else NORMAL
+    if has_group:
+        return FIFO
+    return MessageType.PRIORITY if has_priority else NORMAL
+
+
+def _priority(text: str | None) -> int | None:
+    """Return a message's priority; None where its producer has written something else there."""
+    if text is None or not (text.isascii() and text.isdigit() and len(text) < INT32_DIGITS):
+        return None
+    return int(text)
 
 
 def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | None:

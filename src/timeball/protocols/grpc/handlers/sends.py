@@ -46,7 +46,7 @@ from timeball.protocols.grpc.codec.send_requests import PlainSend, decoder_of
 from timeball.protocols.grpc.handlers.transactions import transaction_id
 from timeball.protocols.grpc.session import GrpcContext
 
-ALL = [MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY, MessageType.TRANSACTION]
+ALL = [MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY, MessageType.TRANSACTION, MessageType.PRIORITY]
 _OF_NAME = {MessageType.Name(each): [each] for each in ALL}
 
 MESSAGES_MAX = 1_024  # of one call: they are checked without a pause, while all other calls wait

@@ -11,7 +11,7 @@ from timeball.protocols.remoting.codec.c_text cimport (
     Buffer, Text, is_ascii, more, read32, read_bare, read_number, read_plain, read_text, same,
 )
 
-from timeball import rules
+from timeball import message, rules
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.sends import LONG_NAMES, SHORT_NAMES
@@ -37,6 +37,8 @@ cdef dict _units_ms = {
     delays.LEVEL: LEVEL_UNIT, delays.TIMER_SECONDS: 1000, delays.TIMER_MS: 1, delays.TIMER_INSTANT: INSTANT_UNIT,
 }
 cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_NAMES.items(), key=lambda pair: pair[1])]
+cdef bytes _priority = message.PRIORITY.encode(), _lite_topic = message.LITE_TOPIC.encode()
+cdef Text PRIORITY = Text(_priority, len(_priority)), LITE_TOPIC = Text(_lite_topic, len(_lite_topic))
 cdef Text DELAYS[NAMES_MAX]
 cdef int64_t UNITS_MS[NAMES_MAX]  # what a delay's number counts; 0: not planned here
 cdef Text FIELDS[NAMES_MAX]  # the long name of `a`, of `b` and so on
@@ -258,7 +260,9 @@ cdef bint read_properties(Row* row, Buffer* text) except -1:
                 row.tag_at, row.tag_bytes = value_at, value_bytes
             elif same(name, b"KEYS", 4):
                 row.keys_at, row.keys_bytes = value_at, value_bytes
-            elif same(name, b"REPLY_TO_CLIENT", 15):
+            elif same(name, b"REPLY_TO_CLIENT", 15) or same(name, PRIORITY.at, PRIORITY.size):
+                return False
+            elif same(name, LITE_TOPIC.at, LITE_TOPIC.size):
                 return False
             else:
                 for delay in range(DELAY_NAMES):

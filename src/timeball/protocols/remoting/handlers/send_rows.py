@@ -18,7 +18,7 @@ from timeball.broker.registry.few_places import FewPlaces, tag_number
 from timeball.broker.registry.topic import Topic
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.log.few_rows import EncodedRows
-from timeball.message import SEND_NAMES, SendBatch, SendRow, decode_properties
+from timeball.message import LITE_TOPIC, SEND_NAMES, SendBatch, SendRow, decode_properties
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.implementation import Codec, SendRun
@@ -156,6 +156,8 @@ class SendRows:
             rules.check("body", body)
             rules.check("properties", properties)
         found = decode_properties(properties)
+        if LITE_TOPIC in found:
+            raise InvalidMessage(f"{found[LITE_TOPIC][:64]!r}: Timeball has no lite topics; send to a topic")
         level, due_ms = 0, None
         if not delays.NAMES.isdisjoint(found):
             level, due_ms = delays.plan(

@@ -16,9 +16,11 @@ import msgspec
 from timeball.access import Caller
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Ingress
+from timeball.broker.registry.topic import queue_of_priority
 from timeball.broker.revoking.recall import RecallRefused, encode_handle
 from timeball.errors import InvalidMessage, NotFound, TimeballError
 from timeball.message import (
+    PRIORITY,
     RETRY_PREFIX,
     decode_properties,
     encode_properties,
@@ -32,6 +34,7 @@ from timeball.protocols.remoting.calls import (
     response_code,
     store_host,
 )
+from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import (
     BROKER_VERSION,
     CommandFlag,
@@ -64,6 +67,13 @@ from timeball.protocols.remoting.handlers.transactions import prepared
 
 # Plain numbers: an IntFlag makes an object of every result.
 TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT)
+
+
+INT32_DIGITS = 10
+# A message with one of these is of another type.
+_NO_PRIORITY = frozenset(
+    {"TRAN_MSG", "__SHARDINGKEY", delays.LEVEL, delays.TIMER_SECONDS, delays.TIMER_MS, delays.TIMER_INSTANT}
+)
 
 
 class _Recall(msgspec.Struct, rename="camel"):
@@ -116,11 +126,23 @@ class Sends:
             raise _no_such_queue(fields.topic, queue_id, queues)
         if queue_id < 0 and (header.code == BATCH or fields.batch):
             queue_id = next(self._turn) % queues  # the answer names one place for all of a batch
+        elif PRIORITY in (fields.properties or ""):
+            queue_id = self._queue_by_priority(fields, queue_id)
         body, form, now_ms = frame.body, frame.serialisation, self._clock.now_ms()
         ticket = self._rows.ticket(self, connection, header, body, form, connection.name, queue_id, now_ms)
         if ingress is self._broker.halves:
             ticket.due_ms = None  # its delay begins with the commit: there is nothing to take back yet
         return ingress, ticket
+
+    def _queue_by_priority(self, fields: SendFields, queue_id: int) -> int:
+        """Return the queue of a message's priority; `queue_id` where that counts for nothing, as in RocketMQ."""
+        properties = decode_properties(fields.properties or "")
+        priority = properties.get(PRIORITY, "")
+        counts = _NO_PRIORITY.isdisjoint(properties) and not fields.topic.startswith(RETRY_PREFIX)
+        if not (counts and priority.isascii() and priority.isdigit() and len(priority) <= INT32_DIGITS):
+            return queue_id
+        topic = self._broker.parts.topics.get(fields.topic)
+        return queue_of_priority(int(priority), max(1, topic.write_queues))
 
     def put_run(self, connection: Connection, run: SendRun) -> None:
         """Take a run of plain sends; one by one when a decision about them is not the usual one."""
