@@ -8,6 +8,7 @@ from tests.interop.drivers import Driver, Json
 from tests.interop.stock_broker import StockBroker
 
 CPP, ALI_ONS, JAVA4, JAVA5, JAVA5_BINARY = "cpp", "ali_ons", "java4", "java5", "java5_binary"
+JAVA5_5 = "java5_5"
 ALL = [CPP, ALI_ONS, JAVA4, JAVA5, JAVA5_BINARY]
 JAVA = [JAVA4, JAVA5]
 

@@ -75,6 +75,11 @@ def java(version: str, *options: str) -> list[str]:
     return java_with(version, "StockClient", SOURCES / version / "Version.java", options=options)
 
 
+def java_5_5() -> list[str]:
+    """Return the command of the Java client of 5.5.0, from the jars of RocketMQ itself."""
+    return java_with("server", "StockClient", SOURCES / "v5" / "Version.java")
+
+
 def grpc_java() -> list[str]:
     """Maven's `rocketmq-client-java`."""
     return java_with("grpc", "GrpcClient")

@@ -17,6 +17,7 @@ COMMANDS: dict[str, Callable[[], list[str]]] = {
     "ali_ons": environments.ali_ons,
     "java4": lambda: environments.java("v4"),
     "java5": lambda: environments.java("v5"),
+    "java5_5": environments.java_5_5,
     "java5_binary": lambda: environments.java("v5", "-Drocketmq.serialize.type=ROCKETMQ"),
     "mqadmin": environments.mqadmin,
     "grpc_python": environments.grpc_python,

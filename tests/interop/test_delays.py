@@ -9,6 +9,7 @@ from tests.interop.conversation import (
     CPP,
     JAVA4,
     JAVA5,
+    JAVA5_5,
     JAVA5_BINARY,
     Conversation,
     by_body,
@@ -97,6 +98,26 @@ def test_a_timer_beyond_ten_years_is_refused(client: Driver, broker: StockBroker
         talk.send("far", timer="TIMER_DELAY_MS", timer_value=eleven_years_ms)
     assert refused.value.code == 13  # MESSAGE_ILLEGAL
     assert talk.send("a year", timer="TIMER_DELAY_MS", timer_value=366 * 86_400_000)
+
+
+LATER = [
+    {"level": 2}, {"timer": "TIMER_DELAY_SEC", "timer_value": 2}, {"timer": "TIMER_DELAY_MS", "timer_value": 2_000},
+    {"timer": "TIMER_DELIVER_MS", "timer_value": 4_000_000_000_000},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("client", [JAVA4, JAVA5, JAVA5_5], indirect=True)
+def test_a_batch_with_a_delay_is_refused(client: Driver, broker: StockBroker, name: str) -> None:
+    """The client refuses some of them itself; a MessageBatch made by hand goes past that."""
+    talk = Conversation(client, broker, name)
+    batch = {"messages": [{"topic": talk.topic, "body": f"message {number}"} for number in range(3)]}
+    assert talk.call("send_message_batch", **batch)["status"] == "SEND_OK"
+    for delay in LATER:
+        for where in ("whole", "inner"):
+            with pytest.raises(ClientError) as refused:
+                talk.call("send_message_batch", **batch, **{where: delay})
+            assert (refused.value.code, "one by one" in refused.value.text) == (13, True), (where, delay)
+    assert sorted(broker.bodies(talk.topic)) == ["message 0", "message 1", "message 2"]
 
 
 @pytest.mark.parametrize("client", [JAVA4, JAVA5], indirect=True)

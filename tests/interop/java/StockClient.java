@@ -38,6 +38,8 @@ import org.apache.rocketmq.client.producer.TransactionMQProducer;
 import org.apache.rocketmq.client.utils.MessageUtil;
 import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
 import org.apache.rocketmq.common.message.Message;
+import org.apache.rocketmq.common.message.MessageBatch;
+import org.apache.rocketmq.common.message.MessageClientIDSetter;
 import org.apache.rocketmq.common.message.MessageExt;
 import org.apache.rocketmq.common.message.MessageQueue;
 import org.apache.rocketmq.remoting.RPCHook;
@@ -117,6 +119,11 @@ public final class StockClient {
             case "send": return send(r);
             case "request": return request(r);
             case "send_batch": return sendBatch(r);
+            case "send_message_batch": return sendMessageBatch(r);
+            case "reset_to_time": return Version.resetToTime(nameServer, r.getString("topic"), r.getString("group"),
+                r.getLongValue("at_ms"), r.getBooleanValue("force"));
+            case "reset_queue": Version.resetQueue(nameServer, r.getString("broker_address"), r.getString("topic"),
+                r.getString("group"), r.getIntValue("queue_id"), r.getLongValue("offset")); return null;
             case "send_transaction": return sendTransaction(r);
             case "recall": return Version.recall(producer(r), r.getString("topic"), r.getString("handle"));
             case "consumer": return startConsumer(r);
@@ -181,6 +188,15 @@ public final class StockClient {
         if (r.containsKey("keys")) {
             message.setKeys(r.getString("keys"));
         }
+        set(message, r);
+        return message;
+    }
+
+    /** Set a delay and user properties. */
+    private static void set(Message message, JSONObject r) {
+        if (r == null) {
+            return;
+        }
         if (r.containsKey("level")) {
             message.setDelayTimeLevel(r.getIntValue("level"));
         }
@@ -191,7 +207,6 @@ public final class StockClient {
         if (r.containsKey("timer")) {
             Version.delay(message, r.getString("timer"), r.getLongValue("timer_value"));
         }
-        return message;
     }
 
     private Object send(JSONObject r) throws Exception {
@@ -234,6 +249,20 @@ public final class StockClient {
         return told(producer(r).send(messages));
     }
 
+    /** A batch made by hand: "whole" is set on the batch itself, "inner" on its last message, past the client's checks. */
+    private Object sendMessageBatch(JSONObject r) throws Exception {
+        List<Message> messages = new ArrayList<>();
+        for (Object one : r.getJSONArray("messages")) {
+            messages.add(message((JSONObject) one));
+        }
+        MessageBatch batch = MessageBatch.generateFromList(messages);
+        messages.forEach(MessageClientIDSetter::setUniqID);
+        set(batch, r.getJSONObject("whole"));
+        set(messages.get(messages.size() - 1), r.getJSONObject("inner"));
+        batch.setBody(batch.encode());
+        return told(producer(r).send(batch));
+    }
+
     private Object sendTransaction(JSONObject r) throws Exception {
         return told(((TransactionMQProducer) producer(r)).sendMessageInTransaction(message(r), null));
     }
@@ -263,7 +292,8 @@ public final class StockClient {
         // 5.x's first heartbeat and its first rebalance may collide, and pulls are refused until the next heartbeat.
         consumer.setHeartbeatBrokerInterval(2_000);
         consumer.setPersistConsumerOffsetInterval(1_000);
-        consumer.setConsumeFromWhere(ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
+        consumer.setConsumeFromWhere(r.getBooleanValue("from_last")
+            ? ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET : ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
         consumer.setConsumeMessageBatchMaxSize(1);
         if (r.containsKey("max_reconsume_times")) {
             consumer.setMaxReconsumeTimes(r.getIntValue("max_reconsume_times"));

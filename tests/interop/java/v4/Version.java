@@ -25,6 +25,14 @@ final class Version {
         throw new UnsupportedOperationException("4.x cannot recall");
     }
 
+    static Object resetToTime(String nameServer, String topic, String group, long atMs, boolean force) {
+        throw new UnsupportedOperationException("the tools of 4.x are not here");
+    }
+
+    static void resetQueue(String nameServer, String broker, String topic, String group, int queue, long offset) {
+        throw new UnsupportedOperationException("the tools of 4.x are not here");
+    }
+
     static String recallHandle(SendResult result) {
         return null;
     }

@@ -1,0 +1,106 @@
+"""Where groups begin, and where RocketMQ's administration client sets them, with consumers and without."""
+
+from __future__ import annotations
+
+import pytest
+from tests.interop.conversation import JAVA4, JAVA5, JAVA5_5, Conversation
+from tests.interop.drivers import ClientError, Driver
+from tests.interop.stock_broker import StockBroker
+from tests.node_fixture import eventually
+
+pytestmark = pytest.mark.interop
+
+TOOLS = [JAVA5, JAVA5_5]
+TOPIC_MISSING, GROUP_MISSING = 17, 26
+
+
+def read(talk: Conversation, broker: StockBroker, queues: int, count: int) -> str:
+    """A consumer of the group, once it has taken `count` messages of each queue and said so."""
+    consumer = talk.listen()
+    talk.client.wait_deliveries(consumer, queues * count)
+    wanted = dict.fromkeys(range(queues), count)
+    eventually(lambda: broker.offsets(talk.group, talk.topic) == wanted, "it said where it is")
+    return consumer
+
+
+def send_to_each(talk: Conversation, queues: int, count: int) -> list[list[str]]:
+    """Messages of each queue, in order."""
+    bodies = [[f"{queue}-{number}" for number in range(count)] for queue in range(queues)]
+    for queue, own in enumerate(bodies):
+        for body in own:
+            talk.send(body, queue_id=queue)
+    return bodies
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("client", TOOLS, indirect=True)
+def test_one_queue_goes_to_an_offset(client: Driver, broker: StockBroker, name: str, connected: bool) -> None:
+    talk = Conversation(client, broker, name, queues=3)
+    send_to_each(talk, 3, 4)
+    consumer = read(talk, broker, 3, 4)
+    if not connected:
+        talk.stop(consumer)
+    reset = {"topic": talk.topic, "group": talk.group, "broker_address": broker.remoting}
+    client.call("reset_queue", **reset, queue_id=1, offset=2)
+    if connected:
+        again = client.wait_deliveries(consumer, 14)[12:]
+    else:
+        assert broker.offsets(talk.group, talk.topic) == {0: 4, 1: 2, 2: 4}
+        again = client.wait_deliveries(talk.listen(), 2)
+    assert sorted(message["body"] for message in again) == ["1-2", "1-3"]
+    eventually(lambda: broker.offsets(talk.group, talk.topic) == {0: 4, 1: 4, 2: 4}, "and no other was moved")
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("client", TOOLS, indirect=True)
+def test_a_group_goes_to_an_instant(client: Driver, broker: StockBroker, name: str, connected: bool) -> None:
+    talk = Conversation(client, broker, name, queues=2)
+    send_to_each(talk, 2, 2)
+    between_ms = max(row["store_ms"] for row in broker.rows(talk.topic)) + 1
+    eventually(lambda: broker.now_ms() > between_ms, "a later instant")
+    send_to_each(talk, 2, 2)
+    consumer = read(talk, broker, 2, 4)
+    if not connected:
+        talk.stop(consumer)
+    told = client.call("reset_to_time", topic=talk.topic, group=talk.group, at_ms=between_ms, force=True)
+    assert told == {"0": 2, "1": 2}
+    if connected:
+        again = client.wait_deliveries(consumer, 12)[8:]
+    else:
+        assert broker.offsets(talk.group, talk.topic) == {0: 2, 1: 2}
+        again = client.wait_deliveries(talk.listen(), 4)
+    assert sorted(message["body"] for message in again) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+@pytest.mark.parametrize("client", TOOLS, indirect=True)
+def test_what_is_not_there_is_told_by_its_code(client: Driver, broker: StockBroker, name: str) -> None:
+    talk = Conversation(client, broker, name)
+    talk.send("only")
+    for topic, group, code in ((talk.topic, "nobody", GROUP_MISSING), ("nowhere", "nobody", TOPIC_MISSING)):
+        with pytest.raises(ClientError) as refused:
+            client.call("reset_to_time", topic=topic, group=group, at_ms=0, force=True)
+        assert refused.value.code == code
+
+
+@pytest.mark.parametrize("client", [JAVA4, JAVA5, JAVA5_5], indirect=True)
+def test_a_new_group_that_asks_for_the_end_gets_no_history(
+    client: Driver, broker: StockBroker, name: str
+) -> None:
+    talk = Conversation(client, broker, name)
+    talk.send("history")
+    consumer = talk.listen(from_last=True)
+    eventually(lambda: broker.offsets(talk.group, talk.topic) == {0: 1}, "it stands at the end")
+    talk.send("news")
+    assert [message["body"] for message in client.wait_deliveries(consumer, 1)] == ["news"]
+
+
+@pytest.mark.parametrize("client", [JAVA4, JAVA5, JAVA5_5], indirect=True)
+def test_a_group_that_is_there_before_the_first_message_misses_none(
+    client: Driver, broker: StockBroker, name: str
+) -> None:
+    talk = Conversation(client, broker, name, queues=4)
+    consumer = talk.listen(from_last=True)
+    sent = [f"message {number}" for number in range(8)]
+    for number, body in enumerate(sent):
+        talk.send(body, queue_id=number % 4)
+    assert sorted(message["body"] for message in client.wait_deliveries(consumer, 8)) == sent
