@@ -104,3 +104,40 @@ def test_a_null_in_a_column_of_times_is_named_by_its_row() -> None:
     rules.check_no_nulls(columns, ("due_ms", "at"))
     with pytest.raises(InvalidDelay, match="delay_ms of row 9 is null; leave the column out"):
         rules.check_no_nulls(columns, rules.TIMES, 7)
+
+
+# ---- texts that separate values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys", ["customer 4", "a\tb", "a\u00a0b", "a\n", " a", "a\x01b", "a\u2003b", "a\x85b"]
+)
+def test_a_key_with_a_blank_is_no_key_in_any_form(keys: str) -> None:
+    with pytest.raises(InvalidMessage, match="a key has no blanks") as caught:
+        rules.keys_text(keys)
+    assert "write several keys as a list" in str(caught.value) and repr(keys) in str(caught.value)
+    for form in ([keys], ["fine", keys]):
+        with pytest.raises(InvalidMessage, match="a key has no blanks"):
+            rules.keys_text(form)
+    column = pa.array(["fine", None, keys])
+    assert rules.key_faults(column).tolist() == [False, False, True]
+
+
+def test_keys_are_one_text_or_a_list() -> None:
+    assert rules.keys_text("order-17") == "order-17"
+    assert rules.keys_text(("order-17", "änne")) == "order-17 änne"
+    assert [rules.keys_text(none) for none in (None, "", [])] == [None] * 3
+    for wrong in (4, b"order-17", [4], [""]):
+        with pytest.raises(InvalidMessage, match="key"):
+            rules.keys_text(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("label", [" red", "red ", "red\x02TAGS\x01blue", "a\nb", "\x7f"])
+def test_tags_and_ids_end_no_property_and_can_be_asked_for(label: str) -> None:
+    with pytest.raises(InvalidMessage, match=r"tag .* without control characters"):
+        rules.check_label("tag", label)
+    assert rules.label_faults(pa.array([label, "big order", "red||blue", None])).tolist() == [
+        True,
+        *[False] * 3,
+    ]
+    assert rules.check_label("tag", "big order") == "big order"

@@ -39,6 +39,11 @@ BYTES_MAX = {
 ANY_QUEUE = -1
 _INT64_MAX = (1 << 63) - 1
 TIMES = ("due_ms", "delay_ms")
+KEY_TEXT = "a key has no blanks and no control characters, because blanks separate keys"
+# Spelled out for RE2 and Python alike: neither knows the other's classes.
+_NOT_IN_KEY = re.compile("[\\x00-\\x20\\x7f\\x85\\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f]")
+_NOT_A_LABEL = _CONTROL.pattern + "|^ | $"
 _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # of pipeline and broker
 
@@ -286,15 +291,61 @@ def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
 # ---- texts of several values ------------------------------------------------------------------------------------
 
 
+def check_key(key: object) -> str:
+    """Return one key; raise InvalidMessage for a text that would be several, or none, where keys stand side by side."""
+    if not isinstance(key, str) or not key or _NOT_IN_KEY.search(key):
+        raise InvalidMessage(f"key {_shown(key)}: {KEY_TEXT}")
+    return key
+
+
 def keys_text(keys: Keys | None) -> str | None:
-    """Return keys as one text, with blanks between them; raise InvalidMessage."""
-    if keys is None or isinstance(keys, str):
-        return keys
-    parts = list(keys)
-    for part in parts:
-        if not isinstance(part, str) or not part or any(c.isspace() for c in part):
-            raise InvalidMessage(f"key {part!r}: text without blanks, because blanks separate keys")
-    return " ".join(parts)
+    """Return keys as one text, with blanks between them; raise InvalidMessage.
+
+    A text is one key. Where it has a blank, its sender may mean one key or several, so neither is guessed.
+    """
+    if keys is None:
+        return None
+    if isinstance(keys, str):
+        if keys and _NOT_IN_KEY.search(keys):
+            parts = keys.split()
+            raise InvalidMessage(
+                f"keys={_shown(keys)}: {KEY_TEXT}; write several keys as a list, {_shown(parts)}, and one key without "
+                f"blanks, as in {_shown('-'.join(parts))}"
+            )
+        return keys or None
+    given: object = keys  # of a caller without a type checker
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise InvalidMessage(f"keys={_shown(keys)}: a text, or a list of texts")
+    return " ".join(map(check_key, keys)) or None
+
+
+def key_faults(column: pa.Array) -> BoolArray:
+    """Return for each text of a column, of one key each, whether it cannot be a key; False for a null."""
+    return np.asarray(pc.match_substring_regex(column, _NOT_IN_KEY.pattern).fill_null(False))
+
+
+def check_label(name: str, text: str | None) -> str | None:
+    """Return a tag or an id; raise InvalidMessage for one with control characters, or with blanks at its ends.
+
+    A subscription's tags are trimmed, so no consumer could ask for such a tag. U+0001 and U+0002 end properties, among
+    which RocketMQ's consumers get both.
+    """
+    if text is not None and (not isinstance(text, str) or text.strip() != text or _CONTROL.search(text)):
+        raise InvalidMessage(
+            f"{name} {_shown(text)}: text without control characters, and without blanks at its ends"
+        )
+    return text
+
+
+def label_faults(column: pa.Array) -> BoolArray:
+    """Return for each text of a column of tags or ids whether `check_label` refuses it; False for a null."""
+    return np.asarray(pc.match_substring_regex(column, _NOT_A_LABEL).fill_null(False))
+
+
+def _shown(value: object) -> str:
+    """Return a caller's value as an error repeats it."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def properties_text(properties: Mapping[str, str] | None) -> str | None:

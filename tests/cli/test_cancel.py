@@ -23,7 +23,7 @@ def test_a_waiting_message_is_cancelled_once(endpoint: str) -> None:
 def test_a_key_cancels_all_that_carry_it(endpoint: str) -> None:
     """One verdict for each."""
     for _ in range(3):
-        _schedule(endpoint, "--after", "1h", "--keys", "order-31 anna")
+        _schedule(endpoint, "--after", "1h", "--keys", "order-31", "--keys", "anna")
     ended = run_here("cancel", "--key", "order-31", "--json", "--endpoint", endpoint)
     verdicts = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [verdict["verdict"] for verdict in verdicts] == ["cancelled"] * 3

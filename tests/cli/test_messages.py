@@ -27,7 +27,7 @@ def _pull_until(endpoint: str, topic: str, count: int) -> list[dict[str, object]
 
 def test_a_message_comes_out_as_it_went_in(endpoint: str) -> None:
     """Body, tag, keys and properties; a second pull of the group has nothing new."""
-    options = ["--tag", "paid", "--keys", "order-17 anna", "--property", "region=eu"]
+    options = ["--tag", "paid", "--keys", "order-17", "--keys", "anna", "--property", "region=eu"]
     sent = run_here("send", "whole", "order 17 was paid", *options, "--endpoint", endpoint)
     assert sent.returncode == 0
     [message] = _json("pull", "whole", "--endpoint", endpoint)

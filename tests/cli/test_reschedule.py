@@ -25,7 +25,7 @@ def test_a_message_comes_sooner_and_then_it_is_too_late(endpoint: str) -> None:
 
 def test_a_key_moves_all_that_carry_it_to_an_instant(endpoint: str) -> None:
     for _ in range(3):
-        _schedule(endpoint, "--after", "1h", "--keys", "order-77 anna")
+        _schedule(endpoint, "--after", "1h", "--keys", "order-77", "--keys", "anna")
     at = "2030-01-31T09:00:00+01:00"
     ended = run_here("reschedule", "--key", "order-77", "--at", at, "--json", "--endpoint", endpoint)
     verdicts = [json.loads(line) for line in ended.stdout.splitlines()]

@@ -21,7 +21,7 @@ def test_the_receipt_says_what_was_agreed(endpoint: str) -> None:
     ended = run_here("schedule", "agreed", "x", "--after", "1h30m", "--json", "--endpoint", endpoint)
     assert (ended.returncode, ended.stderr) == (0, "")
     receipt = json.loads(ended.stdout)
-    assert receipt.keys() == {"id", "seq", "due_ms", "store_ms"}
+    assert receipt.keys() == {"id", "seq", "due_ms", "store_ms", "outcome", "state"}
     assert receipt["due_ms"] - receipt["store_ms"] == 5_400_000
 
 
@@ -35,7 +35,18 @@ def test_one_instant_can_be_written_in_many_ways(endpoint: str, at: str) -> None
 
 def test_all_that_a_message_carries_comes_out_at_its_instant(endpoint: str) -> None:
     """The body from stdin, byte for byte."""
-    carried = ["--tag", "t", "--keys", "order-17 anna", "--property", "a=1", "--property", "b=x=y"]
+    carried = [
+        "--tag",
+        "t",
+        "--keys",
+        "order-17",
+        "--keys",
+        "anna",
+        "--property",
+        "a=1",
+        "--property",
+        "b=x=y",
+    ]
     body = b"\xff\x00 not text\n"
     options = ["--after", "0ms", "--id", "carried-1", *carried, "--endpoint", endpoint]
     assert run_here("schedule", "carried", "-", *options, text=body).stdout == "carried-1\n"

@@ -81,6 +81,7 @@ def test_dicts_take_the_arguments_of_send() -> None:
         ),
         None,
         NOW_MS,
+        are_keys_joined=True,
     )
     columns = batch.to_pydict()
     assert columns["delay_ms"] == [60_000, None, None]

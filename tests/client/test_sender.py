@@ -335,3 +335,29 @@ def test_a_closed_client_sends_nothing(node: RunningNode) -> None:
 def test_a_receipt_of_what_is_visible_at_once_has_no_instant() -> None:
     receipt = Receipt("a", 1, None, 5)
     assert receipt.due_ms is None and receipt.store_ms == 5
+
+
+def test_a_key_with_a_blank_cancels_no_other_customer(ball: Timeball) -> None:
+    """A key was split at its blank, so a cancel of "4" ended messages of others."""
+    kept = ball.send("customers", "x", keys="4", after="1h")
+    table = pa.table({"body": [b"x"], "keys": ["customer 4"]})
+    for send in (
+        lambda: ball.send("customers", "x", keys="customer 4", after="1h"),
+        lambda: ball.send_many([{"body": "x", "keys": "customer 4"}], topic="customers"),
+        lambda: ball.send_many(table, topic="customers"),
+        lambda: ball.cancel(key="customer 4"),
+        lambda: ball.reschedule(key="customer 4", after="2h"),
+    ):
+        with pytest.raises(InvalidMessage, match=r"customer 4.*a key has no blanks"):
+            send()
+    lists = pa.table(
+        {"body": [b"x", b"y"], "keys": [["customer", "five"], ["six"]], "delay_ms": [3_600_000] * 2}
+    )
+    ball.send_many(lists, topic="customers")
+    ball.send_many([{"body": "z", "keys": ["seven", "eight"], "after": "1h"}], topic="customers")
+    for key in ("five", "six", "eight"):
+        assert [each.verdict for each in ball.cancel(key=key)] == ["cancelled"]
+    assert ball.get(kept.id).state == "waiting"
+    for wrong in ({"tag": "a\x02b"}, {"message_id": "a\x01"}):
+        with pytest.raises(InvalidMessage, match="without control characters"):
+            ball.send("customers", "x", **wrong)

@@ -50,7 +50,7 @@ def test_what_send_refuses(ball: Timeball, fields: dict[str, object], error: typ
 
 def test_cancel_by_id_ids_and_key(ball: Timeball) -> None:
     one = ball.send("cancels", "x", after="1h", keys="order-1")
-    two = ball.send("cancels", "y", after="1h", keys="order-1 other")
+    two = ball.send("cancels", "y", after="1h", keys=["order-1", "other"])
     assert [v.verdict for v in ball.cancel(ids=[one.id, "unknown"])] == ["cancelled", "not_found"]
     by_key = {v.seq: v.verdict for v in ball.cancel(key="order-1")}
     assert by_key == {one.seq: "already_cancelled", two.seq: "cancelled"}
@@ -71,7 +71,7 @@ def test_cancel_wants_one_way_of_naming(ball: Timeball) -> None:
 
 def test_reschedule_by_id_ids_and_key(ball: Timeball) -> None:
     one = ball.send("moves", "x", after="1h", keys="order-2")
-    two = ball.send("moves", "y", after="1h", keys="order-2 another")
+    two = ball.send("moves", "y", after="1h", keys=["order-2", "another"])
     at_ms = one.store_ms + 7_200_000
     moved = ball.reschedule(two.id, at=at_ms)
     assert (moved.subject, moved.verdict, moved.due_ms) == (

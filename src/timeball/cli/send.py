@@ -35,7 +35,9 @@ BodyArgument = Annotated[
     str | None, typer.Argument(metavar="[BODY]", help="The message; '-' or nothing reads it from stdin.")
 ]
 TagOption = Annotated[str | None, typer.Option("--tag", help="Tag that consumers can filter by.")]
-KeysOption = Annotated[str | None, typer.Option("--keys", help="Business keys, separated by blanks.")]
+KeysOption = Annotated[
+    list[str] | None, typer.Option("--keys", metavar="KEY", help="A business key; may be repeated.")
+]
 IdOption = Annotated[str | None, typer.Option("--id", help="Message id; by default one is made.")]
 PropertyOption = Annotated[
     list[str] | None, typer.Option("--property", metavar="NAME=VALUE", help="A property; may be repeated.")
@@ -70,7 +72,7 @@ def send(
 
     \b
     Examples:
-      timeball send orders 'order 17 was paid' --tag paid --keys 'order-17 anna'
+      timeball send orders 'order 17 was paid' --tag paid --keys order-17 --keys anna
       echo 'order 18 was paid' | timeball send orders
       timeball send orders --lines orders.jsonl
       timeball send orders hello --property region=eu --json
@@ -212,17 +214,17 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
 
 
 def encode_columns(
-    topic: str, tag: str | None, keys: str | None, properties: list[str] | None
+    topic: str, tag: str | None, keys: list[str] | None, properties: list[str] | None
 ) -> dict[str, object]:
     """The columns that are the same for every line."""
-    from timeball.message import encode_properties
+    from timeball.rules import check_label, keys_text, properties_text
 
     pairs = read_properties(properties)
     return {
         "topic": topic,
-        "tag": tag,
-        "keys": keys,
-        "properties": encode_properties(pairs) if pairs else None,
+        "tag": check_label("tag", tag),
+        "keys": keys if keys_text(keys) else None,
+        "properties": properties_text(pairs),
     }
 
 
@@ -240,6 +242,7 @@ def _batches(source: BinaryIO, columns: dict[str, object]) -> Iterator[pa.Record
         arrays = {"body": pa.array(lines, pa.binary())}
         for name, value in columns.items():
             if value is not None:
-                kind = pa.int64() if isinstance(value, int) else pa.string()
+                kind = pa.list_(pa.string()) if isinstance(value, list) else pa.string()
+                kind = pa.int64() if isinstance(value, int) else kind
                 arrays[name] = pa.repeat(pa.scalar(value, kind), len(lines))
         yield pa.RecordBatch.from_pydict(arrays)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -36,7 +36,17 @@ from timeball.client.tracing import current_context
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.instants import when
 from timeball.message import int64
-from timeball.rules import Keys, check_no_nulls, keys_text, properties_text
+from timeball.rules import (
+    BoolArray,
+    Keys,
+    check_key,
+    check_label,
+    check_no_nulls,
+    key_faults,
+    keys_text,
+    label_faults,
+    properties_text,
+)
 from timeball.trace_context import with_contexts
 
 ONE_SCHEMA = pa.schema(
@@ -79,9 +89,9 @@ def one(
     row = (
         topic,
         _bytes(body),
-        tag,
+        check_label("tag", tag),
         keys_text(keys),
-        message_id,
+        check_label("message_id", message_id),
         properties_text(properties),
         born_ms,
         due_ms,
@@ -101,12 +111,13 @@ def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int)
     it whole or not at all. `batch_rows` None: ATOMIC_ROWS, and BATCH_ROWS each where the rows are more.
     """
     step, first_row = batch_rows or BATCH_ROWS, 0
+    are_dicts = not isinstance(rows, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
     if isinstance(rows, (pa.Table, pa.RecordBatch, list, tuple)) and 0 < len(rows) <= (
         batch_rows or ATOMIC_ROWS
     ):
         for whole in _record_batches(rows, len(rows)):
             _check_times(rows, whole, 0)
-            completed = complete(whole, topic, born_ms)
+            completed = complete(whole, topic, born_ms, are_keys_joined=are_dicts)
             if completed.nbytes <= BATCH_BYTES:
                 yield completed
             else:
@@ -117,7 +128,8 @@ def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int)
         first_row += batch.num_rows
         # Columns are filled in for many rows at once, however small the batches.
         for start in range(0, batch.num_rows, max(step, ATOMIC_ROWS)):
-            yield from _parts(complete(batch.slice(start, max(step, ATOMIC_ROWS)), topic, born_ms), step)
+            part = batch.slice(start, max(step, ATOMIC_ROWS))
+            yield from _parts(complete(part, topic, born_ms, are_keys_joined=are_dicts), step)
 
 
 def _check_times(rows: Rows, batch: pa.RecordBatch, first_row: int) -> None:
@@ -149,7 +161,9 @@ def _record_batches(rows: Rows, step: int) -> Iterator[pa.RecordBatch]:
             first_row += len(part)
 
 
-def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.RecordBatch:
+def complete(
+    batch: pa.RecordBatch, topic: str | None, born_ms: int, *, are_keys_joined: bool = False
+) -> pa.RecordBatch:
     """The batch with `at` and `after` as due_ms and delay_ms, and with topic, ids and birth times."""
     columns = dict(zip(batch.schema.names, batch.columns))
     if len(columns) != batch.num_columns:
@@ -162,6 +176,7 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
             columns[name] = pc.cast(column, pa.large_string())
         elif pa.types.is_binary_view(column.type):
             columns[name] = pc.cast(column, pa.large_binary())
+    _check_texts(columns, are_keys_joined=are_keys_joined)
     for name, target, convert in (("at", "due_ms", due_column), ("after", "delay_ms", delay_column)):
         if name in columns:
             if target in columns:
@@ -180,6 +195,35 @@ def complete(batch: pa.RecordBatch, topic: str | None, born_ms: int) -> pa.Recor
     completed = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     context = current_context()
     return with_contexts(completed, [context] * completed.num_rows) if context else completed
+
+
+def _check_texts(columns: dict[str, pa.Array], *, are_keys_joined: bool) -> None:
+    """Check tags and ids, and have keys as one text: of a column of texts each is one key, of lists each has some."""
+    for name in ("tag", "unique_key"):
+        if name in columns and _is_text(columns[name]):
+            _check_each(name, columns[name], label_faults(columns[name]), check_label)
+    keys = columns.get("keys")
+    if keys is None or are_keys_joined:
+        return
+    if pa.types.is_list(keys.type) or pa.types.is_large_list(keys.type):
+        columns["keys"] = pa.array([keys_text(each) for each in keys.to_pylist()], pa.string())
+    elif _is_text(keys):
+        _check_each("keys", keys, key_faults(keys), lambda _, key: check_key(key))
+
+
+def _is_text(column: pa.Array) -> bool:
+    return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
+
+
+def _check_each(name: str, column: pa.Array, wrong: BoolArray, check: Callable[[str, Any], object]) -> None:
+    """Raise what `check` says of the first value that is wrong, with its row."""
+    if wrong.any():
+        row = int(wrong.argmax())
+        try:
+            check(name, column[row].as_py())
+        except InvalidMessage as error:
+            several = "; for several keys use a column of lists" if name == "keys" else ""
+            raise InvalidMessage(f"column {name!r}, row {row}: {error}{several}") from error
 
 
 def due_column(column: pa.Array) -> pa.Array:
@@ -274,6 +318,8 @@ def _cell(row: Mapping[str, Any], name: str) -> Any:
         return _bytes(value)
     if name == "keys":
         return keys_text(value)
+    if name in ("tag", "unique_key"):
+        return check_label(name, value)
     if name == "properties" and not isinstance(value, str):
         return properties_text(value)
     return value

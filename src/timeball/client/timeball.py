@@ -120,7 +120,7 @@ class Timeball(Reader):
         """Send one message: visible at once, `after` a while, or `at` an instant.
 
         `after`: seconds, a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
-        since 1970. `keys`: names it can be cancelled by, blank-separated or a list. `message_id`: made if not
+        since 1970. `keys`: a name it can be cancelled by, or a list of them. `message_id`: made if not
         given. `retry`: send again if the answer was lost; the broker knows the id for a day and for a day after the
         due time, and takes it once. So a program that starts again may repeat a send by its `message_id`: the receipt
         says `outcome="exists"`, and the message's current state and due time. `if_settled="send"`: if that message does

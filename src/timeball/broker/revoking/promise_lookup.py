@@ -34,6 +34,7 @@ from timeball.key_hash import UInt64Array, hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
+from timeball.rules import check_key
 from timeball.schedule.delay_levels.levels import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
 from timeball.schedule.locations import KINDS, as_promises
@@ -63,11 +64,14 @@ class Names:
     may: Callable[[str], bool] | None = None
 
     def check(self) -> None:
-        """Raise OutOfRange when these are too many for one request."""
+        """Raise OutOfRange when these are too many for one request, InvalidMessage for a key that none can have."""
         if len(self.ids) + len(self.keys) + len(self.seqs) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(
                 f"at most {limits.CANCELS_PER_REQUEST_MAX} scheduled messages in one request; split it"
             )
+        # It would find nothing, and its caller would take that for an answer.
+        for key in self.keys:
+            check_key(key)
 
     @property
     def subjects(self) -> list[str]:

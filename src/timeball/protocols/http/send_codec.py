@@ -30,7 +30,15 @@ from timeball.message import SEND_COLUMNS, SendBatch, SendRow
 from timeball.protocols import arrow_ipc
 from timeball.protocols.arrow_columns import SendColumns, check_bytes
 from timeball.protocols.http.codec import JSON, NDJSON, Span, instant_text, when
-from timeball.rules import TIMES, check_no_nulls, keys_text, properties_text
+from timeball.rules import (
+    TIMES,
+    check_key,
+    check_label,
+    check_no_nulls,
+    key_faults,
+    keys_text,
+    properties_text,
+)
 
 ARROW = "application/vnd.apache.arrow.stream"
 # They become columns in a thread of their own, which shares the interpreter with the loop.
@@ -205,7 +213,7 @@ def _of_headers(
     return Message(
         base64=data,
         id=message_id,
-        keys=[unquote(one) for one in key.split()] if key is not None else [],
+        key=None if key is None else unquote(key),
         tag=None if tag is None else unquote(tag),
         properties={name: value for name, value in said.items() if value},
         deliver_at=_number_or_text(headers.get(f"{HEADER}deliver-at")),
@@ -257,7 +265,7 @@ def _sending(
         body, place = _body(at, message), _place(at, message, ids)
         properties = properties_text(message.properties)
         size_bytes += len(body) + len(properties or "")
-        rows.append((body, message.tag, _keys(at, message), properties))
+        rows.append((body, check_label("tag", message.tag), _keys(at, message), properties))
         places.append(place)
     if now_ms is None or len(rows) > FEW:
         return Sending(_columns(topic, rows, places), len(rows), size_bytes, places, is_one)
@@ -294,13 +302,13 @@ def _columns(
 def _place(at: int, message: Message, ids: IdSource) -> Place:
     if message.id == "":
         raise InvalidMessage(f"message {at}: id is empty; leave it out to be given one")
-    return Place(message.id or ids.id_of(at), *when(message.deliver_at, message.delay))
+    return Place(check_label("id", message.id) or ids.id_of(at), *when(message.deliver_at, message.delay))
 
 
 def _keys(at: int, message: Message) -> str | None:
     if message.key is not None and message.keys:
         raise InvalidMessage(f"message {at}: key and keys; give one of them")
-    return keys_text([message.key] if message.key is not None else message.keys) or None
+    return check_key(message.key) if message.key is not None else keys_text(message.keys)
 
 
 def _body(at: int, message: Message) -> bytes:
@@ -337,8 +345,19 @@ def _arrow(topic: str, data: bytes) -> Sending:
         raise InvalidMessage("no record batch: send at least one row")
     whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
     check_bytes(whole.nbytes)
+    _check_keys(whole)
     check_no_nulls(dict(zip(whole.schema.names, whole.columns, strict=True)), TIMES)
     return Sending(whole, rows, whole.nbytes, None)
+
+
+def _check_keys(rows: pa.RecordBatch) -> None:
+    """Raise InvalidMessage for a text of the column `keys` that is not one key."""
+    if "keys" in rows.schema.names and (wrong := key_faults(rows.column("keys"))).any():
+        row = int(wrong.argmax())
+        try:
+            check_key(rows.column("keys")[row].as_py())
+        except InvalidMessage as error:
+            raise InvalidMessage(f"row {row}: {error}; send messages with several keys as JSON") from error
 
 
 def _with_topic(batch: pa.RecordBatch, topic: str, schema: pa.Schema) -> pa.RecordBatch:

@@ -98,14 +98,14 @@ def test_a_cloud_event_that_is_none(client: Client, wrong: dict[str, str]) -> No
 
 def test_a_raw_body_is_a_message_and_headers_say_the_rest(client: Client) -> None:
     said = {
-        "timeball_id": "raw-1", "timeball_key": "order-7 a%2Fbb", "timeball_tag": "new",
+        "timeball_id": "raw-1", "timeball_key": "a%2Fbb", "timeball_tag": "new",
         "timeball_property_shop": "M%C3%BCnchen",
     }  # fmt: skip
     sent = client.send("raw", b"\xff{", content_type="image/png", **said)
     assert (sent.status, sent.value["id"]) == (201, "raw-1")
     (got,) = client.receive("raw").value["messages"]
     assert base64.b64decode(got["base64"]) == b"\xff{"
-    assert (got["keys"], got["tag"]) == (["order-7", "a/bb"], "new")
+    assert (got["keys"], got["tag"]) == (["a/bb"], "new")
     assert {"shop": "München", "content-type": "image/png"}.items() <= got["properties"].items()
     later = client.send("raw", b'{"a": 1}', timeball_delay="PT1H")  # of JSON's type, and no message in JSON
     (place,) = client.ask("GET", f"/v1/messages/{later.value['id']}").value["messages"]
@@ -215,3 +215,20 @@ def test_one_wrong_message_refuses_its_request_and_no_other(client: Client) -> N
     assert (wrong.status, wrong.value["code"]) == (400, "invalid_message")
     assert client.send("whole", {"body": "z"}).status == 201
     assert [one["body"] for one in client.receive("whole").value["messages"]] == ["z"]
+
+
+def test_a_key_with_a_blank_is_refused_in_each_form(client: Client) -> None:
+    sink = io.BytesIO()
+    rows = pa.RecordBatch.from_pydict({"body": [b"x"], "keys": ["customer 4"]})
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    arrow = "application/vnd.apache.arrow.stream"
+    for refused in (
+        client.send("keys", {"body": "x", "key": "customer 4"}),
+        client.send("keys", {"body": "x", "keys": ["customer 4"]}),
+        client.send("keys", b"x", timeball_key="customer 4"),
+        client.send("keys", b"x", timeball_key="customer%204"),
+        client.send("keys", sink.getvalue(), content_type=arrow),
+        client.send("keys", {"body": "x", "tag": "a\x02b"}),
+    ):
+        assert (refused.status, refused.value["code"]) == (400, "invalid_message"), refused
