@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from tests.broker.consuming.subscriber import (
@@ -29,7 +31,7 @@ from timeball.broker import dead_letters
 from timeball.broker.appender import Appender
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.clock import ManualClock
-from timeball.errors import InvalidMessage
+from timeball.errors import GroupNotFound, InvalidMessage
 
 
 async def kill(world: World, texts: list[bytes]) -> None:
@@ -65,7 +67,20 @@ async def test_what_was_given_up_is_shown_page_by_page(world: World) -> None:
     assert world.broker.dead_letters.count(GROUP) == 7
     state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert state.dead_letters == 7 and state.attempts_max == 17
+    await world.broker.administration.configure_groups([SubscriptionGroup("other")], ANONYMOUS)
     assert await world.broker.dead_letters.page("other", 3, None, ANONYMOUS) == type(page)([])
+
+
+@on_node()
+async def test_a_group_that_never_was_is_an_error(world: World) -> None:
+    letters = world.broker.dead_letters
+    for verb in (
+        letters.page("ohter", 3, None, ANONYMOUS),
+        letters.resend("ohter", None, ANONYMOUS),
+        letters.delete("ohter", ["0-1"], ANONYMOUS),
+    ):
+        with pytest.raises(GroupNotFound, match="'ohter' does not exist"):
+            await verb
 
 
 @on_node()
@@ -161,7 +176,8 @@ def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
         second = World(image, clock)
         await second.start()
         try:
-            await second.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
+            with contextlib.suppress(GroupNotFound):  # the power went before its first member came
+                await second.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
             found = await in_queue(second, AGAIN)
             count = len(await in_queue(second, DEAD))
             assert second.broker.dead_letters.count(GROUP) == 0

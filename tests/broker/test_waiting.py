@@ -12,11 +12,12 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.test_push_changes import principal
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
+from timeball.access import ANONYMOUS
 from timeball.broker.waiting import forecast as forecasts
 from timeball.broker.waiting import log_tail, table_walk
 from timeball.broker.waiting.forecast import UNITS
 from timeball.broker.waiting.pages import Page, Waiting, Wanted
-from timeball.errors import Forbidden, OutOfRange, OverLimit
+from timeball.errors import Forbidden, NotFound, OutOfRange, OverLimit
 from timeball.table import layout
 
 STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are beside each of them
@@ -302,3 +303,21 @@ async def test_a_window_has_a_bound(world: World, monkeypatch: pytest.MonkeyPatc
     await world.send("a", [i * SECOND_MS for i in range(20, 30)])
     with pytest.raises(OverLimit, match="longer buckets"):
         await world.broker.forecast.counted("second")
+
+
+@on_node()
+async def test_a_topic_that_does_not_exist_is_an_error(world: World) -> None:
+    await world.send("orders", [HOUR_MS])
+    for read_out in (
+        world.broker.listing.page(Wanted(10, topic="oders")),
+        world.broker.listing.page(Wanted(10, topic="oders", key="k")),
+        world.broker.forecast.counted("hour", topic="oders"),
+    ):
+        with pytest.raises(NotFound, match="topic 'oders' does not exist"):
+            await read_out
+    await world.broker.create_topic("quiet")
+    assert (await world.broker.listing.page(Wanted(10, topic="quiet"))).messages == []
+    # A deleted topic may have messages that wait, and bring it back.
+    await world.broker.administration.delete_topic("orders", ANONYMOUS)
+    assert len((await world.broker.listing.page(Wanted(10, topic="orders"))).messages) == 1
+    assert (await world.broker.forecast.counted("hour", topic="orders")).topics == {"orders": 1}

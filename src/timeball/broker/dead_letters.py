@@ -76,11 +76,12 @@ class DeadLetters:
         return 0 if topic is None else sum(end - begin for _, begin, end in self._open(group, topic))
 
     async def page(self, group: str, rows: int, after: str | None, caller: Caller) -> DeadLetterPage:
-        """Return up to `rows` that are left, behind a handle; raise Forbidden, InvalidMessage."""
+        """Return up to `rows` that are left, behind a handle; raise Forbidden, GroupNotFound, InvalidMessage."""
         # As for the messages themselves: the page shows bodies.
         self._policy.allow(caller, Verb.RECEIVE, group=group)
         topic = self._topic(group)
         if topic is None:
+            self._check_known(group)
             return DeadLetterPage([])
         begin = (0, 0) if after is None else _next(position_of(after))
         # One more than is shown says whether there is a next page.
@@ -105,7 +106,9 @@ class DeadLetters:
         # A handle may stand there twice; its letter is sent once.
         named = None if handles is None else dict.fromkeys(map(position_of, handles))
         topic, count, done = self._topic(group), 0, set[Position]()
-        if topic is not None:
+        if topic is None:
+            self._check_known(group)
+        else:
             # Read on while they are dealt with: letters that come meanwhile in the queue at hand are taken along.
             wanted = self._positions(group, topic, (0, 0)) if named is None else iter(named)
             while some := list(islice(wanted, RESENT_AT_ONCE)):
@@ -297,6 +300,12 @@ class DeadLetters:
                 rows += 1
                 new[queue] = offset + 1
         return [Expiry(group, topic.name, rows, new)] if rows else []
+
+    def _check_known(self, group: str) -> None:
+        """Raise GroupNotFound for a group that never was: a typing error must not look as if all were well."""
+        # A group that was deleted may have left its offsets.
+        if not self._parts.offsets.topics_of(group):
+            self._parts.groups.get(group)
 
     # -- positions ----------------------------------------------------------------------------------------------
 

@@ -142,6 +142,14 @@ class Policy:
             _check_writable(topic)
         return topic
 
+    def check_known(self, name: str | None, *, has_messages: bool) -> None:
+        """Raise NotFound for a topic that a read-out names and that does not exist; a typing error must not look empty.
+
+        `has_messages`: the read-out shows some. Messages of bulk writes and of deleted topics wait without a topic.
+        """
+        if name is not None and not has_messages and self._topics.find_topic(name) is None:
+            raise self._missing(name)
+
     def _missing(self, name: str) -> NotFound:
         then = "; create it, or start with --auto-create-topics"
         if self._settings.auto_create_topics:

@@ -81,7 +81,7 @@ class Forecast:
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> Counted:
-        """Count a window, of topics that the caller may look at; raise Forbidden, OutOfRange, OverLimit.
+        """Count a window, of topics that the caller may look at; raise Forbidden, NotFound, OutOfRange, OverLimit.
 
         The window is widened to whole buckets; without a beginning it begins now.
         """
@@ -99,7 +99,9 @@ class Forecast:
         if count is None:
             # A task of its own: the callers that wait for this count are not to lose it when the first one goes away.
             count = await asyncio.shield(self._loop.create_task(self._shared(width_ms, from_ms, to_ms)))
-        return self._answer(count, by, from_ms, to_ms, topic, caller)
+        found = self._answer(count, by, from_ms, to_ms, topic, caller)
+        self._policy.check_known(topic, has_messages=bool(found.topics))
+        return found
 
     def _fresh(self, width_ms: int, from_ms: int, to_ms: int) -> _Count | None:
         now_s = self._loop.time()

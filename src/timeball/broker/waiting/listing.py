@@ -51,12 +51,22 @@ class Listing:
         self._forgetting: asyncio.TimerHandle | None = None
 
     async def page(self, wanted: Wanted, caller: Caller = ANONYMOUS) -> Page:
-        """Return a page of what waits, of topics that the caller may look at; raise Forbidden, OutOfRange."""
+        """Return a page of what waits, of topics that the caller may look at; raise Forbidden, NotFound, OutOfRange."""
         if not 1 <= wanted.rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{wanted.rows} messages in a page: 1 to {limits.LISTED_ROWS_MAX}")
         self._policy.allow(caller, Verb.LOOK, topic=wanted.topic)
-        if wanted.key is not None:
-            return await self._with_key(wanted, wanted.key, caller)
+        key = wanted.key
+        found = await (
+            self._by_position(wanted, caller) if key is None else self._with_key(wanted, key, caller)
+        )
+        is_first = wanted.after is None
+        has_messages = bool(found.messages) or found.next_page is not None or not is_first
+        self._policy.check_known(wanted.topic, has_messages=has_messages)
+        return found
+
+    # -- by position ---------------------------------------------------------------------------------------------
+
+    async def _by_position(self, wanted: Wanted, caller: Caller) -> Page:
         may = partial(self._policy.allows, caller, Verb.LOOK)
         background = self._parts.background
         try:
@@ -70,8 +80,6 @@ class Listing:
         finally:
             self._forget_later()
         raise Unavailable("what waits has moved while it was read; ask again")
-
-    # -- by position ---------------------------------------------------------------------------------------------
 
     def _page(self, snapshot: Snapshot, wanted: Wanted, may: Callable[..., bool], ranges: Ranges) -> Page:
         keep = Shown(self._codes, wanted.topic, may)
