@@ -120,3 +120,8 @@ def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[s
     assert "for delay levels" not in dict(_rows("e", status))
     status["levels"] = {"waiting_rows": 1_234}
     assert dict(_rows("e", status))["for delay levels"] == "1,234"
+
+
+def test_no_bound_is_above_the_latest() -> None:
+    found = {"released": 100, "max_ms": 14_000, "buckets": {"<=1ms": 50, "<=60000ms": 50}}
+    assert _punctuality(found).endswith("99 % of them late by <=14000ms, the latest 14000 ms")

@@ -1,28 +1,53 @@
 // GET /v1/broker every two seconds, whatever page is open: who we are talking to, and how punctual it has been lately.
 
 import { get } from './api.js';
-import { Poll } from './poll.js';
+import { Poll, reach } from './poll.js';
 
 const EVERY_MS = 2_000;
 const KEPT_MS = 10 * 60_000;
 const BUCKET = /^([<>])=?(\d+)ms$/;
 
-/** What the broker said last, and a history of it; an event `change` with each answer. */
+/** What the broker said last, and a history of it; an event `change` with each answer, `refused` with each refusal. */
 export const broker = Object.assign(new EventTarget(), {
   status: null,
   history: [], // of samples, the oldest first
   mayAdmin: false,
+  problem: null, // why it refuses to say more
   aheadMs: 0, // of the broker's clock, before this machine's
   /** Return the broker's time. */
   nowMs: () => Date.now() + broker.aheadMs,
 });
 
-const poll = new Poll({ everyMs: EVERY_MS, read: signal => get(['v1', 'broker'], {}, signal), show: take });
+const poll = new Poll({ everyMs: EVERY_MS, read: signal => get(['v1', 'broker'], {}, signal), show: take,
+  fail: problem => {
+    broker.problem = problem;
+    broker.dispatchEvent(new Event('refused'));
+  } });
+
+/** Call `draw` with each answer, and have a page say what is missing until the first; return what ends that. */
+export function follow(loading, refused, draw) {
+  const changed = () => {
+    if (!broker.status) return;
+    refused.show(null);
+    loading.done();
+    draw();
+  };
+  const refuse = () => {
+    loading.refused();
+    refused.show(broker.problem);
+  };
+  const lost = () => reach.lostMs && loading.lost(reach.reason);
+  const heard = [[broker, 'change', changed], [broker, 'refused', refuse], [reach, 'change', lost]];
+  for (const [from, name, act] of heard) from.addEventListener(name, act);
+  changed();
+  if (!broker.status && broker.problem) refuse();
+  return () => heard.forEach(([from, name, act]) => from.removeEventListener(name, act));
+}
 
 export const watchBroker = () => poll.isStopped && poll.start();
 export const leaveBroker = () => {
   poll.stop();
-  Object.assign(broker, { status: null, mayAdmin: false });
+  Object.assign(broker, { status: null, mayAdmin: false, problem: null });
 };
 
 function take(status) {
@@ -32,6 +57,7 @@ function take(status) {
   // Another process, whose counts begin at nought.
   if (before && (before.pid !== status.pid || status.lateness.released < before.lateness.released)) broker.history = [];
   broker.status = status;
+  broker.problem = null;
   broker.mayAdmin = status.may_admin === true;
   broker.history.push({ atMs: now, released: status.lateness.released, counts: bucketsOf(status.lateness),
     delivered: status.delivered });

@@ -23,9 +23,9 @@ function lost(reason, againMs) {
 export const askNow = () => reach.dispatchEvent(new Event('ask'));
 
 export class Poll {
-  /** `read(signal)` returns a promise, `show(value)` takes what it gave, `fail(error)` a Problem. */
-  constructor({ everyMs, read, show, fail }) {
-    Object.assign(this, { everyMs, read, show, fail });
+  /** `read(signal)` returns a promise, `show(value)` takes what it gave, `fail(error)` a Problem; `loading` is told of each. */
+  constructor({ everyMs, read, show, fail, loading }) {
+    Object.assign(this, { everyMs, read, show, fail, loading });
     this.failures = 0;
     this.isStopped = true;
     this.onVisible = () => (document.hidden ? this.pause() : this.now());
@@ -63,6 +63,7 @@ export class Poll {
       if (asking.signal.aborted) return;
       this.failures = 0;
       reached();
+      this.loading?.done();
       this.show(value);
     } catch (error) {
       if (asking.signal.aborted) return;
@@ -76,9 +77,12 @@ export class Poll {
     if (!isPassing && !(error instanceof Problem)) throw error;
     this.failures += 1;
     const pauseMs = Math.min(SLOWEST_MS, this.everyMs * 2 ** Math.min(this.failures, 10));
-    if (isPassing) lost(error.message, Date.now() + pauseMs);
-    else {
+    if (isPassing) {
+      lost(error.message, Date.now() + pauseMs);
+      this.loading?.lost(error.message);
+    } else {
       reached();
+      this.loading?.refused();
       this.fail?.(error);
     }
     return pauseMs;

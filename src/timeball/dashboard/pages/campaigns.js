@@ -6,6 +6,7 @@ import { confirm, field, select } from '../dialogs.js';
 import { button, el, emptiness, set, show, write } from '../dom.js';
 import { count, distance, instant, span } from '../format.js';
 import { bdi } from '../messages.js';
+import { Loading } from '../loading.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
 import { DataTable } from '../table.js';
@@ -32,7 +33,9 @@ export const campaigns = {
         { label: 'Actions', isUnseen: true, kind: 'actions-cell admin', make: row => actions(row, done), update: showActions },
       ],
     });
-    root.append(refused.node, el('section', { class: 'card' }, table.node));
+    const card = el('section', { class: 'card' }, table.node);
+    const loading = new Loading(card);
+    root.append(refused.node, loading.node, card);
     const poll = new Poll({
       everyMs: EVERY_MS,
       read: signal => get(['v1', 'campaigns'], {}, signal),
@@ -41,6 +44,7 @@ export const campaigns = {
         table.show([...found.campaigns].sort((a, b) => b.since_ms - a.since_ms));
       },
       fail: error => refused.show(error),
+      loading,
     }).start();
     return { close: () => poll.stop() };
   },

@@ -1,9 +1,10 @@
 // The groups of a cluster: who leads, how far each replica is, and what is wrong.
 
 import { get } from '../api.js';
-import { broker } from '../broker.js';
+import { broker, follow } from '../broker.js';
 import { el, emptiness, keyed, set, show, write } from '../dom.js';
 import { count, printable, span } from '../format.js';
+import { Loading } from '../loading.js';
 import { bdi } from '../messages.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
@@ -21,7 +22,8 @@ export const cluster = {
     const refused = refusal();
     const groups = el('div', { class: 'stack' });
     const alone = emptiness('This broker is alone.', 'Three of them keep one log, each message on two disks:', 'timeball serve --cluster shop --node a --etcd …');
-    root.append(refused.node, groups, alone);
+    const [loading, unseen] = [new Loading(groups), refusal()];
+    root.append(refused.node, unseen.node, loading.node, groups, alone);
     show(alone, false);
     const poll = new Poll({
       everyMs: EVERY_MS,
@@ -31,20 +33,21 @@ export const cluster = {
         keyed(groups, found.groups, ({ group }) => group, card, update);
       },
       fail: error => refused.show(error),
+      loading,
     });
 
     // A broker alone is not asked for its cluster.
     function draw() {
-      if (!broker.status) return;
       const isAlone = broker.status.replica === undefined;
       show(alone, isAlone);
+      if (isAlone) loading.done();
       if (!isAlone && poll.isStopped) poll.start();
     }
 
-    broker.addEventListener('change', draw);
-    draw();
+    // The groups are another question: their poll ends the loading.
+    const leave = follow({ done() {}, lost: reason => loading.lost(reason), refused: () => loading.refused() }, unseen, draw);
     return { close: () => {
-      broker.removeEventListener('change', draw);
+      leave();
       poll.stop();
     } };
   },

@@ -6,6 +6,7 @@ import { BarChart, BarList, ticks } from '../charts.js';
 import { field, offer, select } from '../dialogs.js';
 import { button, el, emptiness, keyed, section, set, show, write } from '../dom.js';
 import { clock, count, instant, rate, share, span } from '../format.js';
+import { Loading } from '../loading.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
 import { Tile, tiles } from '../tiles.js';
@@ -64,8 +65,10 @@ class Coming {
     this.content = el('div', { class: 'stack' },
       el('section', { class: 'card' }, this.chartTitle, el('ul', { class: 'legend' }, el('li', {}, 'due'), this.level), this.chart.node, this.readout),
       el('div', { class: 'columns' }, section('Busiest', this.peaks), section('By topic', this.ofTopics.node)));
+    const top = tiles(this.due, this.peak, this.speed);
+    this.loading = new Loading(top, this.nothing, this.content);
     root.append(el('div', { class: 'toolbar' }, this.views, el('div', { class: 'group' }, this.earlier, this.later), this.out, field('Topic', this.topics)),
-      tiles(this.due, this.peak, this.speed), this.refused.node, this.nothing, this.content);
+      top, this.refused.node, this.loading.node, this.nothing, this.content);
     this.onBroker = () => this.drawSpeed();
     broker.addEventListener('change', this.onBroker);
     this.follow(parameters);
@@ -89,8 +92,10 @@ class Coming {
     this.out.disabled = by === 'day' && n >= 365;
     this.chart.point(-1);
     this.poll?.stop();
+    // Another window may hold messages. A chart stays until the next one is there, and so does the focus on it.
+    if (!this.nothing.hidden) this.loading.begin();
     this.poll = new Poll({ everyMs: EVERY_MS[by], read: signal => this.read(signal), show: found => this.show(found),
-      fail: error => this.refused.show(error) }).start();
+      fail: error => this.refused.show(error), loading: this.loading }).start();
   }
 
   go(change) {

@@ -6,6 +6,7 @@ import { confirm, facts, field, select, tell } from '../dialogs.js';
 import { button, el, emptiness, show, write } from '../dom.js';
 import { count, distance, instant, printable } from '../format.js';
 import { about, bdi, bodyView, propertiesView } from '../messages.js';
+import { Loading } from '../loading.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
 import { DataTable } from '../table.js';
@@ -39,8 +40,9 @@ class DeadLetters {
     });
     this.bar = el('div', { class: 'toolbar admin' }, this.resend, this.remove, this.all);
     show(this.bar, false); // until it is known which group this is
-    root.append(el('div', { class: 'toolbar' }, field('Group', this.group)), this.refused.node,
-      el('section', { class: 'card' }, this.summary, this.bar, this.table.node, el('div', { class: 'actions' }, this.back, this.next)));
+    const card = el('section', { class: 'card' }, this.summary, this.bar, this.table.node, el('div', { class: 'actions' }, this.back, this.next));
+    this.loading = new Loading(card);
+    root.append(el('div', { class: 'toolbar' }, field('Group', this.group)), this.refused.node, this.loading.node, card);
     this.clock = setInterval(() => !document.hidden && this.table.refresh(), 1_000);
     this.follow(parameters);
   }
@@ -79,8 +81,9 @@ class DeadLetters {
     this.pages = [''];
     this.chosen.clear();
     this.poll?.stop();
+    this.loading.begin(); // the letters of another group are no answer
     this.poll = new Poll({ everyMs: EVERY_MS, read: signal => this.read(signal), show: found => this.show(found),
-      fail: error => this.refused.show(error) }).start();
+      fail: error => this.refused.show(error), loading: this.loading }).start();
   }
 
   async read(signal) {

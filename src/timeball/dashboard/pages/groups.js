@@ -3,6 +3,7 @@
 import { getAll } from '../api.js';
 import { el, emptiness, keyed, set, write } from '../dom.js';
 import { count, printable } from '../format.js';
+import { Loading } from '../loading.js';
 import { bdi } from '../messages.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
@@ -30,7 +31,9 @@ export const groups = {
         { label: 'Topics: lag, in flight, expired', make: () => el('ul', { class: 'lines' }), update: showTopics },
       ],
     });
-    root.append(refused.node, el('section', { class: 'card' }, table.node));
+    const card = el('section', { class: 'card' }, table.node);
+    const loading = new Loading(card);
+    root.append(refused.node, loading.node, card);
     const poll = new Poll({
       everyMs: EVERY_MS,
       read: signal => getAll(['v1', 'groups'], 'groups', signal),
@@ -39,6 +42,7 @@ export const groups = {
         table.show(found.sort((a, b) => b.lag - a.lag || (a.group < b.group ? -1 : 1)));
       },
       fail: error => refused.show(error),
+      loading,
     }).start();
     return { close: () => poll.stop() };
   },

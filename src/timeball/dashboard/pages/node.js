@@ -1,9 +1,11 @@
 // The process and its disk.
 
-import { broker, waiting } from '../broker.js';
+import { broker, follow, waiting } from '../broker.js';
 import { facts } from '../dialogs.js';
 import { el, keyed, section, show, write } from '../dom.js';
 import { bytes, count, instant, span } from '../format.js';
+import { Loading } from '../loading.js';
+import { refusal } from '../refusal.js';
 import { Tile, tiles } from '../tiles.js';
 
 const ROOM_BYTES = 5 * 1024 ** 3; // less is worth a look
@@ -18,11 +20,12 @@ export const node = {
     const clockTile = new Tile('Clock');
     const refused = el('p', { class: 'verdict bad', role: 'status', hidden: true });
     const lists = el('div', { class: 'columns' });
-    root.append(refused, tiles(memory, disk, log, clockTile), lists);
+    const top = tiles(memory, disk, log, clockTile);
+    const [unseen, loading] = [refusal(), new Loading(top, lists)];
+    root.append(refused, unseen.node, loading.node, top, lists);
 
     function draw() {
       const { status } = broker;
-      if (!status) return;
       const room = status.disk;
       memory.show(bytes(status.anon_bytes), `${bytes(status.rss_bytes)} with mapped files`);
       disk.show(bytes(room.free_bytes), room.no_room ? 'sends are refused' : 'on the disk of the data folder',
@@ -36,9 +39,7 @@ export const node = {
       keyed(lists, groups, ([title]) => title, ([title]) => section(title, facts([])), (card, [, pairs]) => update(card, pairs));
     }
 
-    broker.addEventListener('change', draw);
-    draw();
-    return { close: () => broker.removeEventListener('change', draw) };
+    return { close: follow(loading, unseen, draw) };
   },
 };
 

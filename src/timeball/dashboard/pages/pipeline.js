@@ -5,6 +5,7 @@ import { broker } from '../broker.js';
 import { facts } from '../dialogs.js';
 import { el, emptiness, set, show, write } from '../dom.js';
 import { count, distance, instant, printable } from '../format.js';
+import { Loading } from '../loading.js';
 import { bdi } from '../messages.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
@@ -39,8 +40,10 @@ export const pipeline = {
     });
     const books = el('div', { class: 'stack' });
     const unaudited = emptiness('No audit has been made.', 'An audit compares what was accepted with what was released, cancelled and waits still:', 'timeball audit');
-    root.append(refused.node, el('section', { class: 'card' }, el('h2', {}, 'Jobs'), jobs.node),
+    const cards = el('div', { class: 'stack' }, el('section', { class: 'card' }, el('h2', {}, 'Jobs'), jobs.node),
       el('section', { class: 'card' }, el('h2', {}, 'Last audit'), books, unaudited));
+    const loading = new Loading(cards);
+    root.append(refused.node, loading.node, cards);
     let shown = '';
     const poll = new Poll({
       everyMs: EVERY_MS,
@@ -55,9 +58,14 @@ export const pipeline = {
       },
       fail: error => {
         // A broker that knows nothing of the jobs beside it: the commands below say more.
-        if (error.status === 404) jobs.show([]);
-        else refused.show(error);
+        if (error.status !== 404) {
+          refused.show(error);
+          return;
+        }
+        loading.done();
+        jobs.show([]);
       },
+      loading,
     }).start();
     return { close: () => poll.stop() };
   },

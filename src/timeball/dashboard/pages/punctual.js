@@ -1,9 +1,11 @@
 // How late scheduled messages are: now, since the start, and how many a second.
 
-import { BOUNDS, between, broker, bucketsOf, lately, quantile, waiting } from '../broker.js';
+import { BOUNDS, between, broker, bucketsOf, follow, lately, quantile, waiting } from '../broker.js';
 import { BarList, LineChart, ticks } from '../charts.js';
 import { el, emptiness, section, show } from '../dom.js';
 import { count, rate, share, span } from '../format.js';
+import { Loading } from '../loading.js';
+import { refusal } from '../refusal.js';
 import { Tile, tiles } from '../tiles.js';
 
 const NOW_MS = 60_000;
@@ -17,6 +19,8 @@ const SEND = `curl -s ${location.origin}/v1/topics/reminders/messages \\
   -H 'content-type: application/json' -d '{"body": "hello", "delay": "10s"}'`;
 
 const bound = at => (at < 0 ? '–' : BOUNDS[at] === Infinity ? '> 1 min' : at === 0 ? '0 ms' : `≤ ${span(BOUNDS[at])}`);
+// The bound of a bucket may lie far above all that is in it, and a bound above the latest would be read as an error.
+const within = (at, mostMs) => (at > 0 && BOUNDS[at] !== Infinity && BOUNDS[at] > mostMs ? `≤ ${span(mostMs)}` : bound(at));
 const tone = at => (at < 0 ? '' : BOUNDS[at] <= LATE_MS ? 'good' : BOUNDS[at] <= VERY_LATE_MS ? 'warn' : 'bad');
 
 export const punctual = {
@@ -38,31 +42,32 @@ export const punctual = {
       el('div', { class: 'columns' },
         section('Released per second', released.node),
         section('By lateness, since the start', histogram.node)));
-    root.append(tiles(now, ever, speed, kept), nothing, figures);
+    const top = tiles(now, ever, speed, kept);
+    const [refused, loading] = [refusal(), new Loading(top, nothing, figures)];
+    root.append(refused.node, loading.node, top, nothing, figures);
 
     function draw() {
       const { status } = broker;
-      if (!status) return;
+      const latestMs = status.lateness.max_ms;
       const counts = bucketsOf(status.lateness);
       const last = lately(NOW_MS);
       const isQuiet = !last || last.released === 0;
       const p99 = isQuiet ? -1 : quantile(last.counts, 0.99);
-      now.show(bound(p99), isQuiet ? 'nothing was due' : `99 of 100; half ${bound(quantile(last.counts, 0.5))}`, tone(p99));
-      ever.show(bound(quantile(counts, 0.99)), status.lateness.released
-        ? `99 of 100; half ${bound(quantile(counts, 0.5))}; the latest ${span(status.lateness.max_ms)}` : 'nothing was due yet');
+      now.show(within(p99, latestMs), isQuiet ? 'nothing was due' : `99 of 100; half ${within(quantile(last.counts, 0.5), latestMs)}`, tone(p99));
+      ever.show(within(quantile(counts, 0.99), latestMs), status.lateness.released
+        ? `99 of 100; half ${within(quantile(counts, 0.5), latestMs)}; the latest ${span(latestMs)}` : 'nothing was due yet');
       speed.show(last ? rate(last.perSecond) : '–', `${count(status.lateness.released)} since the start`);
       kept.show(count(waiting(status)), `${count(status.schedule.near_rows)} of them near their instant`);
       show(nothing, status.lateness.released === 0);
       show(figures, status.lateness.released > 0);
-      histogram.show(histogramOf(counts), row => `${share(row.n / status.lateness.released)}  ${count(row.n)}`);
+      histogram.show(histogramOf(counts, latestMs), row => `${share(row.n / status.lateness.released)}  ${count(row.n)}`);
       drawTimes(late, released);
     }
 
-    broker.addEventListener('change', draw);
-    draw();
+    const leave = follow(loading, refused, draw);
     return {
       close() {
-        broker.removeEventListener('change', draw);
+        leave();
         late.close();
         released.close();
       },
@@ -71,9 +76,9 @@ export const punctual = {
 };
 
 /** Return the rows from the first bound to the last that counts anything, those between included. */
-function histogramOf(counts) {
+function histogramOf(counts, latestMs) {
   const used = counts.flatMap((n, at) => (n > 0 ? [at] : []));
-  return counts.slice(0, (used.at(-1) ?? -1) + 1).map((n, at) => ({ label: bound(at), n })).slice(used[0] ?? 0);
+  return counts.slice(0, (used.at(-1) ?? -1) + 1).map((n, at) => ({ label: within(at, latestMs), n })).slice(used[0] ?? 0);
 }
 
 function drawTimes(late, released) {

@@ -5,6 +5,7 @@ import { confirm, field, select } from '../dialogs.js';
 import { button, el, emptiness, set, show, write } from '../dom.js';
 import { count, printable } from '../format.js';
 import { bdi } from '../messages.js';
+import { Loading } from '../loading.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
 import { DataTable } from '../table.js';
@@ -41,7 +42,8 @@ export const push = {
       ],
     });
     const bar = el('div', { class: 'toolbar admin' }, button('New subscription', () => make(names, done), 'primary'));
-    root.append(refused.node, el('section', { class: 'card' }, bar, table.node,
+    const loading = new Loading(table.node);
+    root.append(refused.node, el('section', { class: 'card' }, bar, loading.node, table.node,
       el('p', { class: 'hint' }, 'Delivered and failed are requests since the broker’s start; dead letters are those of the group.')));
     const poll = new Poll({
       everyMs: EVERY_MS,
@@ -53,6 +55,7 @@ export const push = {
         table.show(rows);
       },
       fail: error => refused.show(error),
+      loading,
     }).start();
     return { close: () => poll.stop() };
   },

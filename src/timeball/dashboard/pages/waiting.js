@@ -6,6 +6,7 @@ import { facts, field, offer, select, tell } from '../dialogs.js';
 import { button, el, emptiness, set, show, write } from '../dom.js';
 import { bytes, distance, instant, printable, shortened, zone } from '../format.js';
 import { about, bdi, bodyView, cancelMessage, propertiesView, rescheduleMessage } from '../messages.js';
+import { Loading } from '../loading.js';
 import { Poll } from '../poll.js';
 import { refusal } from '../refusal.js';
 import { DataTable } from '../table.js';
@@ -38,8 +39,9 @@ class Waiting {
     this.back = button('‹ Previous', () => this.turn(-1));
     this.next = button('Next ›', () => this.turn(1));
     this.summary = el('p', { class: 'hint', role: 'status' });
-    root.append(form, this.refused.node, el('section', { class: 'card' }, this.summary, this.table.node,
-      el('div', { class: 'actions' }, this.back, this.next)));
+    const card = el('section', { class: 'card' }, this.summary, this.table.node, el('div', { class: 'actions' }, this.back, this.next));
+    this.loading = new Loading(card);
+    root.append(form, this.refused.node, this.loading.node, card);
     this.clock = setInterval(() => !document.hidden && this.table.refresh(), 1_000);
     this.follow(parameters);
     this.loadTopics();
@@ -72,8 +74,9 @@ class Waiting {
     this.to.value = local(to);
     this.pages = [''];
     this.poll?.stop();
+    this.loading.begin(); // rows of another search are no answer to this one
     this.poll = new Poll({ everyMs: EVERY_MS, read: signal => this.read(signal), show: found => this.show(found),
-      fail: error => this.fail(error) }).start();
+      fail: error => this.fail(error), loading: this.loading }).start();
   }
 
   search(event) {
@@ -128,6 +131,7 @@ class Waiting {
   fail(error) {
     // Of an id that is not known: nothing fits, which is an answer.
     if (error.status === 404 && this.asked.id) {
+      this.loading.done();
       this.show({ messages: [], isById: true });
       return;
     }

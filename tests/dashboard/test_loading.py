@@ -1,0 +1,84 @@
+"""No page says that there is nothing before the broker has said so: it is loading, without an answer, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+from tests.dashboard.answers import BusyBroker
+from tests.dashboard.browser import PAGES, Tab
+
+pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
+
+
+def says_nothing_yet(page: Page) -> None:
+    """No figure, row or word about them is to be seen."""
+    expect(page.locator("#page .empty:visible, #page table:visible, #page .tile:visible")).to_have_count(0)
+
+
+def test_a_page_is_loading_until_it_is_answered(tab: Tab) -> None:
+    tab.page.route("**/v1/**", lambda route: None)  # never answered
+    for name in PAGES:
+        page = tab.open(name)
+        expect(page.locator("#page .loading:visible")).to_have_text("Loading …")
+        says_nothing_yet(page)
+    tab.page.unroute_all(behavior="ignoreErrors")
+    tab.answer(BusyBroker())
+    for name in PAGES:
+        page = tab.open(name)
+        page.reload()
+        expect(page.locator("#page .loading:visible")).to_have_count(0)
+        expect(page.locator("#page .card:visible").first).to_be_visible()
+
+
+def test_a_page_without_an_answer_says_so(tab: Tab) -> None:
+    tab.allowed = {0}
+    tab.page.route("**/v1/**", lambda route: route.abort("connectionrefused"))
+    for name in PAGES:
+        page = tab.open(name)
+        expect(page.locator("#page .loading:visible")).to_contain_text("No answer yet")
+        says_nothing_yet(page)
+
+
+def test_a_page_that_is_refused_says_why(tab: Tab) -> None:
+    tab.allowed = {403}
+
+    def refuse(route: Route) -> None:
+        problem = {"title": "forbidden", "status": 403, "code": "forbidden", "detail": "it has no grant"}
+        route.fulfill(status=403, content_type="application/problem+json", json=problem)
+
+    tab.page.route("**/v1/**", refuse)
+    for name in PAGES:
+        page = tab.open(name)
+        expect(page.locator("#page .verdict:visible").first).to_contain_text("may not look at this")
+        expect(page.locator("#page .loading:visible")).to_have_count(0)
+        says_nothing_yet(page)
+
+
+def test_another_search_is_loading_again(tab: Tab) -> None:
+    page = tab.open("waiting")
+    expect(page.locator("#page .empty")).to_be_visible()
+    page.route("**/v1/messages?**", lambda route: None)
+    page.get_by_label("Text").fill("order-17")
+    page.get_by_role("button", name="Search").click()
+    expect(page.locator("#page .loading")).to_be_visible()
+    says_nothing_yet(page)
+
+
+class Late(BusyBroker):
+    """One release of a hundred lies in the bucket up to a minute; it was late by 14 s."""
+
+    def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
+        status, found = super().__call__(method, path, query)
+        if path == "/v1/broker":
+            buckets = {"<=1ms": 50, "<=60000ms": 50}
+            found["lateness"] = {"released": 100, "max_ms": 14_000, "buckets": buckets}
+        return status, found
+
+
+def test_no_bound_is_above_the_latest(tab: Tab) -> None:
+    tab.answer(Late())
+    page = tab.open("punctual")
+    expect(page.locator("#page .tile", has_text="since the start").first).to_contain_text("≤ 14 s")
+    expect(page.locator("#page")).not_to_contain_text("≤ 1 min")
