@@ -255,6 +255,40 @@ def test_it_ends_at_the_wall_whatever_came_before(events: list[tuple[str, int]])
     assert clock.now_ms() == manual.wall
 
 
+# A disturbance: the wall shows another time than the true one, for less than a probation each.
+glitch = st.tuples(
+    st.integers(-DAYS_400_MS, -STEP_MS - 1) | st.integers(STEP_MS + 1, DAYS_400_MS),
+    st.integers(0, PROBATION_MS - 1),
+)
+
+
+@example([(-24 * HOUR_MS, 300)], 1_000)
+@given(st.lists(glitch, max_size=8), st.integers(100, STEP_MS))
+def test_after_any_glitches_the_true_time_counts_within_a_probation(
+    glitches: list[tuple[int, int]], look_ms: int
+) -> None:
+    """A ticker reads the clock at least once a second. Meanwhile nothing is due before its true time."""
+    manual, clock = started()
+    truth = manual.wall
+
+    def passes(ms: int) -> None:
+        nonlocal truth
+        while ms > 0:
+            nap_ms = min(ms, look_ms)
+            manual.advance(nap_ms)
+            truth, ms = truth + nap_ms, ms - nap_ms
+            assert clock.now_ms() <= truth, "ahead of the true time"
+
+    for wrong_ms, lasting_ms in glitches:
+        manual.step_wall(wrong_ms)
+        clock.now_ms()
+        passes(lasting_ms)
+        manual.step_wall(-wrong_ms)
+        passes(look_ms)
+    passes(PROBATION_MS)
+    assert clock.now_ms() == truth == manual.wall and not clock.suspect
+
+
 # ---- the machine's own -----------------------------------------------------------------------------------
 
 

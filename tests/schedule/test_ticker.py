@@ -14,7 +14,7 @@ from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
 from timeball import limits
-from timeball.clock import SchedulerClock
+from timeball.clock import PROBATION_MS, SchedulerClock
 from timeball.schedule import ticker
 from timeball.schedule.locations import take_promises
 from timeball.schedule.scheduler import Scheduler
@@ -268,6 +268,24 @@ def test_with_nothing_to_wait_for_it_sleeps(world: TickedWorld) -> None:
             assert world.calls == calls
             world.ticker.wake()
             await world.until(lambda: world.calls > calls)
+
+    world.run(main())
+
+
+def test_a_clock_is_read_though_nothing_waits(world: TickedWorld, clock: LookedAt) -> None:
+    """A glitch that is over is over for the next send, however long after it the broker had nothing to do."""
+
+    async def main() -> None:
+        async with world.ticking():
+            for step_ms in (-limits.DAY_MS, limits.DAY_MS):
+                world.manual.step_wall(step_ms)
+                looks = clock.looks
+                await world.until(lambda looks=looks: clock.looks > looks + 1)
+                world.manual.advance(300)
+            world.manual.advance(PROBATION_MS)
+            looks = clock.looks
+            await world.until(lambda: clock.looks > looks + 1)
+            assert clock.now_ms() == world.manual.wall
 
     world.run(main())
 

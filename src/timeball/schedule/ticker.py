@@ -8,8 +8,9 @@ ones only then; and for SHARE_MS at most, as it may be other rows that the disk 
 for one row as for fifty.
 
 There is no polling for due work: between two instants, however far apart, the scheduler is not asked. The one bound
-on the wait is `CLOCK_LOOK_MS`: a wall clock that is set announces nothing, so it is read once a second. The scheduler
-hears of it when its instant has come, or when time has gone back.
+on the wait is `CLOCK_LOOK_MS`: a wall clock that is set announces nothing, so it is read once a second, also when
+nothing waits. Without these readings the probation of a step would begin with the next send, which would then get the
+time before the step. The scheduler hears of it when its instant has come, or when time has gone back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pyarrow as pa
 from timeball import limits
 from timeball.clock import SchedulerClock
 from timeball.log.few_rows import ReadRows
+from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.scheduler import Scheduler
 
 CLOCK_LOOK_MS = 1_000
@@ -98,30 +100,25 @@ class Ticker:
 
     async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
         """Return when woken, or when the clock, last seen at `seen_ms`, has gone so far, or has gone back."""
-        if wait_ms is None:
-            # With nothing to wait for, no step of the clock can matter either.
-            await self._sleep_for(None)
-            return
-        until_ms = seen_ms + wait_ms
+        until_ms = seen_ms + (FAR_MS if wait_ms is None else wait_ms)
         while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_LOOK_MS) / 1000):
             before_ms, seen_ms = seen_ms, self._clock.now_ms()
             # The clock went back: the instant it waits for may be hours further away, or a level due at once.
             if seen_ms < before_ms:
                 return
 
-    async def _sleep_for(self, seconds: float | None) -> bool:
+    async def _sleep_for(self, seconds: float) -> bool:
         """Sleep until woken, or for so long; return whether it was woken."""
         if not self._is_woken:
             loop = asyncio.get_running_loop()
             self._sleeping = loop.create_future()
             # Not `asyncio.timeout`, which cancels a task: it costs three times as much.
-            over = None if seconds is None else loop.call_later(seconds, self._end_sleep)
+            over = loop.call_later(seconds, self._end_sleep)
             try:
                 await self._sleeping
             finally:
                 self._sleeping = None
-                if over is not None:
-                    over.cancel()
+                over.cancel()
         return self._is_woken
 
     def _end_sleep(self) -> None:
