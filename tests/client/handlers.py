@@ -1,5 +1,6 @@
 """Handlers that can be sent to another process."""
 
+import os
 import threading
 
 from timeball import Message, Timeball
@@ -13,6 +14,15 @@ class Forward:
 
     def __call__(self, message: Message) -> None:
         self._ball.send(self._topic, message.body)
+
+
+class Poisoned(Forward):
+    """Ends its process with the body "poison", and takes a moment for any other."""
+
+    def __call__(self, message: Message) -> None:
+        if message.body == b"poison":
+            os._exit(9)
+        super().__call__(message)
 
 
 class Idle:

@@ -163,6 +163,43 @@ def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNo
     assert worker._processes.pids == []
 
 
+def test_no_more_is_leased_than_is_handled(ball: Timeball) -> None:
+    """A process that dies would have an attempt counted of messages that no handler has seen."""
+    send(ball, "greedy", [f"{i}" for i in range(8)])
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def handler(message: Message) -> None:
+        begun.release()
+        may_end.wait(BOUND_S)
+
+    with Worker(ball, "g", "greedy", handler, threads=2) as worker:
+        assert begun.acquire(timeout=BOUND_S) and begun.acquire(timeout=BOUND_S)
+        left = ball.pull("greedy", "g", max_messages=8, wait="1s")
+        left += ball.pull("greedy", "g", max_messages=8, wait=0)
+        may_end.set()
+        eventually(lambda: worker.counts.acknowledged >= 2, "acknowledged")
+    assert len(left) == 6, "the worker has two threads"
+
+
+@pytest.mark.slow
+def test_a_message_that_ends_its_process_takes_no_other_to_the_dead_letters(
+    node: RunningNode, ball: Timeball
+) -> None:
+    node.broker.parts.groups.update(SubscriptionGroup("victims", retry_max_times=2))
+    send(ball, "poisoned", ["poison", *(f"{i}" for i in range(20))])
+    ball.create_topic("poisoned-done", 1)
+    handler = handlers.Poisoned(ball, "poisoned-done")
+    worker = Worker(ball, "victims", "poisoned", handler, processes=2, lease="2s")
+    worker.start()
+    try:
+        eventually(lambda: len(ball.dead_letters("victims").dead_letters) == 1, "three attempts are over")
+        eventually(lambda: ball.queues("poisoned-done")[0].max >= 20, "all others are handled")
+    finally:
+        worker.stop()
+        worker.join()
+    assert [letter.body for letter in ball.dead_letters("victims").dead_letters] == [b"poison"]
+
+
 def test_sigterm_ends_a_program_that_runs_a_worker_in_order(node: RunningNode, ball: Timeball) -> None:
     send(ball, "terminated", [f"{i}" for i in range(3)])
     script = Path(handlers.__file__).with_name("worker_program.py")

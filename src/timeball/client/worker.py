@@ -14,9 +14,12 @@ The handler's outcome is the answer to the group:
 The next delivery and the dead letter show what was raised: its type and its text. Of `raise Retry from error` that is
 the error.
 
-While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs; a message that
-waits for a thread is renewed without being counted. One thread pulls, one acknowledges and renews: acknowledgements
-that come while one is under way go together in the next.
+A message is pulled when a thread is free to handle it, and not before. The broker counts a lease that ends without an
+answer as an attempt, and a process that dies gives no answer. So a message that another one's handler takes down with
+the process was being handled itself, and no message goes to the dead letters that no handler has seen.
+
+While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs. One thread pulls,
+one acknowledges and renews: acknowledgements that come while one is under way go together in the next.
 
 `stop`, or SIGTERM or SIGINT during `run`, ends it in order: no more is pulled, what waits for a thread goes back at
 once and uncounted, handlers under way finish, and their outcomes are answered.
@@ -96,8 +99,8 @@ class Worker:
         A handler for processes must be importable there: a function at the top of a module. `lease`, `start`, `tag` and
         `sql` as for `Timeball.pull`.
         """
-        if not 1 <= threads <= limits.POP_ROWS_MAX // 2:
-            raise RequestError(f"threads={threads}: between 1 and {limits.POP_ROWS_MAX // 2}")
+        if not 1 <= threads <= limits.POP_ROWS_MAX:
+            raise RequestError(f"threads={threads}: between 1 and {limits.POP_ROWS_MAX}")
         if processes < 0:
             raise RequestError(f"processes={processes}: 0 (threads of this process), or how many")
         self._ball, self._group, self._topic, self._handler = ball, group, topic, handler
@@ -195,7 +198,7 @@ class Worker:
             self.stop()
 
     def _pull(self) -> None:
-        """Keep as many messages at hand as there are threads, beside those that are being handled."""
+        """Pull a message for each thread that has none."""
         consumer = self._ball._consumer
         while not self._stopping.is_set():
             with self._state:
@@ -223,7 +226,7 @@ class Worker:
         self._try("give_back", lambda: consumer.give_back(left, None))
 
     def _room(self) -> int:
-        return 2 * self._thread_count - len(self._waiting) - len(self._running)
+        return self._thread_count - len(self._waiting) - len(self._running)
 
     def _handle(self) -> None:
         try:
