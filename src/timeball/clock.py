@@ -31,6 +31,8 @@ from typing import ParamSpec, Protocol, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Between two readings in whole milliseconds, the wall's and the boot clock's.
+OFFSET_JITTER_MS = 2
 JITTER_MS = 100
 STEP_MS = 1_000
 PROBATION_MS = 5_000
@@ -112,6 +114,10 @@ class SchedulerClock:
         self._now = self._wall
         self._suspect_since_boot: int | None = None
         self.steps_suspected = 0
+        # The instant minus the boot clock: it changes when the wall is set. Called within the reading that shows it.
+        self.offset_ms = self._begun_offset_ms = self._now - self._boot
+        self.read_elapsed_ms = self._now  # `elapsed_ms` at the last reading
+        self.on_offset: Callable[[int], None] = lambda _: None
 
     @property
     def suspect(self) -> bool:
@@ -137,7 +143,20 @@ class SchedulerClock:
             self._on_probation(wall, boot, passed)
         else:
             self._now = max(self._now, wall)
+        self.read_elapsed_ms = boot + self._begun_offset_ms
+        offset_ms = self._now - boot
+        if abs(offset_ms - self.offset_ms) > OFFSET_JITTER_MS:
+            self.offset_ms = offset_ms
+            self.on_offset(offset_ms)
         return self._now
+
+    def elapsed_ms(self) -> int:
+        """Return milliseconds that only elapse: for deadlines in memory. They begin at the wall and are never set."""
+        return self.clock.boot_ms() + self._begun_offset_ms
+
+    def as_wall(self, elapsed_ms: int) -> int:
+        """Return which instant that will be, if no clock is set until then."""
+        return elapsed_ms + self.now_ms() - self.elapsed_ms()
 
     def _step_back(self, wall: int, boot: int, passed: int) -> None:
         """A large step back undoes a suspected step forward, or a part of it, or shows that the past was wrong."""

@@ -70,10 +70,9 @@ LOG_SCHEMA = pa.schema(
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
         ("due_ms", pa.int64()),  # null for an ordinary message, a half message and the rows that end one
-        (
-            "accepted_ms",
-            pa.int64(),
-        ),  # releases, cancels, moves: when the promise was appended (null: of a receipt)
+        # Releases, cancels, moves: when the promise was appended (null: of a receipt).
+        # Promises: since when a delay counts.
+        ("accepted_ms", pa.int64()),
         # Releases and cancels: the promise settled. Moves: the promise. Promises: the row handed out that
         # they bring back to a consumer, if they are for that (broker/consuming/).
         ("source_seq", pa.int64()),
@@ -83,6 +82,7 @@ LOG_SCHEMA = pa.schema(
             "from_due_ms",
             pa.int64(),
         ),  # moves to another instant: the one before, NO_INSTANT_MS of a half; null for those to another place
+        # Releases: the instant promised, if a step of the clock has made a duration end at another.
     ]
 )
 

@@ -24,6 +24,7 @@ from timeball import __version__, local_time
 from timeball.access import ANONYMOUS, Caller
 from timeball.broker.applying import Applying, Recovered
 from timeball.broker.components import Components, Tables, Tracing, in_thread
+from timeball.broker.durations import find_durations
 from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
@@ -52,6 +53,7 @@ from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
 from timeball.schedule.delay_levels.levels import LevelTable
+from timeball.schedule.durations import Durations
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.locations import NOTHING
@@ -219,11 +221,13 @@ class Node:
         levels = self._levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
         writer = self._writer(opened)
+        durations = Durations(outcomes, lambda: writer.next_seq, clock, find_durations)
+        durations.begin(opened.segments.all[-1].last_append_ms, applying.ledger.watermark)
         tables.meta.open(writer.append, clock.now_ms)
         parts = Components(
             settings=settings, files=files, clock=clock, writer=writer, reader=reader,
             key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
-            scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels),
+            scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels, durations),
             backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
             ledger=applying.ledger, lease_counts=found.leases, cache=cache,
             file_keys=TableKeys(files, cache, catalog.data),
@@ -279,7 +283,13 @@ class Node:
         )  # fmt: skip
 
     def _scheduler(
-        self, reader: LogReader, outcomes: Outcomes, backlog: Backlog, hour_log: HourLog, levels: DelayLevels
+        self,
+        reader: LogReader,
+        outcomes: Outcomes,
+        backlog: Backlog,
+        hour_log: HourLog,
+        levels: DelayLevels,
+        durations: Durations,
     ) -> Scheduler:
         settings = self.settings
         return Scheduler(
@@ -292,6 +302,7 @@ class Node:
             ahead_ms=strategies.ahead_ms_of(settings),
             gather_bytes=settings.gather_bytes,
             on_failure=self._fail,
+            durations=durations,
         )
 
     def _levels(self, reader: LogReader, topics: Topics, outcomes: Outcomes) -> DelayLevels:

@@ -362,6 +362,37 @@ async def test_a_check_can_be_put_off(world: World) -> None:
     assert due(world) == [seq]
 
 
+@pytest.mark.parametrize("step_ms", [-HOUR_MS, 30 * 24 * HOUR_MS])
+@on_node()
+async def test_checks_come_when_their_time_has_passed_however_the_clock_is_set(
+    world: World, step_ms: int
+) -> None:
+    first, clock = await prepare(world), world.broker.parts.clock
+    world.clock.step_wall(step_ms)
+    clock.now_ms()
+    world.clock.advance(FIRST_MS - 1)
+    assert clock.now_ms() == world.clock.wall, "the step is believed"
+    second = await prepare(world)
+    transactions = world.broker.transactions
+    assert transactions.take_due(clock.elapsed_ms()) is None
+    world.clock.advance(1)
+    half = transactions.take_due(clock.elapsed_ms())
+    assert half.seq == first and transactions.given_up(half, clock.elapsed_ms()) is None
+    world.clock.advance(FIRST_MS - 1)
+    assert transactions.take_due(clock.elapsed_ms()).seq == second
+
+
+@on_node()
+async def test_checks_come_again_behind_a_restart_with_the_clock_set_back(world: World) -> None:
+    seq = await prepare(world)
+    await world.stop()
+    world.clock.step_wall(-HOUR_MS)
+    await world.start()
+    assert due(world) == []
+    world.clock.advance(FIRST_MS)
+    assert due(world) == [seq]
+
+
 @on_node()
 async def test_given_up_after_fifteen_times_or_the_retention_time(world: World) -> None:
     half = Half(1, GROUP, "orders", None, store_ms=0, check_ms=0, checks=14)

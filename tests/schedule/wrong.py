@@ -569,8 +569,8 @@ class LosesEntries(DelayLevels):
 class TrustsTheWheel(DelayLevels):
     """Keeps the bodies it has when the clock is set back, and opens the queues again all the same."""
 
-    def clock_set_back(self, now_ms: int) -> bool:
-        super().clock_set_back(now_ms)
+    def clock_stepped(self, now_ms: int, shift_of: Any) -> bool:
+        super().clock_stepped(now_ms, shift_of)
         return False
 
 

@@ -75,6 +75,7 @@ def admit(
         _check_size(sum(column.nbytes for column in columns.values()))
     # After the casts and the size: the rules look at every byte of texts, and assume the types.
     due = _due(columns, count, now_ms, delay_ms_max)
+    delay = columns.get("delay_ms")
     rules.check_columns(columns)
     # After the instants: a row may have an instant or a level, and both is an error.
     level = _levels(columns, due, table)
@@ -104,6 +105,10 @@ def admit(
         sys_flag=_filled(columns, "sys_flag", 0),
         reconsume_times=_filled(columns, "reconsume_times", 0),
         due_ms=due,
+        # Says that it waits for a duration (durations.py).
+        accepted_ms=None
+        if delay is None
+        else pa.array(np.full(count, now_ms), mask=np.asarray(delay.is_null())),
     )
     return rows, level
 

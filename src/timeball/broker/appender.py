@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from timeball.access import ANONYMOUS, Caller
 from timeball.answers import SentState
-from timeball.broker import admission, few_sends
+from timeball.broker import admission, durations, few_sends
 from timeball.broker.components import Components
 from timeball.broker.few_sends import SendRuns, Sends
 from timeball.broker.policy import Policy
@@ -207,7 +207,12 @@ class Appender:
                 self._visible(places)
             if promised:
                 waiting = numbered(rows, [first_seq + at for at in promised], promised)
-                self._wait(waiting, pairs_of(waiting), now_ms, promised_bytes, first_seq + rows.num_rows)
+                # To search the bytes of all costs less than to decode one row. Nearly always there is no timer.
+                message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
+                lasting = durations.lasting_of(waiting) if durations.TIMER_PREFIX in message else None
+                self._wait(
+                    waiting, pairs_of(waiting), now_ms, promised_bytes, first_seq + rows.num_rows, lasting
+                )
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
         # Behind the append, which may refuse, and without a pause, so that no other row gets these places.
@@ -281,10 +286,13 @@ class Appender:
         first_seq, rows, durable = self.append(self.prepare(rows, now_ms, level))
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
-    def append(self, rows: pa.RecordBatch, then: Callable[[], None] | None = None) -> Appended:
+    def append(
+        self, rows: pa.RecordBatch, then: Callable[[], None] | None = None, *, is_lasting: bool = False
+    ) -> Appended:
         """Append rows that `prepare` has returned, or some of them.
 
-        `then` is called in log order when they are durable, after the caches know them.
+        `then` is called in log order when they are durable, after the caches know them. `is_lasting`: all that are for
+        later are durations, though their rows do not say so.
         """
         kinds = rows.column("kind").to_numpy()
         offsets = rows.column("queue_offset")
@@ -300,7 +308,7 @@ class Appender:
         first_seq = self._parts.writer.next_seq
 
         def on_durable() -> None:
-            self._landed(rows, first_seq, has_place, placement)
+            self._landed(rows, first_seq, has_place, placement, is_lasting=is_lasting)
             if then is not None:
                 then()
 
@@ -321,7 +329,9 @@ class Appender:
             if promised:
                 now_ms, next_seq = values[-1][_STORE_MS], first_seq + len(values)
                 waiting = numbered(rows, [first_seq + at for at in promised], promised)
-                self._wait(waiting, pairs_of(waiting), now_ms, stored_bytes, next_seq)
+                # Leases, all of them: sends have another way.
+                lasting = np.ones(len(promised), np.bool_)
+                self._wait(waiting, pairs_of(waiting), now_ms, stored_bytes, next_seq, lasting)
             if then is not None:
                 then()
 
@@ -348,7 +358,13 @@ class Appender:
         return _with_places(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
 
     def _landed(
-        self, rows: pa.RecordBatch, first_seq: int, has_place: Int64Array, placement: Placement | None
+        self,
+        rows: pa.RecordBatch,
+        first_seq: int,
+        has_place: Int64Array,
+        placement: Placement | None,
+        *,
+        is_lasting: bool,
     ) -> None:
         """Index the visible rows of a durable batch, and hand its promises to the schedule."""
         if placement is not None:
@@ -357,14 +373,16 @@ class Appender:
         kinds = rows.column("kind").to_numpy()
         promised = (kinds == Kind.PROMISE) | (kinds == Kind.MOVED)
         if promised.any():
-            self._promised(rows, first_seq, promised)
+            self._promised(rows, first_seq, promised, is_lasting=is_lasting)
 
     def _visible(self, places: Placement | FewPlaces) -> None:
         """Count rows that are in their queues' indexes, and wake consumers: these must find the rows."""
         places.count(self._parts.rates)
         self._waiters.wake_queues(places.queues())
 
-    def _promised(self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray) -> None:
+    def _promised(
+        self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray, *, is_lasting: bool
+    ) -> None:
         """Hand the promises of a durable batch to the schedule."""
         parts, promises = self._parts, with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
@@ -377,13 +395,29 @@ class Appender:
         if promised.any():
             of_instant = promises if promised.all() else promises.filter(pa.array(promised))
             stored_bytes = int(stored_sizes(of_instant).sum())
-            self._wait(of_instant, pairs_of(of_instant), now_ms, stored_bytes, first_seq + rows.num_rows)
+            lasting = durations.lasting_in(of_instant)
+            if is_lasting:
+                lasting = np.ones(of_instant.num_rows, np.bool_)
+            self._wait(
+                of_instant, pairs_of(of_instant), now_ms, stored_bytes, first_seq + rows.num_rows, lasting
+            )
 
-    def _wait(self, promises: ReadRows, pairs: Pairs, now_ms: int, stored_bytes: int, next_seq: int) -> None:
-        """Hand durable promises for an instant, stored at `now_ms`, to the schedule; the last one before `next_seq`."""
+    def _wait(
+        self,
+        promises: ReadRows,
+        pairs: Pairs,
+        now_ms: int,
+        stored_bytes: int,
+        next_seq: int,
+        lasting: BoolArray | None,
+    ) -> None:
+        """Hand durable promises for an instant, stored at `now_ms`, to the schedule; the last one before `next_seq`.
+
+        `lasting`: which of them are durations; None: none.
+        """
         # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
         self._parts.rates.put(TIMER_TOPIC, promises.num_rows, stored_bytes)
-        self._parts.scheduler.add(self._parts.backlog, promises, pairs, now_ms)
+        self._parts.scheduler.add(self._parts.backlog, promises, pairs, now_ms, lasting)
         if self._compacts:
             self._tail_count.add(next_seq, promises.num_rows)
 

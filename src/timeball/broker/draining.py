@@ -213,7 +213,7 @@ class Draining:
 
     @property
     def _is_compactor(self) -> bool:
-        return self._parts.clock.now_ms() >= self._mover.outside_compactor_until_ms
+        return self._parts.clock.elapsed_ms() >= self._mover.outside_compactor_until_ms
 
     def _page(self, snapshot: Snapshot, low: Position) -> _Page:
         keep = Shown(self._codes, None, lambda topic: True)

@@ -97,9 +97,14 @@ class Replayed:
 
     def _replay_ends(self, done: pa.RecordBatch) -> None:
         """Apply RELEASE and CANCEL rows of promises for an instant."""
-        due_ms = done.column("due_ms").to_numpy()
+        due_ms, promised = done.column("due_ms").to_numpy(), done.column("from_due_ms")
+        # A release at another instant than promised, after a step of the clock, says both.
+        promised_ms = due_ms
+        if promised.null_count < len(promised):
+            promised_ms = promised.fill_null(0).to_numpy()
+            promised_ms = np.where(np.asarray(promised.is_valid()), promised_ms, due_ms)
         released = done.column("kind").to_numpy() == Kind.RELEASE
-        self._settle(due_ms, locations.versions(done), released)
+        self._settle(promised_ms, locations.versions(done), released)
         self.cursor = self.cursor.after(due_ms[released])
 
     def _replay_moves(self, rows: pa.RecordBatch) -> None:

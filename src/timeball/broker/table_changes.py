@@ -402,7 +402,7 @@ class TableChanges:
     def lease(self, lease_ms: int) -> None:
         """Leave the tail to a compactor outside until the lease runs out."""
         # Bounded: a compactor that dies leaves the tail alone for an hour at most.
-        self.outside_compactor_until_ms = self.parts.clock.now_ms() + min(lease_ms, limits.HOUR_MS)
+        self.outside_compactor_until_ms = self.parts.clock.elapsed_ms() + min(lease_ms, limits.HOUR_MS)
 
 
 def _may_hold(run: list[FileEntry], seq: Int64Array) -> bool:

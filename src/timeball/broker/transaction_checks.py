@@ -59,7 +59,7 @@ class TransactionChecks:
 
     async def ask_due(self) -> None:
         """Ask about every half that is due, or give it up."""
-        now_ms, size_bytes = self._parts.clock.now_ms(), 0
+        now_ms, size_bytes = self._parts.clock.elapsed_ms(), 0
         given_up = []
         for _ in range(CHECKS_PER_LOOK):
             half = self._transactions.take_due(now_ms)

@@ -78,7 +78,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class Half:
-    """An open half message. `check_ms`: when its producer is asked next."""
+    """An open half message. `check_ms`: when its producer is asked next, by `SchedulerClock.elapsed_ms`."""
 
     seq: int
     group: str  # the producers that may end it, or be asked about it
@@ -87,6 +87,11 @@ class Half:
     store_ms: int
     check_ms: int  # also its entry in the heap; another entry of it is out of date
     checks: int = 0  # how often a producer was asked; saved in checkpoints
+    begun_ms: int = 0  # when it came, by the same clock
+
+    def count_from(self, begun_ms: int) -> None:
+        """Let its time begin then."""
+        self.begun_ms, self.check_ms = begun_ms, self.check_ms + begun_ms - self.store_ms
 
 
 def at_once(properties: dict[str, str]) -> Mapping[str, int]:
@@ -102,6 +107,9 @@ class Transactions:
         # Invariant: a half is in `_open` until the row that ends it is durable, and in `_ending` while that is
         # decided.
         self._open = {half.seq: half for half in halves}
+        # One that seems to be from the future came before the clock was set back: it begins anew.
+        for half in self._open.values():
+            half.count_from(min(half.store_ms, parts.clock.now_ms()))
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
         heapq.heapify(self._due)
         self._ending: dict[int, asyncio.Future[Outcome]] = {}
@@ -125,7 +133,9 @@ class Transactions:
 
     def _opened(self, rows: pa.RecordBatch) -> None:
         self._preparing -= rows.num_rows
+        later_ms = self._parts.clock.elapsed_ms() - self._parts.clock.now_ms()
         for half in _halves(rows):
+            half.count_from(half.store_ms + later_ms)
             self._open[half.seq] = half
             heapq.heappush(self._due, (half.check_ms, half.seq))
         if len(self._due) > SWEEP_ENTRIES_MIN + 2 * len(self._open):
@@ -247,7 +257,7 @@ class Transactions:
         """Return why no producer is asked about this half any more; None while one is."""
         if half.checks >= limits.TRANSACTION_CHECKS_MAX:
             return f"its producer was asked {half.checks} times"
-        if now_ms - half.store_ms > max(self._parts.settings.retention_ms, LIFE_MS_MIN):
+        if now_ms - half.begun_ms > max(self._parts.settings.retention_ms, LIFE_MS_MIN):
             return "it is older than the retention time"
         return None
 

@@ -64,7 +64,7 @@ class Upkeep:
         self._is_burst = False  # much is due within seconds
         self._keys_of: FileSet | None = None  # the files whose keys are indexed
         self._tasks: list[asyncio.Task[None]] = []
-        self._compacted_ms = broker.parts.clock.now_ms()
+        self._compacted_ms = broker.parts.clock.elapsed_ms()
         self.watch = TableWatch(broker.parts, broker.mover)
 
     def start(self) -> None:
@@ -277,7 +277,7 @@ class Upkeep:
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless a compactor outside does or there is too little of it."""
-        now_ms, rows = self._parts.clock.now_ms(), self._broker.mover.tail_count.rows
+        now_ms, rows = self._parts.clock.elapsed_ms(), self._broker.mover.tail_count.rows
         ours = now_ms >= self._broker.mover.outside_compactor_until_ms
         waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
         if (

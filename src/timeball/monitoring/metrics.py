@@ -185,7 +185,7 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_pipeline_compacts",
             "1 while a pipeline compacts, and the broker leaves that to it.",
-            _flag(broker.mover.outside_compactor_until_ms > now_ms),
+            _flag(broker.mover.outside_compactor_until_ms > parts.clock.elapsed_ms()),
         )
         yield CounterMetricFamily(
             "timeball_rewritten_messages",

@@ -16,6 +16,7 @@ The scheduler may ask several backlogs in turn (scheduler.py), so a backlog know
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,8 +84,12 @@ class Backlog(Protocol):
     # A lower bound of the instants of all that has not been opened. Each backlog keeps it whenever it changes, since
     # the scheduler reads it at every step.
     first_due_ms: int = FAR_MS
-    # The same of what cannot be opened now. It holds up nothing, and nothing after it counts as settled.
-    missing_due_ms: int = FAR_MS
+
+    # It holds up nothing, and nothing after it counts as settled.
+    @property
+    def missing_due_ms(self) -> int:
+        """Return `first_due_ms` of what cannot be opened now, or is due later than its pair says."""
+        return FAR_MS
 
     # Called from the commit's callback, in log order. It must not fail: an exception here stops the log
     # (log/writer.py), since the row is durable and only a recovery would find the promise.
@@ -135,12 +140,15 @@ class Backlog(Protocol):
         """Return these promises in the order of `row_seq`, which ascends (reader thread)."""
         return self.decode_waiting(take_promises(self.reader, row_seq))
 
-    def clock_set_back(self, now_ms: int) -> bool:
-        """Return whether all that is loaded of this backlog must be opened again, as the clock is far behind now."""
+    def clock_stepped(self, now_ms: int, shift_of: Callable[[Int64Array], Int64Array]) -> bool:
+        """Return whether all that is loaded of this backlog must be opened again, as its rows are due at other times.
+
+        `shift_of` gives, by number, how much later than they say durations are due since the clock was set.
+        """
         return False
 
     def holds(self, seq: Int64Array) -> Bools:
-        """Return which of these numbers are this backlog's; asked when `clock_set_back` says so."""
+        """Return which of these numbers are this backlog's; asked when `clock_stepped` says so."""
         return np.ones(len(seq), np.bool_)
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:

@@ -21,6 +21,7 @@ import heapq
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -128,16 +129,22 @@ class Run:
         """Return the latest of these instants."""
         return int(self.promised_ms.max())
 
+    @property
+    def is_shifted(self) -> bool:
+        """Return whether a row is due at another instant than it was promised for."""
+        return self.promised_ms is not self.due and not np.array_equal(self.promised_ms, self.due)
+
     def rows_as_due(self) -> pa.RecordBatch:
-        """Return the rows, those promised for later than now as due when they count as due."""
-        due_ms = np.minimum(self.promised_ms, self.due)
-        return with_column(self.rows, "due_ms", pa.array(due_ms))
+        """Return the rows as due when they count as due; `from_due_ms` is the instant they were promised for."""
+        rows = with_column(self.rows, "due_ms", pa.array(self.due))
+        return with_column(rows, "from_due_ms", pa.array(self.promised_ms, mask=self.promised_ms == self.due))
 
 
 @dataclass(slots=True)
 class FewRun:
     """Rows as values, sorted by (due_ms, seq), each due at the instant it was promised for."""
 
+    is_shifted: ClassVar = False
     due: Int64Array
     seq: Int64Array
     rows: NumberedRows

@@ -49,6 +49,8 @@ class Source:
     decode: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda promises: promises
     external: ExternalDelivery | None = None  # of promises that a dispatcher may bring
     has_own_instants: bool = False  # as of its backlog
+    is_shifted: bool = False  # durations, after a step of the clock (durations.py)
+    in_files: bool = False
     index: DueIndex = field(default_factory=DueIndex)
     locations: Locations = field(default_factory=Locations)
     opened: int = 0  # how often all of it has been opened anew
@@ -80,7 +82,7 @@ class Source:
     def needed_seq(self) -> int | None:
         """Return the oldest row in which one of these lies."""
         # Bodies in files do not need the log.
-        if self.external is not None or not len(self.index):
+        if self.in_files or not len(self.index):
             return None
         return int(self.locations.rows_of(self.index.numbers()).min())
 
@@ -121,6 +123,8 @@ class Loaded:
         self._gathers: list[Gathering] = []
         self._gathering_ms = FAR_MS  # the earliest instant on its way into memory, of what may hold up others
         self._row_bytes = ROW_BYTES_GUESS
+        # Taken out while a gather is under way: its rows that these name are thrown away.
+        self._taken_out: list[Callable[[Int64Array], Bools]] = []
 
     def __len__(self) -> int:
         return self.index_rows + len(self._wheel) + sum(len(gather.seq) for gather in self._gathers)
@@ -151,6 +155,7 @@ class Loaded:
             len(source.index)
             < (OPENED_ROWS_MAX if source.external is None else source.external.rows_max(now_ms))
             for source in self._sources
+            if not source.is_shifted
         )
 
     # -- coming --------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ class Loaded:
     def expect(self, source: Source, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> None:
         """Keep these, whose bodies lie in these rows, or in the table."""
         source.index.add(due_ms, seq)
-        if source.external is None:
+        if not source.in_files:
             source.locations.add(seq, row_seq)
 
     def forget(self, source: Source, is_of_source: Callable[[Int64Array], Bools]) -> None:
@@ -187,6 +192,15 @@ class Loaded:
         # A gather that is under way belongs to the forgotten ones; `_gather` throws its rows away by this number.
         source.opened += 1
         self._drop_bodies(is_of_source)
+
+    def take_out(self, is_gone: Callable[[Int64Array], Bools]) -> None:
+        """Forget these of all sources: they are loaded again, to be due at other instants."""
+        for source in self._sources:
+            if len(source.index):
+                source.index.drop(is_gone)
+        if self._gathering is not None:
+            self._taken_out.append(is_gone)
+        self._drop_bodies(is_gone)
 
     def drop(self, is_gone: Callable[[Int64Array], Bools]) -> None:
         """Let go of promises in files with these numbers; those on their way into memory go when they arrive."""
@@ -226,8 +240,8 @@ class Loaded:
                     continue
                 if not keep.all():
                     run, promised_ms = run.filtered(keep), promised_ms[keep]
-            # Promised for later, and due all the same: a clock was set back (delay_levels).
-            rows = run.rows if last_ms <= now_ms else run.rows_as_due()
+            # Due at another instant than promised: a clock was set (durations.py).
+            rows = run.rows_as_due() if run.is_shifted else run.rows
             recorded_ms = promised_ms if rows is run.rows else pairs_of(rows)[0]
             # In flight from here on: a cancel that comes now is too late, and recovery looks for the release record.
             self._outcomes.hand_out(promised_ms, run.seq, recorded_ms)
@@ -253,7 +267,7 @@ class Loaded:
     def needed_seq(self) -> int | None:
         """Return the oldest row of the log whose body is not in memory, or an older one."""
         rows = [source.needed_seq() for source in self._sources]
-        rows += [int(gather.row_seq.min()) for gather in self._gathers if gather.source.external is None]
+        rows += [int(gather.row_seq.min()) for gather in self._gathers if not gather.source.in_files]
         return min((row for row in rows if row is not None), default=None)
 
     async def wait_held(self) -> None:
@@ -358,6 +372,8 @@ class Loaded:
                 continue  # the clock was set back meanwhile
             if len(run.seq) < len(gather.seq):
                 self._missing(gather, run)
+            for is_gone in self._taken_out:
+                run = run.filtered(~is_gone(run.seq))
             if len(self._outcomes.holds):
                 run = run.filtered(~self._outcomes.holds.contains(run.due, run.seq))
             self._wheel.add_run(run)
@@ -382,13 +398,15 @@ class Loaded:
         """Settle those without a body: no promise at all, or rewritten out of the table because it was settled."""
         gone = ~np.isin(gather.seq, run.seq)
         due, seq = gather.due[gone], gather.seq[gone]
+        if gather.source.is_shifted:
+            return  # settled meanwhile, under the instant it was promised for
         if gather.source.external is None:
             self._outcomes.add_settled(due, seq)
         else:
             assert self._outcomes.is_settled(due, seq).all(), f"opened, and in no file: seq {seq[:9]}"
 
     def _gathered(self, task: asyncio.Task[None]) -> None:
-        self._gathering, self._gathering_ms, self._gathers = None, FAR_MS, []
+        self._gathering, self._gathering_ms, self._gathers, self._taken_out = None, FAR_MS, [], []
         if task.cancelled():
             return
         error = task.exception()

@@ -11,8 +11,8 @@ All methods run on the event loop, in the order in which the log gives out seque
 race, so that a promise handed out cannot be cancelled and a cancelled one is never handed out.
 
 The next instant is kept, and not asked of every part at every step: each change that makes it earlier calls `_expect`.
-A clock that is set back makes no promise due that was not: loaded promises stay loaded. Only a delay level counts from
-the new time (`clock_set_back`).
+A clock that is set makes no message due that has a due time of its own: loaded ones stay loaded. Durations go on
+elapsing: their due times are shifted by the step (durations.py, and `clock_stepped` of delay levels).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from timeball.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.due_wheel import Run
+from timeball.schedule.durations import Durations, Find, is_in
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.loaded import Loaded, Source
@@ -61,15 +63,25 @@ class Scheduler:
         ahead_ms: int,
         gather_bytes: int,
         on_failure: Callable[[BaseException], None],
+        durations: Durations | None = None,
     ) -> None:
-        """Schedule what `backlogs` keep; `table` is the one of them that opens promises in files."""
+        """Schedule what `backlogs` keep, the first of which keeps durations; `table` opens promises in files."""
         self.outcomes, self.external, self.backlogs, self._table = outcomes, external, list(backlogs), table
         self._reader, self._ahead_ms, self._on_failure = reader, ahead_ms, on_failure
+        self._thread = reader_thread
         self._sources = {id(backlog): Source.of(backlog) for backlog in backlogs}
-        self._files = None if table is None else Source(table.read_files, external=external)
+        self._files = None if table is None else Source(table.read_files, external=external, in_files=True)
         files = [] if self._files is None else [self._files]
+        self.durations = Durations(outcomes, lambda: reader.next_seq) if durations is None else durations
+        # Of durations whose due times the clock has shifted: in the log, and in files below a number.
+        self._shifted = Source(backlogs[0].read_bodies, has_own_instants=True, is_shifted=True)
+        self._shifted_files = Source(
+            self._read_shifted_files, has_own_instants=True, is_shifted=True, in_files=True
+        )
+        self._adopting: asyncio.Task[None] | None = None
         self.loaded = Loaded(
-            reader_thread, outcomes, [*self._sources.values(), *files], ahead_ms=ahead_ms,
+            reader_thread, outcomes,
+            [*self._sources.values(), *files, self._shifted, self._shifted_files], ahead_ms=ahead_ms,
             gather_bytes=gather_bytes - gather_bytes // REWRITES_SHARE, on_change=self._look_now, on_failure=on_failure,
         )  # fmt: skip
         self.rewrites = Rewrites(
@@ -86,10 +98,17 @@ class Scheduler:
 
     # -- promises come ---------------------------------------------------------------------------------------
 
-    def add(self, backlog: Backlog, promises: ReadRows, pairs: Pairs, now_ms: int) -> None:
-        """Keep these durable promises, rows of the log that gave them their instants at `now_ms`."""
+    def add(
+        self, backlog: Backlog, promises: ReadRows, pairs: Pairs, now_ms: int, lasting: Bools | None = None
+    ) -> None:
+        """Keep these durable promises, rows of the log that gave them their instants at `now_ms`.
+
+        `lasting`: which of them are durations that began then; None when none is, or the backlog knows.
+        """
         due, seq = pairs
         self.outcomes.waiting_rows += len(seq)
+        if lasting is not None and not self.durations.is_full:
+            self.durations.newest.append((due[lasting], seq[lasting]))
         near = backlog.add(Waiting(due, seq, seq), now_ms)
         self._bound_opening(backlog, due, near)
         if near_rows := int(np.count_nonzero(near)):
@@ -114,6 +133,8 @@ class Scheduler:
                 self._start_opening(table, max(self._now_ms, table.opened_ms - self._ahead_ms))
             await asyncio.wait([self._openings[id(table)][0]])
         table.attach(attachment)
+        if attachment.job == "compact":
+            self.durations.files_to_seq = max(self.durations.files_to_seq, attachment.to_seq)
         self.outcomes.add_late(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)
         self.outcomes.holds.remove(resumes)
         self._expect_opening(table)
@@ -180,8 +201,9 @@ class Scheduler:
         if waits.any():
             kept = Waiting(promises.due_ms[waits], seq[waits], row_seq[waits])
             near = batch.backlog.add(kept, now_ms, Rewritten(promises.row_seq[waits], promises.note[waits]))
+            self.durations.rewritten(kept.due_ms, kept.seq, kept.row_seq)
             self._bound_opening(batch.backlog, kept.due_ms, near)
-            self._expect_loaded(batch.backlog, kept.part(near))
+            self._expect_loaded(batch.backlog, kept.part(near & ~self.durations.contains(kept.seq)))
         self._look_now()
 
     # -- settling them ---------------------------------------------------------------------------------------
@@ -200,7 +222,9 @@ class Scheduler:
     @property
     def settled_before_ms(self) -> int:
         """Return the instant before which every durable promise is settled, durably."""
-        firsts = (self.outcomes.first_in_flight_ms, self.loaded.first_due_ms())
+        # Asked only if a step has shifted some, as this is read once a second.
+        late_ms = self.durations.first_promised_ms() if len(self.durations.known) else FAR_MS
+        firsts = (self.outcomes.first_in_flight_ms, self.loaded.first_due_ms(), late_ms)
         missing = (backlog.missing_due_ms for backlog in self.backlogs)
         return min(self._below_ms(), *missing, *(ms for ms in firsts if ms is not None))
 
@@ -240,6 +264,8 @@ class Scheduler:
 
     async def close(self) -> None:
         """Wait until the reader thread has finished; the node closes the backlogs and their files."""
+        if self._adopting is not None:
+            await asyncio.wait([self._adopting])
         while self._openings:
             await asyncio.wait([task for task, _ in self._openings.values()])
         await self.loaded.wait_idle()
@@ -324,6 +350,8 @@ class Scheduler:
         if not backlog.has_own_instants:
             waits = self.outcomes.may_load(opened.due_ms, opened.seq)
             opened = opened if waits.all() else opened.part(waits)
+        if len(self.durations.known) and (shifted := self.durations.contains(opened.seq)).any():
+            opened = opened.part(~shifted)  # loaded already, for other instants
         near = Waiting(opened.due_ms, opened.seq, opened.row_seq).part(~opened.rewrites)
         self._expect_loaded(backlog, near)
         if opened.rewrites.any():
@@ -354,16 +382,72 @@ class Scheduler:
         was_ms, self._now_ms = self._now_ms, now_ms
         if now_ms < was_ms:
             logger.warning("clock set back back_ms=%d", was_ms - now_ms)
-            for backlog in self.backlogs:
-                if backlog.clock_set_back(now_ms):
-                    self.loaded.forget(self._sources[id(backlog)], backlog.holds)
+        if now_ms < was_ms or (self.durations.has_changed and self.durations.is_off):
+            self._follow_step(now_ms)
         if not 0 <= now_ms - self._marked_ms < MARK_EVERY_MS:
             self._marked_ms = now_ms
             self._move_mark()
 
+    def _follow_step(self, now_ms: int) -> None:
+        """Let all durations be due when they have elapsed, and not when the clock shows what their rows say."""
+        durations, loaded = self.durations, self.loaded
+        durations.apply()
+        for backlog in self.backlogs:
+            if backlog.clock_stepped(now_ms, durations.shift_of):
+                loaded.forget(self._sources[id(backlog)], backlog.holds)
+        before = durations.known
+        for source in (self._shifted, self._shifted_files):
+            loaded.forget(source, lambda seq: is_in(before, seq))
+        shifted = durations.shifted()
+        if durations.find is not None and self._adopting is None:
+            self._adopting = asyncio.get_running_loop().create_task(self._adopt_durations(durations.find))
+            self._adopting.add_done_callback(self._adopted)
+        if not len(shifted.seq):
+            return
+        known = durations.known
+        loaded.take_out(lambda seq: is_in(known, seq))
+        row_seq = durations.rows_of(shifted.seq)
+        in_files = row_seq < durations.files_to_seq
+        for source, chosen in ((self._shifted, ~in_files), (self._shifted_files, in_files)):
+            if chosen.any():
+                loaded.expect(source, shifted.due_ms[chosen], shifted.seq[chosen], row_seq[chosen])
+        logger.info("durations follow the step of the clock messages=%d", len(shifted.seq))
+        self._look_now()
+
+    async def _adopt_durations(self, find: Find) -> None:
+        """Take note of the durations of before the start, as far as the log has them."""
+        from_seq, to_seq = self.durations.files_to_seq, self.durations.begun_seq
+        loop = asyncio.get_running_loop()
+        self.durations.adopt(await loop.run_in_executor(self._thread, find, self._reader, from_seq, to_seq))
+
+    def _adopted(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.critical("reading durations failed reason=%s", error)
+            self._on_failure(error)
+        elif not task.cancelled():
+            self._follow_step(self._now_ms)
+
+    def _read_shifted_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
+        """Return what the files hold of these (reader thread), by the instants that they were promised for."""
+        assert self._table is not None
+        promised_ms = self.durations.promised_of(seq)
+        order = np.lexsort((seq, promised_ms))
+        promised_ms, seq = promised_ms[order], seq[order]
+        # One read for each stretch of instants: a read goes through all rows between its first and its last.
+        cuts = [0, *(np.flatnonzero(np.diff(promised_ms) > self._ahead_ms) + 1).tolist(), len(seq)]
+        return pa.concat_batches(
+            [
+                self._table.read_files(promised_ms[begin:end], seq[begin:end], seq[begin:end])
+                for begin, end in pairwise(cuts)
+            ]
+        )
+
     def _move_mark(self) -> None:
         # Not beyond now: the mark never goes back, and what comes behind it must be remembered by name.
-        self.outcomes.move_mark(self.settled_ms, self._reader.next_seq)
+        mark_ms = self.settled_ms
+        self.outcomes.move_mark(mark_ms, self._reader.next_seq)
+        self.durations.forget_before(mark_ms)
 
     # -- the ticker ------------------------------------------------------------------------------------------
 

@@ -103,8 +103,8 @@ class Ticker:
         until_ms = seen_ms + (FAR_MS if wait_ms is None else wait_ms)
         while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_LOOK_MS) / 1000):
             before_ms, seen_ms = seen_ms, self._clock.now_ms()
-            # The clock went back: the instant it waits for may be hours further away, or a level due at once.
-            if seen_ms < before_ms:
+            # The clock was set: the instant it waits for may be hours further away, or a duration due at once.
+            if seen_ms < before_ms or self._scheduler.durations.has_changed:
                 return
 
     async def _sleep_for(self, seconds: float) -> bool:

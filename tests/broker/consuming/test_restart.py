@@ -176,6 +176,9 @@ def facts(w: QueueLeases) -> tuple[object, ...]:
     )
 
 
+NOW_MS = 1_000  # later than all leases of these tests
+
+
 def test_a_window_goes_on_where_it_ended_and_idle_ones_are_left_out() -> None:
     busy, idle = leases_of_queue(), leases_of_queue()
     take(busy, list(range(6)), pop_ms=7)
@@ -185,8 +188,8 @@ def test_a_window_goes_on_where_it_ended_and_idle_ones_are_left_out() -> None:
     busy.ack_ahead(9)
     busy.last_pop_ms, busy.attempt_id = 7, "x"
     log = StateRows()
-    save(log.opened(kept), [busy, idle])
-    (found,) = pop_leases(log.opened(kept), find_topic, OpenCount())
+    save(log.opened(kept), [busy, idle], lambda ms: ms)
+    (found,) = pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS)
     assert facts(found) == facts(busy) and found.attempt_id == "x"
     found.done(1)
     assert found.first_open == 2
@@ -196,11 +199,11 @@ def test_it_is_found_once() -> None:
     busy = leases_of_queue()
     take(busy, [0])
     log = StateRows()
-    assert pop_leases(log.opened(kept), find_topic, OpenCount()) == []
+    assert pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS) == []
     assert log.count == 0
-    save(log.opened(kept), [busy])
-    assert len(pop_leases(log.opened(kept), find_topic, OpenCount())) == 1
-    assert pop_leases(log.opened(kept), find_topic, OpenCount()) == []
+    save(log.opened(kept), [busy], lambda ms: ms)
+    assert len(pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS)) == 1
+    assert pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS) == []
 
 
 @on_node()
@@ -211,3 +214,14 @@ async def test_what_was_moved_while_nobody_looked_is_forgotten(world: World) -> 
     await world.restart()
     await world.broker.commit_offsets("g", "orders", {0: 1})
     assert (await world.broker.consuming.receive(ReceiveRequest("g", "orders"), 0)).rows.num_rows == 2
+
+
+def test_a_lease_from_the_future_lasts_no_longer_than_its_whole_time() -> None:
+    """The clock was set back while no broker ran."""
+    busy = leases_of_queue()
+    take(busy, [0], pop_ms=NOW_MS + 500)
+    lasting_ms = busy.in_flight[0].deadline_ms - busy.in_flight[0].pop_ms
+    log = StateRows()
+    save(log.opened(kept), [busy], lambda ms: ms)
+    (found,) = pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS)
+    assert found.in_flight[0].deadline_ms == NOW_MS + lasting_ms

@@ -29,7 +29,7 @@ def queue_of(dues: list[int], duration_ms: int | None = WAIT_MS, first_seq: int 
 
 
 def stretches(queue: LevelQueue) -> list[tuple[int, int, bool]]:
-    return [(s.next, s.end, s.at_once_ms is not None) for s in queue.stretches]
+    return [(s.next, s.end, s.shift_ms != 0) for s in queue.stretches]
 
 
 DUES = st.lists(st.integers(0, 50), min_size=1, max_size=40)
@@ -104,20 +104,42 @@ def test_rows_are_found_by_number_from_the_offset_on(dues: list[int], low: int, 
 
 
 @given(dues=st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), now_ms=st.integers(0, 500))
-def test_what_is_further_away_than_the_level_is_long_counts_as_due(dues: list[int], now_ms: int) -> None:
+def test_nothing_waits_longer_than_the_level_is_long(dues: list[int], now_ms: int) -> None:
     queue = queue_of(dues)
     queue.notice_set_back(now_ms)
-    far = [at for at, due in enumerate(dues) if due > now_ms + WAIT_MS]
+    shift_ms = min(0, now_ms + WAIT_MS - dues[-1])
     picked = {
         seq: due
         for released, _, seqs in queue.open(now_ms + 1, 1_000)
         for due, seq in zip(released.tolist(), seqs.tolist(), strict=True)
     }
-    assert picked == {
-        10 + 3 * at: due if at not in far else now_ms
-        for at, due in enumerate(dues)
-        if due <= now_ms or at in far
+    assert picked == {10 + 3 * at: due + shift_ms for at, due in enumerate(dues) if due + shift_ms <= now_ms}
+
+
+@given(
+    dues=st.lists(st.integers(0, 500), min_size=1, max_size=30),
+    cut=st.integers(0, 30),
+    now_ms=st.integers(0, 500),
+)
+def test_entries_are_due_by_the_shifts_of_their_numbers(dues: list[int], cut: int, now_ms: int) -> None:
+    queue = queue_of(dues, duration_ms=None)
+    shifts = [-40 if at < cut else 7 for at in range(len(dues))]
+    queue.rebuild(lambda seq: np.array([shifts[(one - 10) // 3] for one in seq.tolist()], np.int64))
+    picked = {
+        seq: (released, due)
+        for parts in queue.open(now_ms + 1, 1_000)
+        for released, due, seq in zip(*(column.tolist() for column in parts), strict=True)
     }
+    assert picked.keys() <= {10 + 3 * at for at in range(len(dues))}
+    for at, (due, shift_ms) in enumerate(zip(dues, shifts, strict=True)):
+        # Behind an entry of its stretch that is not due it waits for that one.
+        if (found := picked.get(10 + 3 * at)) is not None:
+            assert found == (due + shift_ms, due) and due + shift_ms <= now_ms
+        else:
+            assert due + shift_ms > now_ms
+    assert queue.first_late_ms() >= min(
+        due for due, shift_ms in zip([*dues, 999], [*shifts, 1], strict=True) if shift_ms > 0
+    )
 
 
 def test_what_comes_after_a_step_of_the_clock_waits_as_long_as_any() -> None:

@@ -77,7 +77,7 @@ class Consuming:
         self._parts, self._waiters, self._policy = parts, waiters, policy
         self._save_offsets, self._loop = save_offsets, asyncio.get_running_loop()
         count = OpenCount()
-        kept = restart.pop_leases(parts.in_flight, parts.topics.find_topic, count)
+        kept = restart.pop_leases(parts.in_flight, parts.topics.find_topic, count, parts.clock.now_ms())
         self.leases = Leases(parts.offsets, waiters, count, kept)
         self._memory = MemoryLeases(parts, appender, waiters, self.leases)
         self._log = LogLeases(parts, appender, self.leases)
@@ -228,7 +228,7 @@ class Consuming:
         elif request.in_log:
             pop_ms = NO_RECEIPT  # the receipts name promises
         selection = Selection(
-            max(0, min(request.rows, room)), pop_ms, now_ms + request.invisible_ms,
+            max(0, min(request.rows, room)), pop_ms, self._parts.clock.read_elapsed_ms + request.invisible_ms,
             in_order=request.in_order, attempt_id=request.attempt_id,
         )  # fmt: skip
         for queue in queues:

@@ -130,7 +130,8 @@ class GroupPlaces:
             lease = queue.in_flight.get(offset)
             if lease is not None:
                 state = WAITING if offset in queue.nacked else LEASED
-                return GroupPlace(group, state, attempts + 1 + lease.times, lease.deadline_ms)
+                until_ms = self._parts.clock.as_wall(lease.deadline_ms)
+                return GroupPlace(group, state, attempts + 1 + lease.times, until_ms)
             is_open = offset >= queue.next_offset and offset not in queue.acked_ahead
             if is_open or (lease := queue.returned.get(offset)) is not None:
                 return GroupPlace(group, WAITING, attempts + (0 if lease is None else lease.times))

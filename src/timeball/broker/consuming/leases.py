@@ -39,7 +39,7 @@ class Lease:
     seq: int
     size_bytes: int
     pop_ms: int  # makes the receipt; NO_RECEIPT while no receipt is valid for the position
-    deadline_ms: int
+    deadline_ms: int  # by `SchedulerClock.elapsed_ms`
     in_order: bool = False
     times: int = 0  # in order: how many leases of this position ended without an acknowledgement
     nacked_ms: int | None = None  # when a member gave it back, while it waits for its next delivery

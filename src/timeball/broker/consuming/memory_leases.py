@@ -47,7 +47,7 @@ class MemoryLeases:
         await self.redelivery.close()
         if self._parts.writer.failed is None:
             await self._parts.writer.flushed()  # rows under way to the log are done, and not in flight
-            restart.save(self._parts.in_flight, self._leases.all())
+            restart.save(self._parts.in_flight, self._leases.all(), self._parts.clock.as_wall)
 
     def hold(self, selection: Selection) -> None:
         """Bring the positions of a selection back at its deadline."""
@@ -89,7 +89,7 @@ class MemoryLeases:
             return None
         queue, lease = found
         now_ms = self._parts.clock.now_ms()
-        lease.deadline_ms = now_ms + invisible_ms
+        lease.deadline_ms = self._parts.clock.elapsed_ms() + invisible_ms
         queue.held_again(receipt.offset)
         if not lease.in_order:
             # Always another number, or the old receipt would still be valid.

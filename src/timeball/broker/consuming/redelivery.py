@@ -157,7 +157,7 @@ class Redelivery:
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
-            now_ms = self._parts.clock.now_ms()
+            now_ms = self._parts.clock.elapsed_ms()
             jobs = [job for due in self._deadlines.pop_due(now_ms) for job in self._expired(*due)]
             # Written as promises for the ends of their leases: the group's stored offset can then move on.
             jobs += [(queue, _void(queue, _oldest(queue)), True) for queue in self._too_wide]
@@ -167,7 +167,7 @@ class Redelivery:
                 await asyncio.gather(*(self._try_write(*job) for job in jobs))
                 continue
             next_ms = self._deadlines.next_ms()
-            # A wall clock that is set forward announces nothing, so it is read again and again (see ticker.py).
+            # A machine that was suspended announces nothing, so the clock is read again and again (see ticker.py).
             timeout = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_LOOK_MS) / 1000
             try:
                 async with asyncio.timeout(timeout):
@@ -233,7 +233,7 @@ class Redelivery:
         lease = one.lease
         lease.pop_ms = one.pop_ms
         # Not at once: what refused the write, a full disk for example, is seldom over in a millisecond.
-        lease.deadline_ms = max(lease.deadline_ms, self._parts.clock.now_ms() + AGAIN_MS)
+        lease.deadline_ms = max(lease.deadline_ms, self._parts.clock.elapsed_ms() + AGAIN_MS)
         self.expect(queue, [one.offset], lease.pop_ms, lease.deadline_ms)
 
     async def _write_part(self, queue: QueueLeases, part: list[_Voided], *, later: bool, dead: bool) -> None:
@@ -256,7 +256,7 @@ class Redelivery:
         topics = redelivery_rows.topics_after(again, retry.dead_letter_topic(queue.group), times, times_max)
         for name in set(topics):
             parts.topics.ensure(name, 1)
-        due_ms = np.array([one.lease.deadline_ms for one in kept], dtype=np.int64)
+        due_ms = np.array([parts.clock.as_wall(one.lease.deadline_ms) for one in kept], dtype=np.int64)
         batch = redelivery_rows.build(
             rows,
             kind=Kind.PROMISE if later else Kind.MESSAGE,

@@ -77,55 +77,61 @@ def skip_done(parts: Components, leases: Leases, found: Positions) -> None:
 # ---- an orderly stop -----------------------------------------------------------------------------------------------
 
 
-def save(kept: MetaTable[SavedLeases], queues: Iterable[QueueLeases]) -> None:
-    """Append the queues that are not idle to the log."""
+def save(kept: MetaTable[SavedLeases], queues: Iterable[QueueLeases], as_wall: Callable[[int], int]) -> None:
+    """Append the queues that are not idle to the log; `as_wall` gives the instants of deadlines."""
     # `@` stands in no name (check_name), so the keys are distinct.
     named = ((f"{q.group}@{q.topic}@{q.queue_id}", q) for q in queues if not q.idle)
-    kept.put((name, saved(queue)) for name, queue in named)
+    kept.put((name, saved(queue, as_wall)) for name, queue in named)
 
 
 def pop_leases(
-    kept: MetaTable[SavedLeases], find_topic: Callable[[str], Topic | None], count: OpenCount
+    kept: MetaTable[SavedLeases], find_topic: Callable[[str], Topic | None], count: OpenCount, now_ms: int
 ) -> list[QueueLeases]:
-    """Return the leases that the last stop has left, and delete them from the log: the next start finds none."""
+    """Return the leases that the last stop has left, and delete them from the log: the next start finds none.
+
+    A lease that seems to have begun after `now_ms` began before the clock was set back. None of them lasts longer than
+    its whole time from now on.
+    """
     # A topic that was deleted since has taken its messages with it, and their leases.
     both = [(one, find_topic(one.topic)) for one in kept.values.values()]
-    found = [_restored(one, topic, count) for one, topic in both if topic is not None]
+    found = [_restored(one, topic, count, now_ms) for one, topic in both if topic is not None]
     # Deleted at once: leases of an older stop must not come back after a crash, when they have ended long ago.
     kept.put([(name, None) for name in kept.values])
     return found
 
 
-def saved(queue: QueueLeases) -> SavedLeases:
+def saved(queue: QueueLeases, as_wall: Callable[[int], int]) -> SavedLeases:
     """Return the leases of one queue as they are kept."""
     return SavedLeases(
         queue.group, queue.topic, queue.queue_id, queue.next_offset, queue.stored_offset,
-        queue.last_pop_ms, queue.attempt_id, [_as_row(*item) for item in queue.in_flight.items()],
-        [_as_row(*item) for item in queue.returned.items()], sorted(queue.acked_ahead), queue.in_log,
+        queue.last_pop_ms, queue.attempt_id, [_as_row(*item, as_wall) for item in queue.in_flight.items()],
+        [_as_row(*item, as_wall) for item in queue.returned.items()], sorted(queue.acked_ahead), queue.in_log,
     )  # fmt: skip
 
 
-def _restored(kept: SavedLeases, topic: Topic, count: OpenCount) -> QueueLeases:
+def _restored(kept: SavedLeases, topic: Topic, count: OpenCount, now_ms: int) -> QueueLeases:
     queue = QueueLeases(
         kept.group, kept.topic, kept.queue_id, topic.queues[kept.queue_id].index,
         kept.next_offset, kept.stored_offset, count,
         last_pop_ms=kept.last_pop_ms, attempt_id=kept.attempt_id, in_log=kept.in_log,
     )  # fmt: skip
     in_flight, returned = (
-        {row.offset: _lease(row) for row in rows} for rows in (kept.in_flight, kept.returned)
+        {row.offset: _lease(row, now_ms) for row in rows} for rows in (kept.in_flight, kept.returned)
     )
     queue.restore(in_flight, returned, set(kept.acked_ahead))
     return queue
 
 
-def _as_row(offset: int, lease: Lease) -> SavedLease:
+def _as_row(offset: int, lease: Lease, as_wall: Callable[[int], int]) -> SavedLease:
     return SavedLease(
-        offset, lease.seq, lease.size_bytes, lease.pop_ms, lease.deadline_ms, lease.in_order, lease.times,
+        offset, lease.seq, lease.size_bytes, lease.pop_ms, as_wall(lease.deadline_ms), lease.in_order, lease.times,
         lease.nacked_ms, lease.nack_reason,
     )  # fmt: skip
 
 
-def _lease(row: SavedLease) -> Lease:
+def _lease(row: SavedLease, now_ms: int) -> Lease:
+    # A start's elapsed time begins at the wall's. The receipt says when the lease began, or was last renewed.
+    deadline_ms = row.deadline_ms - max(0, row.pop_ms - now_ms)
     return Lease(
-        row.seq, row.size_bytes, row.pop_ms, row.deadline_ms, row.in_order, row.times, row.nacked_ms, row.nack_reason
+        row.seq, row.size_bytes, row.pop_ms, deadline_ms, row.in_order, row.times, row.nacked_ms, row.nack_reason
     )  # fmt: skip

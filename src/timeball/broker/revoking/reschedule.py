@@ -47,7 +47,9 @@ async def reschedule(
     """Move what waits of these to an instant, or so far from now; raise InvalidDelay, and what a send raises."""
     parts = look_ups.parts
     instant_ms = _instant_ms(parts, due_ms, delay_ms)
-    return await settle(look_ups, names, partial(_move, parts, appender, instant_ms))
+    return await settle(
+        look_ups, names, partial(_move, parts, appender, instant_ms, is_lasting=delay_ms is not None)
+    )
 
 
 def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> int:
@@ -67,7 +69,7 @@ def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> 
 
 
 async def _move(
-    parts: Components, appender: Appender, due_ms: int, candidates: list[Candidate]
+    parts: Components, appender: Appender, due_ms: int, candidates: list[Candidate], *, is_lasting: bool
 ) -> dict[int, Verdict]:
     told: dict[int, Verdict] = {}
     for at in range(0, len(candidates), ROWS_AT_ONCE):
@@ -79,13 +81,20 @@ async def _move(
         )  # fmt: skip
         for frame in in_frames(rows) if rows.num_rows else ():
             told |= await _move_frame(
-                parts, appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()]
-            )
+                parts, appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()],
+                is_lasting=is_lasting,
+            )  # fmt: skip
     return told
 
 
 async def _move_frame(
-    parts: Components, appender: Appender, due_ms: int, rows: pa.RecordBatch, candidates: list[Candidate]
+    parts: Components,
+    appender: Appender,
+    due_ms: int,
+    rows: pa.RecordBatch,
+    candidates: list[Candidate],
+    *,
+    is_lasting: bool,
 ) -> dict[int, Verdict]:
     parts.writer.check_room()
     now_ms = parts.clock.now_ms()
@@ -107,8 +116,9 @@ async def _move_frame(
     moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
     mask = pa.array(waited)
     appended = appender.append(
-        as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves)
-    )
+        as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves),
+        is_lasting=is_lasting,
+    )  # fmt: skip
     await appended.durable
     parts.rates.add_each(Stat.RESCHEDULED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}

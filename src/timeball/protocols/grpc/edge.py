@@ -41,7 +41,7 @@ class GrpcEdge:
             ReceiptHandles(broker.parts.receipt_secret.get),
             ByteShares(UNREAD_BYTES_MAX),
         )
-        self._renewals = Renewals(broker.consuming, context.sessions, broker.parts.clock.now_ms)
+        self._renewals = Renewals(broker.consuming, context.sessions, broker.parts.clock.elapsed_ms)
         rooms = [
             Routes(context).handlers,
             Sends(context).handlers,

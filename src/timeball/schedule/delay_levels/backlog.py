@@ -4,8 +4,9 @@ A promise is an entry of its queue's index, which the log's own code has written
 nothing else to keep. Opened are the heads of all queues, and promises added for the next seconds to a queue in which
 none waits before them.
 
-A clock that is set back: a promise due further away than its level is long counts as due at once, as in RocketMQ. Each
-queue is searched for these entries from its offset on, so all that is loaded of this backlog is opened again.
+A level is a duration: when the clock is set, its entries are due earlier or later by the step. Each queue is looked
+through from its offset on, so all that is loaded of this backlog is opened again. After a restart no entry waits longer
+than its level is long.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from timeball.log.reader import LogReader
 from timeball.message import Int64Array, int64
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.levels import LevelTable, restored
-from timeball.schedule.delay_levels.queue import LevelQueue
+from timeball.schedule.delay_levels.queue import LevelQueue, ShiftOf
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import KINDS, Waiting, as_promises
 from timeball.schedule.outcomes import Outcomes, Settled
@@ -56,6 +57,8 @@ class DelayLevels(Backlog):
         self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
         self._ahead_ms = ahead_ms
         self._queues: dict[int, LevelQueue] = {}
+        # The earliest instant of entries that a step has made due later, and the ends of the queues then.
+        self._late_ms, self._late_until = FAR_MS, dict[int, int]()
 
     # -- the five questions ----------------------------------------------------------------------------------
 
@@ -132,12 +135,23 @@ class DelayLevels(Backlog):
         """Return promises with the topics and queues that they are for."""
         return restored(promises)
 
-    def clock_set_back(self, now_ms: int) -> bool:
+    @property
+    def missing_due_ms(self) -> int:
+        """Return the earliest instant of what is due later than it says: until then it must not count as settled."""
+        if self._late_ms < FAR_MS:
+            self._advance()
+            if all(self._queues[number].low >= end for number, end in self._late_until.items()):
+                self._late_ms = FAR_MS
+        return self._late_ms
+
+    def clock_stepped(self, now_ms: int, shift_of: ShiftOf) -> bool:
         """Look through all queues again, and say that all of it is to be opened again."""
         self._advance()
         for queue in self._queues.values():
-            queue.rebuild()
+            queue.rebuild(shift_of)
             queue.notice_set_back(now_ms)
+        self._late_ms = min((queue.first_late_ms() for queue in self._queues.values()), default=FAR_MS)
+        self._late_until = {number: queue.known for number, queue in self._queues.items()}
         self._keep_first()
         return True
 

@@ -2,8 +2,9 @@
 
 An entry of the consume queue holds the sequence number and, in its tag field, the due time, so that the scan
 opens no message. All messages of a level wait equally long: the queue is sorted by due time, and due entries are found
-by a search. A clock that is set back breaks that, once a step; so does a level that got shorter. Then the queue is
-several *stretches*, each sorted by itself, and none blocks another.
+by a search. A clock that is set breaks that, once a step; so does a level that got shorter. Then the queue is several
+*stretches*, each sorted by itself, and none blocks another. Entries wait for a duration, so a stretch may be due
+earlier or later than its entries say: by its shift (schedule/durations.py).
 
     … settled … | low … opened, or settled out of turn … | stretch: next … end | stretch: next … end |
 
@@ -12,6 +13,7 @@ several *stretches*, each sorted by itself, and none blocks another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,7 @@ from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Outcomes
 
 Columns = tuple[Int64Array, Int64Array, Int64Array]  # when to release, when it was promised for, number
+ShiftOf = Callable[[Int64Array], Int64Array]  # by number, how much later than it says an entry is due
 
 
 @dataclass(slots=True)
@@ -34,12 +37,12 @@ class Stretch:
     end: int
     head_ms: int  # due time of entry `next`
     last_ms: int  # and of entry `end - 1`
-    at_once_ms: int | None = None  # the clock was set back to here: they count as due then, if not before
+    shift_ms: int = 0  # so much later than they say the entries count as due; negative: earlier
 
     @property
     def first_due_ms(self) -> int:
         """Return when the first entry counts as due."""
-        return self.head_ms if self.at_once_ms is None else min(self.head_ms, self.at_once_ms)
+        return self.head_ms + self.shift_ms
 
 
 class LevelQueue:
@@ -79,26 +82,28 @@ class LevelQueue:
         self._extend(offset + near, due[near:])
         return _seq(entries[:near]) if near else None
 
-    def rebuild(self) -> None:
+    def rebuild(self, shift_of: ShiftOf | None = None) -> None:
         """Count all entries from `low` on as not opened; those that are settled are left out later."""
         self.stretches, offset, self.known = [], self.low, self.index.max_offset
         while offset < self.known:
             entries = self.index.read(offset, min(CHUNK, self.known - offset))
-            self._extend(offset, _due(entries))
+            self._extend(offset, _due(entries), None if shift_of is None else shift_of(_seq(entries)))
             offset += len(entries)
 
-    def _extend(self, offset: int, due: Int64Array) -> None:
+    def _extend(self, offset: int, due: Int64Array, shift_ms: Int64Array | None = None) -> None:
         if not len(due):
             return
-        # Wherever the instants go back, another stretch begins.
-        begins = np.concatenate(([0], np.flatnonzero(np.diff(due) < 0) + 1))
+        shift_ms = np.zeros(len(due), np.int64) if shift_ms is None else shift_ms
+        # Wherever the instants go back, or count otherwise, another stretch begins.
+        begins = np.concatenate(([0], np.flatnonzero((np.diff(due) < 0) | (np.diff(shift_ms) != 0)) + 1))
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(due)], strict=True):
             last, head_ms = self.stretches[-1] if self.stretches else None, int(due[begin])
+            shift, last_ms = int(shift_ms[begin]), int(due[end - 1])
             # The usual case: the new entries go on where the last stretch ends, and no stretch is added.
-            if last and last.at_once_ms is None and last.end == offset + begin and last.last_ms <= head_ms:
-                last.end, last.last_ms = offset + end, int(due[end - 1])
+            if last and last.shift_ms == shift and last.end == offset + begin and last.last_ms <= head_ms:
+                last.end, last.last_ms = offset + end, last_ms
             else:
-                self.stretches.append(Stretch(offset + begin, offset + end, head_ms, int(due[end - 1])))
+                self.stretches.append(Stretch(offset + begin, offset + end, head_ms, last_ms, shift))
 
     # -- going -----------------------------------------------------------------------------------------------
 
@@ -111,9 +116,7 @@ class LevelQueue:
         found = []
         for stretch in [stretch for stretch in self.stretches if stretch.first_due_ms < until_ms]:
             end = min(stretch.end, stretch.next + rows_max)
-            # All of a stretch that counts as due at once is.
-            before_ms = until_ms if stretch.at_once_ms is None else FAR_MS
-            entries = leading(self._read, "tag", stretch.next, end, before_ms)
+            entries = leading(self._read, "tag", stretch.next, end, until_ms - stretch.shift_ms)
             stretch.next += len(entries)
             if stretch.next == stretch.end:
                 self.stretches.remove(stretch)
@@ -121,8 +124,7 @@ class LevelQueue:
                 stretch.head_ms = int(_due(self.index.read(stretch.next, 1))[0])
             due = _due(entries)
             # `due` goes along: outcomes know a promise by the instant that it was accepted for.
-            released = due if stretch.at_once_ms is None else np.minimum(due, stretch.at_once_ms)
-            found.append((released, due, _seq(entries)))
+            found.append((due + stretch.shift_ms if stretch.shift_ms else due, due, _seq(entries)))
         return found
 
     def _read(self, begin: int, end: int) -> EntryArray:
@@ -131,31 +133,22 @@ class LevelQueue:
     # -- clocks ----------------------------------------------------------------------------------------------
 
     def notice_set_back(self, now_ms: int) -> None:
-        """Count entries due further away than the level is long as due now: their clock was set back since."""
+        """Let no entry wait longer than the level is long: one that would was accepted before the clock was set back.
+
+        By how much it was set back while no broker ran is not known. The last entry of such a stretch waits for the
+        whole duration, and those before it for as much less as they were accepted earlier.
+        """
         if self._duration_ms is None:
             return
-        far_ms = now_ms + self._duration_ms
-        if any(stretch.last_ms > far_ms for stretch in self.stretches):
-            self.stretches = [part for s in self.stretches for part in self._split(s, far_ms, now_ms)]
-
-    def _split(self, stretch: Stretch, far_ms: int, now_ms: int) -> list[Stretch]:
-        if stretch.at_once_ms is not None or stretch.last_ms <= far_ms:
-            return [stretch]
-        low, high = stretch.next, stretch.end
-        while low < high:
-            middle = (low + high) // 2
-            if int(_due(self.index.read(middle, 1))[0]) <= far_ms:
-                low = middle + 1
-            else:
-                high = middle
-        head_ms = int(_due(self.index.read(low, 1))[0])
-        parts = [Stretch(low, stretch.end, head_ms, stretch.last_ms, at_once_ms=now_ms)]
-        if low > stretch.next:
-            before_ms = int(_due(self.index.read(low - 1, 1))[0])
-            parts.insert(0, Stretch(stretch.next, low, stretch.head_ms, before_ms))
-        return parts
+        for stretch in self.stretches:
+            stretch.shift_ms = min(stretch.shift_ms, now_ms + self._duration_ms - stretch.last_ms)
 
     # -- what is settled -------------------------------------------------------------------------------------
+
+    def first_late_ms(self) -> int:
+        """Return the earliest instant of entries that count as due later; FAR_MS when none does."""
+        late = (stretch.head_ms for stretch in self.stretches if stretch.shift_ms > 0)
+        return min(late, default=FAR_MS)
 
     def advance(self, outcomes: Outcomes) -> None:
         """Move `low` past settled entries."""

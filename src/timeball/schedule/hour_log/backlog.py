@@ -113,6 +113,11 @@ class HourLog(Backlog):
     # -- the table -------------------------------------------------------------------------------------------
 
     @property
+    def missing_due_ms(self) -> int:
+        """See Backlog."""
+        return self.pending.missing_due_ms
+
+    @property
     def opened_ms(self) -> int:
         """Return the instant up to which it has been opened."""
         return self._opened_ms
@@ -173,7 +178,6 @@ class HourLog(Backlog):
 
     def _keep_first(self) -> None:
         self.first_due_ms = min(self._tail.first_due_ms, self.pending.first_due_ms)
-        self.missing_due_ms = self.pending.missing_due_ms
 
     def _survey(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
         window = survey(files, until_ms)

@@ -1,0 +1,73 @@
+"""Which scheduled messages are due after a duration, and not at a time that their sender has named.
+
+    leases and retries     a topic that brings messages back to a group, or its dead letters
+    a relative delay       `accepted_ms` of the PROMISE row: the delay counts from there
+    RocketMQ's timers      TIMER_DELAY_MS or TIMER_DELAY_SEC among the properties
+
+Messages of a delay level are durations too: they wait in their level's queue (schedule/delay_levels). The rows say it
+all, so that a start can tell. In the data files of the pending table nothing says it: what lay there at the start
+follows the wall clock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.log.reader import LogReader
+from timeball.message import DLQ_PREFIX, PROPERTY_NAME_END, READ_SCHEMA, RETRY_PREFIX, Kind, int64
+from timeball.schedule import locations
+from timeball.schedule.backlog import Bools
+from timeball.schedule.durations import Found
+from timeball.schedule.locations import Waiting
+
+_TIMERS = [f"{name}{PROPERTY_NAME_END}" for name in ("TIMER_DELAY_MS", "TIMER_DELAY_SEC")]
+TIMER_PREFIX = b"TIMER_DELAY_"
+_AGAIN = (RETRY_PREFIX, DLQ_PREFIX)
+_PROPERTIES = READ_SCHEMA.get_field_index("properties")
+_COLUMNS = (
+    "seq", "kind", "topic", "properties", "store_ms", "due_ms", "queue_offset", "accepted_ms", "source_seq",
+    "version_seq", "from_due_ms",
+)  # fmt: skip
+_BATCH_ROWS = 65_536
+_NONE = np.empty(0, np.int64)
+
+
+def lasting_in(promises: pa.RecordBatch) -> Bools | None:
+    """Return which of these PROMISE and MOVED rows are durations; None when none is."""
+    topic, properties, accepted = (promises.column(name) for name in ("topic", "properties", "accepted_ms"))
+    lasting = np.asarray(pc.or_(*(pc.starts_with(topic, prefix) for prefix in _AGAIN)), dtype=np.bool_)
+    if accepted.null_count < len(accepted):
+        lasting |= np.asarray(accepted.is_valid()) & (promises.column("kind").to_numpy() == Kind.PROMISE)
+    if properties.null_count < len(properties):
+        for name in _TIMERS:
+            lasting |= np.asarray(pc.match_substring(properties, name).fill_null(False))
+    return lasting if lasting.any() else None
+
+
+def lasting_of(promises: ReadRows) -> Bools | None:
+    """Return the same of the promises among a few sends, none of which has a relative delay of ours."""
+    if not isinstance(promises, NumberedRows):
+        return lasting_in(promises)
+    texts = [row[_PROPERTIES] or "" for row in promises.values]
+    lasting = np.array([any(name in text for name in _TIMERS) for text in texts], dtype=np.bool_)
+    return lasting if lasting.any() else None
+
+
+def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
+    """Return the durations among the rows from `from_seq` on, each in the last of its rows; blocking."""
+    parts, stored = [Waiting(_NONE, _NONE, _NONE)], [_NONE]
+    begin = max(from_seq, reader.first_seq)
+    for rows in reader.coalesced(begin, to_seq, locations.KINDS, _BATCH_ROWS, _COLUMNS):
+        promises = locations.waiting_rows(rows)
+        if promises.num_rows and (lasting := lasting_in(promises)) is not None:
+            promises = promises.filter(pa.array(lasting))
+            parts.append(locations.waiting_in(promises))
+            stored.append(int64(promises.column("store_ms")))
+    waiting, store_ms = Waiting.joined(parts), np.concatenate(stored)
+    # Reversed, since `unique` names the first row of each number: now that is the last one in the log.
+    _, at = np.unique(waiting.seq[::-1], return_index=True)
+    last = len(waiting) - 1 - at
+    return Found(waiting.part(last), store_ms[last])

@@ -1,0 +1,281 @@
+"""Leases, retries and relative delays follow elapsed time: a clock that is set makes none of them shorter or longer.
+
+Due times that a sender names follow the clock, as before. All of it with each strategy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.broker.consuming.subscriber import AGAIN, MINUTE_MS, bodies, engine, in_queue, receive, send
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.clock import PROBATION_MS, STEP_MS
+from timeball.config import STRATEGIES
+from timeball.message import Kind
+
+# By how much the wall is set: large and small, back and forward.
+STEPS_MS = (-24 * HOUR_MS, -HOUR_MS, -STEP_MS, -200, 200, STEP_MS, HOUR_MS, 24 * HOUR_MS)
+# A small step back is followed once a second.
+FOLLOWS_MS = STEP_MS
+
+LATER = "later"
+
+TURNS = 8  # of the loop: those who were woken have looked at the clock
+
+Make = Callable[[World], Awaitable[None]]
+
+
+async def lease(world: World) -> None:
+    await send(world, [b"a"])
+    assert bodies(await receive(world, invisible_ms=MINUTE_MS)) == [b"a"]
+
+
+async def lease_in_memory(world: World) -> None:
+    await send(world, [b"a"])
+    assert bodies(await receive(world, invisible_ms=MINUTE_MS, in_log=False)) == [b"a"]
+
+
+async def nack(world: World) -> None:
+    await send(world, [b"a"])
+    [receipt] = (await receive(world, invisible_ms=HOUR_MS)).receipts
+    assert await engine(world).nack(receipt, MINUTE_MS, "busy")
+
+
+async def nack_in_memory(world: World) -> None:
+    await send(world, [b"a"])
+    [receipt] = (await receive(world, invisible_ms=HOUR_MS, in_log=False)).receipts
+    assert await engine(world).nack(receipt, MINUTE_MS, "busy")
+
+
+async def change(world: World) -> None:
+    await send(world, [b"a"])
+    [receipt] = (await receive(world, invisible_ms=10 * SECOND_MS)).receipts
+    assert await engine(world).change_invisible_time(receipt, MINUTE_MS)
+
+
+async def delay(world: World) -> None:
+    await world.broker.send(batch(1, topic=[LATER], body=[b"a"], delay_ms=[MINUTE_MS]))
+
+
+async def level(world: World) -> None:
+    await world.broker.send(batch(1, topic=[LATER], body=[b"a"], delay_level=[5]))
+
+
+async def timer(world: World) -> None:
+    """As remoting's edge hands it over: the delay has become an instant, and its property says that it was one."""
+    await world.broker.send(
+        batch(1, topic=[LATER], body=[b"a"], due_ms=[world.clock.wall + MINUTE_MS],
+              properties=[f"TIMER_DELAY_MS\x01{MINUTE_MS}\x02"])
+    )  # fmt: skip
+
+
+async def moved(world: World) -> None:
+    await world.broker.send(
+        batch(1, topic=[LATER], body=[b"a"], unique_key=["k"], due_ms=[world.clock.wall + HOUR_MS])
+    )
+    [verdict] = await world.broker.reschedule(ids=["k"], delay_ms=MINUTE_MS)
+    assert verdict.verdict == "rescheduled"
+
+
+DURATIONS = [lease, lease_in_memory, nack, nack_in_memory, change, delay, level, timer, moved]
+
+
+async def come(world: World) -> list[bytes]:
+    """What has come, or come again."""
+    return sorted([*await in_queue(world, AGAIN), *await in_queue(world, LATER)])
+
+
+async def looks(world: World, ms: int, *, rows: int = 1) -> int | None:
+    """Let time pass, looked at as a ticker does; return after how long `rows` had come, None when they did not."""
+    passed_ms = 0
+    while passed_ms < ms:
+        nap_ms = min(500, ms - passed_ms)
+        world.clock.advance(nap_ms)
+        passed_ms += nap_ms
+        await settled(world)
+        if len(await come(world)) >= rows:
+            return passed_ms
+    return None
+
+
+async def settled(world: World) -> None:
+    """The ticker and the leases in memory have looked at the clock, and all that this has begun is done."""
+    parts = world.broker.parts
+    world.broker.consuming._memory.redelivery.wake()
+    world.broker.ticker.wake()
+
+    def is_quiet() -> bool:
+        scheduler = parts.scheduler
+        due = scheduler.next_due_ms()
+        held = [one for queue in engine(world).leases.all() for one in queue.in_flight.values()]
+        return (
+            (due is None or due > parts.clock.now_ms())
+            and not (scheduler.is_busy or scheduler.in_flight_rows or scheduler.durations.is_off)
+            and all(one.deadline_ms > parts.clock.elapsed_ms() for one in held)
+        )
+
+    for _ in range(3):
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        await world.until(is_quiet, "all that is due is settled")
+        await parts.writer.flushed()
+
+
+@pytest.mark.parametrize("step_ms", STEPS_MS)
+@pytest.mark.parametrize("make", DURATIONS)
+@on_node()
+async def test_a_duration_elapses_while_the_clock_is_set(world: World, make: Make, step_ms: int) -> None:
+    await make(world)
+    assert await looks(world, 20 * SECOND_MS) is None
+    world.clock.step_wall(step_ms)
+    assert await looks(world, 40 * SECOND_MS - 1) is None, "early"
+    late_ms = FOLLOWS_MS if -STEP_MS <= step_ms < 0 else 1
+    assert await looks(world, late_ms) is not None, "late"
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hour_log"])
+@pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
+@pytest.mark.parametrize("make", [lease, delay, level, moved])
+@on_node()
+async def test_each_strategy_does(world: World, make: Make, step_ms: int, strategy: str) -> None:
+    await world.restart(strategy=strategy)
+    await make(world)
+    world.clock.step_wall(step_ms)
+    assert await looks(world, MINUTE_MS - 1) is None, "early"
+    assert await looks(world, 1) == 1, "late"
+
+
+@pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
+@pytest.mark.parametrize("make", [lease, delay])
+@on_node()
+async def test_what_has_gone_into_a_file_does(world: World, make: Make, step_ms: int) -> None:
+    await make(world)
+    await world.compact()
+    world.clock.step_wall(step_ms)
+    assert await looks(world, MINUTE_MS - 1) is None, "early"
+    assert await looks(world, 1) == 1, "late"
+    world.clock.step_wall(-step_ms)
+    for _ in range(2):
+        assert await looks(world, 2 * PROBATION_MS) is not None
+        await world.restart()
+    assert await come(world) == [b"a"], "once, also after a restart"
+
+
+@pytest.mark.parametrize("make", [lease, lease_in_memory, nack, nack_in_memory, delay, level, timer])
+@on_node()
+async def test_a_clock_set_back_while_no_broker_runs(world: World, make: Make) -> None:
+    """How long it was down is not known then. None waits longer from the start on than its whole duration."""
+    await make(world)
+    assert await looks(world, 20 * SECOND_MS) is None
+    await world.stop()
+    world.clock.step_wall(-HOUR_MS)
+    await world.start()
+    assert await looks(world, 40 * SECOND_MS - 1) is None, "early"
+    assert await looks(world, 20 * SECOND_MS + 1) is not None, "late"
+
+
+@on_node()
+async def test_what_was_there_before_a_restart_follows_too(world: World) -> None:
+    await lease(world)
+    await delay(world)
+    await world.restart()
+    world.clock.step_wall(-HOUR_MS)
+    assert await looks(world, MINUTE_MS - 1) is None, "early"
+    assert await looks(world, 1) == 1, "late"
+    assert await come(world) == [b"a", b"a"]
+
+
+@on_node()
+async def test_again_and_again(world: World) -> None:
+    """Steps in both directions, and messages between them: each elapses by itself, and comes once."""
+    for number, step_ms in enumerate([-HOUR_MS, HOUR_MS, -24 * HOUR_MS, 24 * HOUR_MS, -HOUR_MS]):
+        await world.broker.send(batch(1, topic=[LATER], body=[b"%d" % number], delay_ms=[MINUTE_MS]))
+        world.clock.step_wall(step_ms)
+        await looks(world, 10 * SECOND_MS)
+        assert await come(world) == []
+    for number in range(5):
+        assert await looks(world, 10 * SECOND_MS - 1, rows=number + 1) is None
+        assert await come(world) == [b"%d" % n for n in range(number)]
+        assert await looks(world, 1, rows=number + 1) == 1
+        assert await come(world) == [b"%d" % n for n in range(number + 1)]
+
+
+@on_node()
+async def test_a_due_time_that_its_sender_names_follows_the_clock(world: World) -> None:
+    due_ms = world.clock.wall + MINUTE_MS
+    await world.broker.send(batch(1, topic=[LATER], body=[b"a"], due_ms=[due_ms]))
+    world.clock.step_wall(-HOUR_MS)
+    assert await looks(world, MINUTE_MS) is None
+    world.clock.step_wall(HOUR_MS)
+    assert await looks(world, PROBATION_MS + 500) is not None
+
+
+@pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
+@on_node()
+async def test_a_receipt_is_good_for_as_long_as_its_lease(world: World, step_ms: int) -> None:
+    await send(world, [b"a", b"b"])
+    received = await receive(world, invisible_ms=MINUTE_MS)
+    world.clock.step_wall(step_ms)
+    await looks(world, 30 * SECOND_MS)
+    assert await engine(world).acknowledge(received.receipts[:1]) == [True]
+    await looks(world, 31 * SECOND_MS)
+    assert await engine(world).acknowledge(received.receipts) == [False, False]
+    assert await in_queue(world, AGAIN) == [b"b"]
+
+
+@on_node()
+async def test_the_release_says_when_it_was_due_and_when_it_was_to_be(world: World) -> None:
+    await delay(world)
+    due_ms = world.clock.wall + MINUTE_MS
+    world.clock.step_wall(-HOUR_MS)
+    assert await looks(world, MINUTE_MS) is not None
+    [release] = [
+        row
+        for part in world.broker.read_log(world.broker.parts.reader.first_seq, 1 << 60, [Kind.RELEASE])
+        for row in part.to_pylist()
+    ]
+    assert (release["due_ms"], release["from_due_ms"]) == (due_ms - HOUR_MS, due_ms)
+    assert release["store_ms"] == world.clock.wall
+    assert world.broker.status()["lateness"]["max_ms"] == 0
+
+
+YEAR_MS = 365 * 24 * HOUR_MS
+
+
+@pytest.mark.parametrize("wrong_ms", [4 * YEAR_MS, -16 * YEAR_MS])
+@on_node()
+async def test_a_machine_that_boots_with_a_wrong_date(world: World, wrong_ms: int) -> None:
+    """Without a battery it shows any date until NTP has answered. Nothing waits for years, or is due at once."""
+    await world.stop()
+    world.clock.step_wall(wrong_ms)
+    await world.start()
+    await lease(world)
+    await level(world)
+    await delay(world)
+    world.clock.step_wall(-wrong_ms)
+    assert await looks(world, MINUTE_MS - 1) is None, "early"
+    assert await looks(world, 1, rows=3) == 1, "late"
+    due_ms = world.clock.wall + MINUTE_MS
+    await world.broker.send(batch(1, topic=[LATER], body=[b"b"], due_ms=[due_ms]))
+    assert await looks(world, MINUTE_MS - 1, rows=4) is None
+    assert await looks(world, 1, rows=4) == 1
+
+
+@on_node()
+async def test_a_broker_that_ran_with_a_clock_in_the_future_serves_when_it_is_put_right(world: World) -> None:
+    await world.stop()
+    world.clock.step_wall(YEAR_MS)
+    await world.start()
+    for make in (lease, lease_in_memory, level, delay):
+        await make(world)
+    await world.checkpoint()
+    await world.stop()
+    world.clock.step_wall(-YEAR_MS)
+    await world.start()
+    assert await looks(world, MINUTE_MS, rows=4) is not None, "none waits for a year"
+    await send(world, [b"b"])
+    assert b"b" in bodies(await receive(world))
