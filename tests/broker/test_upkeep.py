@@ -13,9 +13,10 @@ from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import upkeep
 from timeball.broker.tables.rewrite import FILES_MIN
+from timeball.config import MIB
 from timeball.errors import Corrupt, DiskFailed, OverLimit
 from timeball.key_hash import KeyRun
-from timeball.limits import DAY_MS
+from timeball.limits import DAY_MS, MINUTE_MS
 from timeball.log import checkpoint
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
@@ -234,11 +235,53 @@ async def test_segments_go_when_they_are_old_and_not_before(world: World) -> Non
     world.clock.advance(HOUR_MS)
     await world.let_go()
     first_seq = world.broker.parts.reader.first_seq
-    assert 1 < first_seq <= 25, "the newest segment always stays"
+    assert first_seq == 26, "the newest segment too, since it is old"
     for low, high in world.broker.queues("filler").values():
         assert 0 < low <= high == 12
     kept = [row.seq for row in (await world.outcome()).rows]
     assert sorted(kept) == list(range(first_seq, 26))
+
+
+@on_node(retention_ms=2 * MINUTE_MS, segment_bytes=4 * MIB)
+async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> None:
+    """Fifty minutes of a little traffic, which one segment would hold for months."""
+    kept = []
+    for minute in range(50):
+        await world.send("a", [None, 30_000, DAY_MS, MINUTE_MS])
+        await world.send_levels("levels", [1, 4])
+        await world.advance(MINUTE_MS)
+        await world.consume()
+        await world.checkpoint()
+        await world.let_go()
+        reader = world.broker.parts.reader
+        kept.append(reader.next_seq - reader.first_seq)
+        if minute % 20 == 10:
+            await world.restart()
+    # Of one and a half retentions, and of the minute until the next look; some 20 rows a minute.
+    assert max(kept[10:]) <= max(kept[:10]) < 150, kept
+    segments = world.broker.parts.reader.segments.all
+    assert len(segments) <= 5 and world.clock.wall - segments[0].last_append_ms <= 3 * MINUTE_MS
+    await world.advance(DAY_MS)
+    await world.consume()
+    assert world.observed.early == []
+    assert sorted(row.key for row in world.observed.seen.values()) == sorted(world.observed.sent)
+
+
+@on_node(retention_ms=HOUR_MS)
+async def test_a_log_that_is_not_written_to_goes_too(world: World) -> None:
+    await world.send("a", [None] * 10)
+    await world.checkpoint()
+    world.clock.advance(HOUR_MS)
+    for _ in range(3):
+        await world.let_go()
+        world.clock.advance(HOUR_MS)
+    rows = world.broker.parts.reader.next_seq
+    assert (await world.outcome()).rows == [] and world.broker.parts.reader.first_seq > 10
+    # And then all is done: no snapshot follows on the other.
+    for _ in range(3):
+        await world.let_go()
+        world.clock.advance(HOUR_MS)
+    assert world.broker.parts.reader.next_seq == rows
 
 
 @on_node(retention_ms=1)

@@ -303,6 +303,29 @@ def test_a_roll_right_behind_the_preparation_of_the_spare_takes_it() -> None:
     run(work())
 
 
+def test_the_next_commit_begins_a_new_segment_when_that_is_asked_for() -> None:
+    async def work() -> None:
+        files = CrashFiles()
+        async with opened(files) as log:
+            await log.writer.append(batch(1, 3))[1]
+            assert log.segments.last.first_append_ms == log.segments.last.last_append_ms
+            await log.writer.roll()
+            await log.writer.roll()
+            assert len(log.segments.all) == 1, "without a commit there is nothing to begin it with"
+            for seq in (4, 5):
+                await log.writer.append(batch(seq, 1))[1]
+            assert [segment.next_seq for segment in log.segments.all] == [4, 6], "once"
+            files.fail_at(files.calls + 1, OverLimit("disk full"), forever=True)
+            with pytest.raises(OverLimit):
+                await log.writer.roll()
+            files.heal()
+            await log.writer.append(batch(6, 1))[1]
+            assert log.writer.failed is None and len(log.segments.all) == 2
+        assert list(read_all(reopened(files).segments).values()) == bodies([batch(1, 6)])
+
+    run(work())
+
+
 def test_a_commit_ahead_of_the_preparation_of_the_spare_rolls_by_itself() -> None:
     async def work() -> None:
         files, disk = CrashFiles(), OnDemand()

@@ -61,6 +61,7 @@ class Upkeep:
         self._saved: tuple[int, int] | None = None  # seq, log_from_seq of the last checkpoint
         # It never goes back: another replica of this log may have removed what stands below it.
         self._log_from_seq = max(log_from_seq, broker.parts.reader.first_seq)
+        self._quiet_seq = -1  # the log's end when nothing but retention has written since the last look
         self._is_burst = False  # much is due within seconds
         self._keys_of: FileSet | None = None  # the files whose keys are indexed
         self._tasks: list[asyncio.Task[None]] = []
@@ -292,6 +293,32 @@ class Upkeep:
 
     async def apply_retention(self) -> None:
         """Remove old segments, and table files whose promises are all settled."""
+        is_quiet = self._parts.writer.next_seq == self._quiet_seq
+        has_ended = await self._end_old_segment(is_quiet=is_quiet)
+        await self._remove_old()
+        if is_quiet or has_ended:
+            self._quiet_seq = self._parts.writer.next_seq
+
+    async def _end_old_segment(self, *, is_quiet: bool) -> bool:
+        """Let the log go on in a new segment when the newest one is old: while it is written to it cannot go.
+
+        Return whether a row of retention's own has begun the new one, since no other came; none does while `is_quiet`.
+        """
+        parts, retention_ms = self._parts, self._settings.retention_ms
+        last, now_ms = parts.reader.segments.last, parts.clock.now_ms()
+        # At half the retention, so that rows are gone at one and a half times of it, and segments stay few.
+        if last.first_append_ms is None or last.first_append_ms > now_ms - retention_ms // 2:
+            return False
+        try:
+            await parts.writer.roll()
+        except OverLimit as error:
+            # The segments before it may go all the same, and make room.
+            logger.warning("the log stays in its old segment reason=%s", error)
+            return False
+        # Its own rows grow old as well: without a look at them a log that is not used would be written to for ever.
+        return not is_quiet and last.last_append_ms <= now_ms - retention_ms and await self.snapshot()
+
+    async def _remove_old(self) -> None:
         parts = self._parts
         oldest = parts.reader.segments.all[0]
         old = oldest.last_append_ms <= parts.clock.now_ms() - self._settings.retention_ms

@@ -69,6 +69,12 @@ class NextSegment:
         if self.spare is not None and last is self._segments.last:
             await self._warm_up(segment_name(last.ordinal + 1), 0, end - last.buffer.size)
 
+    def get_spare(self) -> None:
+        """Prepare the next segment before this one is full (disk thread); raise OverLimit."""
+        if self.spare is None and not self.is_over:
+            self._check_free()
+            self.spare = prepare(self._files, self.current.ordinal + 1, self._segment_bytes)
+
     def begin(self, needed_bytes: int) -> SegmentFile:
         """Return the file to go on with (disk thread): the spare when there is one and it is large enough."""
         spare, self.spare = self.spare, None
@@ -134,13 +140,16 @@ class NextSegment:
         current = self.current
         if self.is_over:
             return
+        self._check_free()
+        if current.reserved_to < current.size_bytes:
+            current.reserve(current.reserved_to + 1)
+        elif self.spare is None:
+            self.spare = prepare(self._files, current.ordinal + 1, self._segment_bytes)
+
+    def _check_free(self) -> None:
         free_bytes = self._files.free_bytes()
         # What releases and cancels will need. Reserved as blocks it would count as the log's on every small broker.
         if free_bytes < self._segment_bytes // 2:
             raise OverLimit(
                 f"disk full but for {free_bytes} bytes: free some space on this file system, then go on"
             )
-        if current.reserved_to < current.size_bytes:
-            current.reserve(current.reserved_to + 1)
-        elif self.spare is None:
-            self.spare = prepare(self._files, current.ordinal + 1, self._segment_bytes)

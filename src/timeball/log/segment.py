@@ -12,8 +12,9 @@ file instead (frame_index.py), so that memory does not grow with the log that is
 
 Retention removes a segment that is older than the retention time and lies wholly below every position that is still
 needed (broker/upkeep.py gathers them): the watermark of the pending table, the checkpoint, the oldest open half
-message, the oldest row a backlog reads. The newest segment always stays. A streaming job that lags further behind than
-the retention time has lost rows it never saw, and says so (OutOfRange).
+message, the oldest row a backlog reads. The newest segment stays, so the log goes on in another one when the first rows
+of the newest are half as old as the retention time, however little it holds. A streaming job that lags further behind
+than the retention time has lost rows it never saw, and says so (OutOfRange).
 
 Each life of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so a new one is
 found by bisection, from a few headers however long the log is. Between the last frame of one life and the first of the
@@ -81,6 +82,14 @@ class Segment:
         self.frame_positions.append(frame.position)
         self.frame_seqs.append(frame.first_seq)
         self.end, self.next_seq, self.last_append_ms = frame.end, frame.next_seq, frame.append_ms
+
+    @property
+    def first_append_ms(self) -> int | None:
+        """Return when its first rows came; None while it is empty."""
+        if not len(self.frame_positions):
+            return None
+        frame = fmt.read_frame_header(self.buffer, int(self.frame_positions[0]))
+        return None if frame is None else frame.append_ms
 
     def frame_position_of(self, seq: int) -> int:
         """Return the position of the frame that holds `seq`."""

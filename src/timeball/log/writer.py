@@ -74,6 +74,7 @@ class LogWriter:
         self._idle = asyncio.Event()
         self._idle.set()
         self.next_segment = NextSegment(files, segments, file, disk, segment_bytes, partial(self._stop, []))
+        self._ended: Segment | None = None  # goes on in another one with the next commit
         self.newest = NewestRows()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._broken = False  # disk thread only: set by the first failed write or sync, for good
@@ -164,6 +165,12 @@ class LogWriter:
             # One future for all who wait here: a caller that is cancelled must not cancel it for the others.
             await asyncio.shield(last.flushed)
 
+    async def roll(self) -> None:
+        """Let the next commit begin a new segment; raise OverLimit when the disk has no room for one."""
+        segment = self._segments.last
+        await self._loop.run_in_executor(self._disk, self.next_segment.get_spare)
+        self._ended = segment
+
     async def synced(self) -> None:
         """Return when all rows are synced, in `async` mode too: before a file is written that relies on them."""
         await self.flushed()
@@ -215,7 +222,7 @@ class LogWriter:
         groups: Sequence[Entry | Group] = entries if len(entries) == 1 else frames_of(entries)
         needed = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
         # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
-        if segment.end + needed > segment.buffer.size:
+        if segment.end + needed > segment.buffer.size or self._ends_before(segment):
             segment = self._writing = self._roll(groups[0].first_seq, needed)
         # More than was reserved ahead.
         if segment.end + needed > self._file.reserved_to:
@@ -244,6 +251,11 @@ class LogWriter:
         elif self._durability == "sync":
             self.statistics.sync_durations.time(self._file.file.sync)
         return commit
+
+    def _ends_before(self, segment: Segment) -> bool:
+        """Return whether the next segment was asked for (disk thread)."""
+        # With a spare alone: else a full disk would stop the log here, and not only put the roll off.
+        return self._ended is segment and self.next_segment.spare is not None
 
     def _replicate(self, replication: Replication, segment: Segment, commit: Commit, frames: bytes) -> None:
         begin, end_seq = segment.end, commit.frames[-1].next_seq
