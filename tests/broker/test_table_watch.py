@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError
 from tests.broker.third_party import OPERATIONS, Operation, RealWorld
 from tests.crash.checker import check
 from tests.crash.lives import run
@@ -189,6 +190,47 @@ def _merges_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("operation", "stage"), cases())
 def test_nothing_is_lost_doubled_or_early(tmp_path: Path, operation: str, stage: str) -> None:
     lived(tmp_path, lambda world: _life(world, OPERATIONS[operation], STAGES[stage]))
+
+
+async def _stale(world: RealWorld, operate: Callable[[DeltaTable], object]) -> None:
+    """Another program opened the table, and works on it only when the broker has changed it."""
+    for _ in range(2):
+        await world.send("a", DELAYS)
+        await world.compact()
+    table = DeltaTable(uri_of(world))
+    assert await world.broker.mover.rewrite() is not None
+    await world.send("a", DELAYS)
+    await world.compact()
+    with suppress(CommitFailedError):
+        operate(table)
+    await watch(world)
+    await world.send("b", [HOUR_MS])
+    await world.compact()
+    assert seqs(DeltaTable(uri_of(world))) == live_seqs(world)
+    await world.advance(81 * HOUR_MS)
+    assert check(world.observed, await world.outcome()) == []
+    assert len((await world.outcome()).rows) == len(world.observed.sent)
+    await world.stop()
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        pytest.param(lambda table: table.optimize.compact(), id="OPTIMIZE"),
+        pytest.param(lambda table: table.delete("seq > 0"), id="DELETE"),
+        # It takes files that its version does not name yet.
+        pytest.param(
+            lambda table: table.vacuum(
+                retention_hours=0, enforce_retention_duration=False, dry_run=False, full=True
+            ),
+            id="VACUUM",
+        ),
+    ],
+)
+def test_work_on_an_older_version_loses_nothing(
+    tmp_path: Path, operate: Callable[[DeltaTable], object]
+) -> None:
+    lived(tmp_path, lambda world: _stale(world, operate))
 
 
 # ---- what people see ------------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
+from deltalake.exceptions import CommitFailedError
 from tests.table.small_table import NOW_MS
 
 from timeball.table import delta_rs
@@ -45,3 +49,48 @@ def test_a_table_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None
     with pytest.raises(delta_rs.DeltaError) as failure:
         delta_rs.open_table(str(tmp_path), None)
     assert "\n" not in delta_rs.said(failure.value)
+
+
+# ---- what delta-rs does when two work from one version: docs/formats/pending-table.md, docs/pipeline/archive.md -----
+
+
+def _delete(table: DeltaTable) -> None:
+    table.delete("x = 3")
+
+
+def _compact(table: DeltaTable) -> None:
+    table.optimize.compact()
+
+
+def _overwrite(table: DeltaTable) -> None:
+    write_deltalake(table, pa.table({"x": [99]}), mode="overwrite")
+
+
+@pytest.mark.parametrize(
+    ("files", "first", "second", "rows"),
+    [
+        pytest.param(2, _compact, _compact, [1, 1, 2, 2, 3, 3, 4, 4], id="two OPTIMIZEs double all rows"),
+        pytest.param(1, _delete, _compact, [1, 2, 4], id="one file has nothing to compact"),
+        pytest.param(2, _delete, _compact, None, id="DELETE, then a stale OPTIMIZE"),
+        pytest.param(2, _delete, _delete, None, id="two DELETEs"),
+        pytest.param(2, _delete, _overwrite, None, id="DELETE, then a stale overwrite"),
+    ],
+)
+def test_two_that_work_from_one_version(
+    tmp_path: Path,
+    files: int,
+    first: Callable[[DeltaTable], None],
+    second: Callable[[DeltaTable], None],
+    rows: list[int] | None,
+) -> None:
+    """`rows`: what is there afterwards; None: the second one fails. A release that mends this fails here."""
+    for part in ([1, 2], [3, 4]) if files == 2 else ([1, 2, 3, 4],):
+        write_deltalake(str(tmp_path), pa.table({"x": part}), mode="append")
+    one, other = DeltaTable(str(tmp_path)), DeltaTable(str(tmp_path))
+    first(one)
+    if rows is None:
+        with pytest.raises(CommitFailedError):
+            second(other)
+        return
+    second(other)
+    assert sorted(DeltaTable(str(tmp_path)).to_pyarrow_table()["x"].to_pylist()) == rows
