@@ -64,9 +64,9 @@ class RawClient:
         self.send(frames.frame(frames.HEADERS, flags, number, self.block(headers or fields())))
         return number
 
-    def block(self, headers: list[tuple[str, str]]) -> bytes:
-        """A header block, as an ordinary client writes it."""
-        block: bytes = self._encoder.encode(headers)
+    def block(self, headers: list[tuple[str, str]], *, is_large: bool = False) -> bytes:
+        """A header block, as an ordinary client writes it; a large one without Huffman's code, which takes minutes."""
+        block: bytes = self._encoder.encode(headers, huffman=not is_large)
         return block
 
     def data(self, number: int, payload: bytes, *, ends: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.node_fixture import RunningNode, eventually
+from tests.node_fixture import BOUND_S, RunningNode, eventually
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 from tests.protocols.http2.raw_client import RawClient, fields, message
 
@@ -19,7 +19,7 @@ from timeball.protocols.http2.connection import (
     STRAIN_MAX,
 )
 from timeball.protocols.http2.frames import Fault, frame
-from timeball.protocols.http2.streams import WINDOW_BYTES
+from timeball.protocols.http2.streams import UNTAKEN_BYTES_MAX, WINDOW_BYTES
 
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
 BEAT = message(HEARTBEAT.SerializeToString())
@@ -84,6 +84,39 @@ BREACHES: dict[str, tuple[Fault, Callable[[RawClient], None]]] = {
         Fault.FLOW_CONTROL_ERROR,
         lambda client: client.send(frames.window_update(0, frames.WINDOW_BYTES_MAX)),
     ),
+    "a window of a stream that never was": (
+        Fault.PROTOCOL_ERROR,
+        lambda client: client.send(frames.window_update(7, 1)),
+    ),
+    "a setting that is none": (
+        Fault.PROTOCOL_ERROR,
+        lambda client: client.send(frames.settings({frames.ENABLE_PUSH: 2})),
+    ),
+    "a GOAWAY of a stream": (
+        Fault.PROTOCOL_ERROR,
+        lambda client: client.send(frame(frames.GOAWAY, 0, 1, bytes(8))),
+    ),
+    "a priority of no stream": (
+        Fault.PROTOCOL_ERROR,
+        lambda client: client.send(frame(frames.PRIORITY, 0, 0, bytes(5))),
+    ),
+    "a stream below itself": (
+        Fault.PROTOCOL_ERROR,
+        lambda client: client.send(
+            frame(frames.HEADERS, frames.END_HEADERS | frames.PRIORITISED, 1, b"\0\0\0\1\0" + client.block(fields()))
+        ),
+    ),
+    "more padding than DATA": (
+        Fault.PROTOCOL_ERROR,
+        lambda client: client.send(frame(frames.DATA, frames.PADDED, client.headers(), b"\x09ab")),
+    ),
+    "a number below the last one": (
+        Fault.STREAM_CLOSED,
+        lambda client: client.send(
+            frame(frames.HEADERS, frames.END_HEADERS, 5, client.block(fields()))
+            + frame(frames.HEADERS, frames.END_HEADERS, 3, client.block(fields()))
+        ),
+    ),
     "a first window without end": (
         Fault.FLOW_CONTROL_ERROR,
         lambda client: client.send(frames.settings({frames.INITIAL_WINDOW: 2**31})),
@@ -98,6 +131,91 @@ def test_a_breach_of_the_rules_ends_the_connection_with_its_code(node: RunningNo
         answers(client) if breach == "a window without end" else None
         do(client)
         assert client.end()[0] == fault
+    still_answers(node)
+
+
+def reset_of(client: RawClient, number: int) -> int:
+    """The code by which a stream is reset."""
+    for kind, _, stream, payload in client.frames():
+        assert kind != frames.GOAWAY, payload
+        if kind == frames.RST_STREAM and stream == number:
+            return int.from_bytes(payload, "big")
+    raise AssertionError("the connection has ended")
+
+
+FAULTS_OF_A_STREAM: dict[str, tuple[Fault, Callable[[RawClient, int], None]]] = {
+    "a priority below itself": (
+        Fault.PROTOCOL_ERROR,
+        lambda client, number: client.send(
+            frame(frames.PRIORITY, 0, number, number.to_bytes(4, "big") + b"\0")
+        ),
+    ),
+    "a priority that is none": (
+        Fault.FRAME_SIZE_ERROR,
+        lambda client, number: client.send(frame(frames.PRIORITY, 0, number, b"abc")),
+    ),
+    "a window without end": (
+        Fault.FLOW_CONTROL_ERROR,
+        lambda client, number: client.send(frames.window_update(number, frames.WINDOW_BYTES_MAX)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_A_STREAM)
+def test_a_fault_of_a_stream_ends_that_stream_alone(node: RunningNode, name: str) -> None:
+    fault, do = FAULTS_OF_A_STREAM[name]
+    with RawClient(node) as client:
+        number = client.headers()
+        do(client, number)
+        assert reset_of(client, number) == fault
+        client.data(number, b"on its way")
+        answers(client)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [each for each in fields() if each[0] != ":method"],
+        [each for each in fields() if each[0] != ":scheme"],
+        [each for each in fields() if each[0] != ":path"],
+        fields(""),
+        [*fields(), ("connection", "keep-alive")],
+        [*fields(), ("transfer-encoding", "chunked")],
+        [(":status", "200"), *fields()],
+        [("te", "gzip") if each[0] == "te" else each for each in fields()],
+    ],
+    ids=["method", "scheme", "path", "empty path", "connection", "transfer-encoding", "status", "te"],
+)
+def test_what_is_no_request_is_reset(node: RunningNode, headers: list[tuple[str, str]]) -> None:
+    with RawClient(node) as client:
+        number = client.headers(headers=headers)
+        client.data(number, BEAT)
+        assert reset_of(client, number) == Fault.PROTOCOL_ERROR
+        answers(client)
+
+
+def test_data_behind_the_end_resets_the_stream_and_data_on_its_way_does_not(node: RunningNode) -> None:
+    with RawClient(node) as client:
+        ended = client.headers(ends=True)
+        client.data(ended, b"behind the end")
+        assert reset_of(client, ended) == Fault.STREAM_CLOSED
+        cut = client.headers(headers=fields("/nothing"))  # refused before its request has come
+        assert client.status(cut)[0] == 12
+        client.data(cut, b"on its way", ends=False)
+        trailers = client.block([("x-late", "1")])
+        client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, cut, trailers))
+        answers(client)
+        client.data(cut, b"behind the end")
+        assert reset_of(client, cut) == Fault.STREAM_CLOSED
+        answers(client)
+
+
+def test_headers_behind_the_end_end_the_connection(node: RunningNode) -> None:
+    with RawClient(node) as client:
+        answers(client)
+        block = client.block([("x-late", "1")])
+        client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, block))
+        assert client.end()[0] == Fault.STREAM_CLOSED
     still_answers(node)
 
 
@@ -136,6 +254,9 @@ FLOODS: dict[str, Callable[[RawClient], bytes]] = {
     "answers to pings": lambda client: frame(frames.PING, frames.ACK, 0, bytes(8)),
     "priorities": lambda client: frame(frames.PRIORITY, 0, 1, bytes(5)),
     "windows": lambda client: frames.window_update(0, 1),
+    "many settings in a frame": lambda client: frame(
+        frames.SETTINGS, 0, 0, 640 * frames.settings({frames.INITIAL_WINDOW: 1_000})[frames.HEAD.size :]
+    ),
     "frames that nobody knows": lambda client: frame(99, 0, 0),
     "resets": lambda client: (
         frame(frames.HEADERS, frames.END_HEADERS, _next(client), client.block(fields()))
@@ -241,6 +362,86 @@ def test_headers_of_too_many_bytes_end_the_call_alone(node: RunningNode) -> None
         )
         assert client.status(number)[0] == 8
         answers(client)
+
+
+@pytest.mark.parametrize("size_bytes", [17_000, 60_000, 200_000])
+def test_headers_of_one_large_frame_end_the_call_alone(node: RunningNode, size_bytes: int) -> None:
+    """Flight announces large frames for its DATA, and clients send their headers in such frames, too."""
+    with RawClient(node, port=node.node.port) as client:
+        open_before = client.headers(headers=fields("/before"))
+        block = client.block(
+            [*fields("/one"), ("x-kept", "for later"), ("x-large", "x" * size_bytes)], is_large=True
+        )
+        number, client._next = client._next, client._next + 2
+        client.send(frame(frames.HEADERS, frames.END_HEADERS, number, block))
+        client.data(number, b"on its way")
+        assert client.status(open_before)[0] == 12
+        code, text = client.status(number)
+        assert (code, str(HEADERS_BYTES_MAX) in text) == (
+            12 if "no call" in text else 8,
+            "no call" not in text,
+        )
+        later = client.headers(headers=[*fields("/two"), ("x-kept", "for later")])
+        assert "/two" in client.status(later)[1], "what the large block kept is known"
+
+
+def test_a_block_beyond_its_bound_ends_the_connection(node: RunningNode) -> None:
+    with RawClient(node, port=node.node.port) as client:
+        block = client.block([*fields(), ("x-large", "x" * BLOCK_BYTES_MAX)], is_large=True)
+        assert len(block) > BLOCK_BYTES_MAX
+        client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+        assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
+    still_answers(node)
+
+
+def refused(client: RawClient, block: bytes, count: int) -> bytes:
+    """So many calls, each without a request."""
+    flags = frames.END_HEADERS | frames.END_STREAM
+    return b"".join(frame(frames.HEADERS, flags, _next(client), block) for _ in range(count))
+
+
+@pytest.mark.slow
+def test_nothing_is_read_from_a_client_that_leaves_its_answers_unread(
+    node: RunningNode,
+) -> None:
+    """Refused calls are answered at once, whatever the client has read: so they must not be read without an end."""
+    with RawClient(node) as client:
+        client.headers(headers=fields("/nothing", x_kept="1"))
+        # Later calls are a few bytes each, and their answers many.
+        one = client.block(fields("/nothing", x_kept="1"))
+        client.socket.settimeout(2.0)
+        sent = 0
+        with pytest.raises(TimeoutError):
+            for _ in range(1_000):
+                client.socket.sendall(refused(client, one, 1_000))
+                sent += 1
+        (connection,) = (
+            each
+            for each in node.node.edges.grpc._server._connections
+            if each.streams.peer  # type: ignore[union-attr]
+        )
+        assert connection._transport is not None
+        assert connection._transport.get_write_buffer_size() < 8 * UNTAKEN_BYTES_MAX
+        still_answers(node)
+        client.socket.settimeout(BOUND_S)
+        answers_read = 0
+        for kind, _, _, _ in client.frames():  # it is read again once the client reads
+            answers_read += kind == frames.HEADERS
+            if answers_read == 30_000:
+                break
+        assert answers_read == 30_000 < 1_000 * sent
+
+
+def test_a_client_that_never_reads_is_let_go(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PING_S", 0.2)
+    monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
+    with RawClient(node) as client:
+        one = client.block(fields("/nothing"))
+        client.socket.settimeout(1.0)
+        with pytest.raises(OSError):
+            for _ in range(1_000):
+                client.socket.sendall(refused(client, one, 1_000))
+        eventually(lambda: not node.node.edges.grpc._server.connections, "it is let go")  # type: ignore[union-attr]
 
 
 def test_calls_beyond_those_of_a_connection_are_refused(node: RunningNode) -> None:

@@ -107,15 +107,34 @@ def test_frames_in_pieces_are_what_was_written(sent: list[tuple[int, bool]], pie
     "data",
     [
         frames.frame(frames.DATA, 0, 1, bytes(LARGE + 1)),
-        frames.frame(frames.HEADERS, 0, 1, bytes(frames.FRAME_BYTES_MAX + 1)),
+        frames.frame(frames.HEADERS, 0, 1, bytes(LARGE + 1)),
+        frames.frame(frames.HEADERS, frames.PADDED, 1, bytes(frames.FRAME_BYTES_MAX + 1)),
+        frames.frame(frames.PING, 0, 0, bytes(frames.FRAME_BYTES_MAX + 1)),
         frames.frame(frames.DATA, frames.PADDED, 1, bytes(frames.FRAME_BYTES_MAX + 1)),
     ],
-    ids=["data", "headers", "padded"],
+    ids=["data", "headers", "padded headers", "ping", "padded"],
 )
 def test_a_frame_beyond_its_bound_breaks_a_rule_before_it_has_come(data: bytes) -> None:
     with pytest.raises(BrokenRule) as error:
         read_in([frames.PREFACE + data[:9]])
     assert error.value.fault == Fault.FRAME_SIZE_ERROR
+
+
+@pytest.mark.parametrize("piece", [1, 5, 16_384, LARGE])
+@pytest.mark.parametrize("flags", [frames.END_HEADERS, frames.END_HEADERS | frames.PRIORITISED, 0])
+def test_large_headers_come_in_parts(piece: int, flags: int) -> None:
+    block = bytes(range(256)) * 200
+    kind = frames.HEADERS if flags else frames.CONTINUATION
+    sent = frames.frame(kind, flags, 3, block) + frames.frame(frames.PING, 0, 0)
+    reader, found = read_in([frames.PREFACE, *(sent[at : at + piece] for at in range(0, len(sent), piece))])
+    *parts, ping = found
+    assert ping[0] == frames.PING
+    assert [each[0] for each in parts] == [kind, *[frames.CONTINUATION] * (len(parts) - 1)]
+    assert b"".join(each[3] for each in parts) == block
+    assert len(parts[0][3]) >= frames.PRIORITY_BYTES, "the priority is in the first"
+    assert [each[1] & frames.END_HEADERS for each in parts[:-1]] == [0] * (len(parts) - 1)
+    assert parts[-1][1] & frames.END_HEADERS == flags & frames.END_HEADERS
+    assert {each[2] for each in parts} == {3} and reader.broken is None
 
 
 def test_what_is_no_preface_breaks_a_rule_at_its_first_byte() -> None:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocols.http2.raw_client import fields
 
+from timeball.protocols.http2 import frames
 from timeball.protocols.http2.connection import Connection
 from timeball.protocols.http2.frames import RESPONSE, TRAILERS_OK, frame
 from timeball.protocols.http2.header_blocks import Headers, decoder_of
@@ -191,8 +192,63 @@ def test_a_call_without_a_window_holds_up_itself_alone() -> None:
         pair.connection.data_received(pair.client.data_to_send())
         for _ in range(5):
             await asyncio.sleep(0)
-        assert list(pair.connection.streams.open) == list(pair.connection.streams.blocked) == [1]
+        assert list(pair.connection.streams.open) == list(pair.connection.streams.narrow) == [1]
         assert not pair.connection.streams.waiting
+        pair.connection.connection_lost(None)
+        await asyncio.sleep(0)
+
+    asyncio.run(check())
+
+
+def test_a_change_of_the_first_window_looks_at_no_stream() -> None:
+    """The windows of all open streams change with one setting, and only streams that it frees are moved."""
+
+    async def check() -> None:
+        pair = Pair(1_000, 60_000)
+        for _ in range(100):
+            number = pair.client.get_next_available_stream_id()
+            pair.client.send_headers(number, fields(x_wanted="2000"))
+            pair.client.send_data(number, b"", end_stream=number < 40)
+        pair.connection.data_received(pair.client.data_to_send())
+        streams = pair.connection.streams
+
+        async def change(size_bytes: int) -> list[int]:
+            pair.connection.data_received(frames.settings({frames.INITIAL_WINDOW: size_bytes}))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return [stream.window_change for stream in streams.open.values()]
+
+        changes = await change(1_000)
+        assert changes == [-1_000] * 20 + [0] * 80 and len(streams.narrow) == 20
+        for size_bytes in (500, 0, 900):
+            assert await change(size_bytes) == changes
+            windows = [stream.send_window for stream in streams.open.values()]
+            assert windows == [size_bytes - 1_000] * 20 + [size_bytes] * 80
+        assert await change(1_001) == [-1_001] * 20 + [0] * 80
+        assert await change(2_000) == [0] * 80, "the answers have left"
+        pair.connection.connection_lost(None)
+        await asyncio.sleep(0)
+
+    asyncio.run(check())
+
+
+def test_streams_behind_the_connection_s_window_take_turns_and_others_are_not_looked_at() -> None:
+    async def check() -> None:
+        pair = Pair(2**20, 10**6)
+        for _ in range(20):
+            number = pair.client.get_next_available_stream_id()
+            pair.client.send_headers(number, fields(x_wanted="10000"))
+            pair.client.send_data(number, b"", end_stream=True)
+        pair.connection.data_received(pair.client.data_to_send())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        streams = pair.connection.streams
+        assert len(streams.blocked) == 14 and not streams.narrow and not streams.send_window
+        first = list(streams.blocked)
+        pair.connection.data_received(frames.window_update(0, 1))
+        assert list(streams.blocked) == [*first[1:], first[0]], "one byte is one stream's"
+        pair.connection.data_received(frames.window_update(0, 10**6))
+        assert not streams.blocked
         pair.connection.connection_lost(None)
         await asyncio.sleep(0)
 

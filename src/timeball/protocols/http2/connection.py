@@ -5,9 +5,12 @@ A stream is one call; streams.py has what leaves on it, exchange.py gRPC's part 
 A client costs memory and time before it has shown that it means well, so what it may do is bounded:
 
     streams     CALLS_PER_CONNECTION_MAX at once; more are refused
-    headers     a block has BLOCK_BYTES_MAX at most, its CONTINUATIONs together
+    headers     a call with more than HEADERS_BYTES_MAX ends, and its connection goes on. Its block is read all the
+                same, because later blocks refer to its fields. A block of more than BLOCK_BYTES_MAX, or one that
+                unpacks to more, ends the connection
     strain      frames that cost time and bring no call on: resets, settings, pings, empty frames, priorities, windows.
                 Each DATA frame that is sent pays for some of them, and so does time; STRAIN_MAX end the connection
+    unread      nothing is read from a client that leaves too many answers unread (streams.py)
     pings       more often than every CLIENT_PING_S while nothing is sent to the client, a few times, end it too
     silence     after PING_S it is pinged, and it must answer within PING_TIMEOUT_S
     idleness    without a call for IDLE_S it is asked to come again
@@ -26,6 +29,7 @@ from timeball.protocols.http2.frames import (
     ACK,
     CONTINUATION,
     DATA,
+    ENABLE_PUSH,
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES_MAX,
@@ -39,7 +43,9 @@ from timeball.protocols.http2.frames import (
     PADDED,
     PING,
     PING_BYTES,
+    PRIORITISED,
     PRIORITY,
+    PRIORITY_BYTES,
     PUSH_PROMISE,
     RST_STREAM,
     SETTINGS,
@@ -50,6 +56,7 @@ from timeball.protocols.http2.frames import (
     Fault,
     FrameReader,
     Payload,
+    depends_on,
     frame,
     goaway,
     number_of,
@@ -67,8 +74,9 @@ logger = logging.getLogger(__name__)
 CONNECTIONS_MAX = 4_096
 CALLS_PER_CONNECTION_MAX = 1_024  # each long poll is one
 HEADERS_BYTES_MAX = 16 * 1024  # of one call, as HTTP/2 counts them; clients are told
-UNPACKED_BYTES_MAX = 4 * HEADERS_BYTES_MAX  # beyond this the connection ends, and not the call alone
-BLOCK_BYTES_MAX = 4 * HEADERS_BYTES_MAX
+UNPACKED_BYTES_MAX = 16 * HEADERS_BYTES_MAX  # beyond this the connection ends, and not the call alone
+BLOCK_BYTES_MAX = 16 * HEADERS_BYTES_MAX
+SETTINGS_PER_STRAIN = 64  # settings in one frame that count as one more frame
 CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024  # of all its calls: what is read at once, so it never holds one up
 STRAIN_MAX = 4 * CALLS_PER_CONNECTION_MAX  # a client may end all its calls at once, several times
 STRAIN_PAID, STRAIN_FORGOTTEN_PER_S = 8, 100
@@ -85,7 +93,9 @@ GOODBYE_S = 5.0  # to take what was written before a close
 class Bounds:
     """Bounds of one edge. `ages`: whether its connections have an end, however long a call lasts."""
 
-    frame_bytes_max: int = FRAME_BYTES_MAX  # of DATA; other frames, and padded ones, have FRAME_BYTES_MAX
+    frame_bytes_max: int = (
+        FRAME_BYTES_MAX  # of DATA and headers; other frames, and padded ones, have FRAME_BYTES_MAX
+    )
     ages: bool = True
 
     def greeting(self) -> bytes:
@@ -98,6 +108,11 @@ class Bounds:
         }
         return settings(values) + window_update(0, CONNECTION_WINDOW_BYTES - WINDOW_BYTES_DEFAULT)
 
+
+# Headers of a connection of HTTP/1, and of an answer.
+_OF_HTTP_1 = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade", ":status"}
+)
 
 Begin = Callable[[Streams, int, Headers, int, float, bool], Stream | None]
 
@@ -118,7 +133,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._decoder = decoder(UNPACKED_BYTES_MAX)
         self._reader = FrameReader(bounds.frame_bytes_max)
-        self._block: tuple[int, int, bytes] | None = None  # stream, flags, beginning of headers that go on
+        self._block: tuple[int, int, bytearray] | None = (
+            None  # stream, flags, beginning of headers that go on
+        )
         self.streams = Streams(flushes or Flushes(loop))
         self._last_stream = 0
         self._receive_window = CONNECTION_WINDOW_BYTES
@@ -186,13 +203,15 @@ class Connection(asyncio.Protocol):
         if kind == DATA:
             self._receive_data(flags, number, payload)
             return
-        assert isinstance(payload, bytes), "only DATA is large enough to be a view"
+        payload = bytes(payload)  # a view, if it is a large part of headers
         if kind == HEADERS:
+            if number and flags & PRIORITISED and depends_on(flags, payload) == number:
+                raise BrokenRule(Fault.PROTOCOL_ERROR, f"stream {number} depends on itself")
             part = unpadded(flags, payload)
             if flags & END_HEADERS:
                 self._receive_headers(flags, number, part)
             else:
-                self._block = (number, flags, part)
+                self._block = (number, flags, bytearray(part))
         elif kind == CONTINUATION:
             self._continue(flags, payload)
         elif kind < CONTINUATION:
@@ -209,17 +228,19 @@ class Connection(asyncio.Protocol):
                 raise BrokenRule(Fault.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
             self.streams.write(window_update(0, CONNECTION_WINDOW_BYTES - self._receive_window))
             self._receive_window = CONNECTION_WINDOW_BYTES
+        unpacked = unpadded(PADDED, bytes(payload)) if flags & PADDED else payload
         stream = self.streams.open.get(number)
         if stream is None or stream.is_heard:
-            if number > self._last_stream or not number & 1:
-                raise BrokenRule(Fault.PROTOCOL_ERROR, f"DATA of stream {number}, which is not open")
-            self._count_strain()  # on its way when its call ended
+            self._check_begun(number, "DATA")
+            self._count_strain()
+            if stream is not None or not self.streams.is_cut(number, ends=bool(flags & END_STREAM)):
+                self._end_stream(number, Fault.STREAM_CLOSED)
             return
         stream.receive_window -= size_bytes
         if stream.receive_window < 0:
             raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number}")
         if flags & PADDED:
-            payload = unpadded(PADDED, bytes(payload))
+            payload = unpacked
             stream.allow(stream.receive_window + size_bytes - len(payload))
         if flags & END_STREAM:
             stream.is_heard = True
@@ -228,6 +249,8 @@ class Connection(asyncio.Protocol):
         stream.received(payload)
 
     def _receive_headers(self, flags: int, number: int, block: bytes) -> None:
+        if len(block) > BLOCK_BYTES_MAX:
+            raise BrokenRule(Fault.ENHANCE_YOUR_CALM, f"a header block of more than {BLOCK_BYTES_MAX} bytes")
         # Also of a stream that is refused below: later blocks refer to the fields of earlier ones.
         headers, size_bytes = self._decoder.decode(block)
         stream = self.streams.open.get(number)
@@ -239,17 +262,41 @@ class Connection(asyncio.Protocol):
         elif not number & 1:
             raise BrokenRule(Fault.PROTOCOL_ERROR, f"a client's stream {number}")
         elif number <= self._last_stream:
-            self._count_strain()  # trailers on their way when the call ended
+            self._count_strain()
+            if not (flags & END_STREAM and self.streams.is_cut(number, ends=True)):
+                raise BrokenRule(Fault.STREAM_CLOSED, f"headers of stream {number}, which has ended")
         else:
             self._last_stream = number
             if len(self.streams.open) >= CALLS_PER_CONNECTION_MAX:
                 self._count_strain()
                 self.streams.write(rst_stream(number, Fault.REFUSED_STREAM))
+                if not flags & END_STREAM:
+                    self.streams.cut(number)
+                return
+            if not _is_request(headers):
+                self._count_strain()
+                self.streams.write(rst_stream(number, Fault.PROTOCOL_ERROR))
+                if not flags & END_STREAM:
+                    self.streams.cut(number)
                 return
             self.busy_s = self.heard_s
             is_heard = bool(flags & END_STREAM)
             if begun := self._begin(self.streams, number, headers, size_bytes, self.heard_s, is_heard):
                 self.streams.open[number] = begun
+
+    def _check_begun(self, number: int, frame_name: str) -> None:
+        if number > self._last_stream or not number & 1:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, f"{frame_name} of stream {number}, which is not open")
+
+    def _end_stream(self, number: int, fault: Fault) -> None:
+        """End a stream that has broken a rule; the others go on."""
+        self.streams.write(rst_stream(number, fault))
+        stream = self.streams.open.get(number)
+        if stream is not None:
+            if not stream.is_heard:
+                self.streams.cut(number)
+            self.streams.forget(number)
+            stream.gone()
 
     def _continue(self, flags: int, payload: bytes) -> None:
         if self._block is None:
@@ -259,36 +306,42 @@ class Connection(asyncio.Protocol):
         self._count_strain()
         if len(block) > BLOCK_BYTES_MAX:
             raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "a header block that does not end")
-        self._block = (number, first_flags, block)
         if flags & END_HEADERS:
             self._block = None
-            self._receive_headers(first_flags, number, block)
+            self._receive_headers(first_flags, number, bytes(block))
 
     def _receive_reset(self, flags: int, number: int, payload: bytes) -> None:
         number_of(payload)
+        self._check_begun(number, "RST_STREAM")
         stream = self.streams.open.get(number)
         if stream is not None:
             self.streams.forget(number)
             stream.gone()
-        elif number > self._last_stream or not number & 1:
-            raise BrokenRule(Fault.PROTOCOL_ERROR, f"RST_STREAM of stream {number}, which was never open")
+        else:
+            self.streams.is_cut(number, ends=True)
 
     def _receive_settings(self, flags: int, number: int, payload: bytes) -> None:
         if number or (flags & ACK and payload):
             raise BrokenRule(Fault.PROTOCOL_ERROR, "SETTINGS of a stream, or an answer with settings")
         if flags & ACK:
             return
-        for name, value in read_settings(payload):
+        streams, earlier_window = self.streams, self.streams.first_window
+        for at, (name, value) in enumerate(read_settings(payload), 1):
+            if at % SETTINGS_PER_STRAIN == 0:
+                self._count_strain()
             if name == INITIAL_WINDOW:
                 if value > WINDOW_BYTES_MAX:
                     raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
-                more_bytes, self.streams.first_window = value - self.streams.first_window, value
-                for stream in self.streams.open.values():
-                    stream.send_window += more_bytes
+                streams.first_window = value
             elif name == MAX_FRAME:
-                self.streams.allow_frames(value)
-        self.streams.write(frame(SETTINGS, ACK, 0))
-        self.streams.move(self.streams.blocked)
+                streams.allow_frames(value)
+            elif name == ENABLE_PUSH and value > 1:
+                raise BrokenRule(Fault.PROTOCOL_ERROR, f"ENABLE_PUSH of {value}")
+        streams.write(frame(SETTINGS, ACK, 0))
+        if streams.first_window > earlier_window and streams.narrow:
+            # Each costs a look, so a client that widens and narrows many windows in turn pays for it.
+            self._count_strain(len(streams.narrow) // SETTINGS_PER_STRAIN)
+            streams.move(streams.narrow)
 
     def _receive_ping(self, flags: int, number: int, payload: bytes) -> None:
         if number or len(payload) != PING_BYTES:
@@ -313,23 +366,38 @@ class Connection(asyncio.Protocol):
         stream = self.streams.open.get(number)
         if not number:
             self.streams.send_window += more_bytes
-            self.streams.move(self.streams.blocked)
+            if self.streams.send_window > WINDOW_BYTES_MAX:
+                raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"a window of more than {WINDOW_BYTES_MAX} bytes")
+            self.streams.move_blocked()
         elif stream is not None:
-            stream.send_window += more_bytes
-            if self.streams.blocked.pop(number, None) is not None:
+            stream.window_change += more_bytes
+            if stream.send_window > WINDOW_BYTES_MAX:
+                self._end_stream(number, Fault.FLOW_CONTROL_ERROR)
+            elif self.streams.narrow.pop(number, None) is not None:
                 stream.move()
-        if max(self.streams.send_window, stream.send_window if stream else 0) > WINDOW_BYTES_MAX:
-            raise BrokenRule(Fault.FLOW_CONTROL_ERROR, f"a window of more than {WINDOW_BYTES_MAX} bytes")
+        else:
+            self._check_begun(number, "WINDOW_UPDATE")
 
-    def _ignore(self, flags: int, number: int, payload: bytes) -> None:
-        """PRIORITY says nothing to us, and the client's GOAWAY that it will open no streams."""
+    def _receive_priority(self, flags: int, number: int, payload: bytes) -> None:
+        """Check what says nothing to us."""
+        if not number:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, "PRIORITY of no stream")
+        if len(payload) != PRIORITY_BYTES:
+            self._end_stream(number, Fault.FRAME_SIZE_ERROR)
+        elif depends_on(0, payload) == number:
+            self._end_stream(number, Fault.PROTOCOL_ERROR)
+
+    def _receive_goaway(self, flags: int, number: int, payload: bytes) -> None:
+        """Check the client's word that it will open no streams; it closes the connection by itself."""
+        if number:
+            raise BrokenRule(Fault.PROTOCOL_ERROR, "GOAWAY of a stream")
 
     def _refuse_push(self, flags: int, number: int, payload: bytes) -> None:
         raise BrokenRule(Fault.PROTOCOL_ERROR, "a client's PUSH_PROMISE")
 
-    def _count_strain(self) -> None:
+    def _count_strain(self, count: int = 1) -> None:
         frames = self.streams.data_frames
-        self._strain = max(0, self._strain - STRAIN_PAID * (frames - self._paid_frames)) + 1
+        self._strain = max(0, self._strain - STRAIN_PAID * (frames - self._paid_frames)) + count
         self._paid_frames = frames
         if self._strain > STRAIN_MAX:
             raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "too many frames that are no calls")
@@ -389,12 +457,23 @@ class Connection(asyncio.Protocol):
             self.abort()
 
 
+def _is_request(headers: Headers) -> bool:
+    """Return whether these are the headers of a request, as HTTP/2 has them (RFC 9113, 8.2 and 8.3)."""
+    return (
+        ":method" in headers
+        and ":scheme" in headers
+        and bool(headers.get(":path"))
+        and headers.get("te", "trailers") == "trailers"
+        and _OF_HTTP_1.isdisjoint(headers)
+    )
+
+
 _RECEIVERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
-    PRIORITY: Connection._ignore,
+    PRIORITY: Connection._receive_priority,
     RST_STREAM: Connection._receive_reset,
     SETTINGS: Connection._receive_settings,
     PUSH_PROMISE: Connection._refuse_push,
     PING: Connection._receive_ping,
-    GOAWAY: Connection._ignore,
+    GOAWAY: Connection._receive_goaway,
     WINDOW_UPDATE: Connection._receive_window_update,
 }

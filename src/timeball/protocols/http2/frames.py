@@ -20,11 +20,12 @@ FRAME_BYTES_MAX = 16_384  # of a payload: what every peer takes, and all that is
 VIEW_BYTES_MIN = 64 * 1024
 WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX = 65_535, 2**31 - 1
 LAST_STREAM = 2**31 - 1
-PING_BYTES = 8
+PING_BYTES, PRIORITY_BYTES = 8, 5
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
     range(10)
 )
+_LARGE = (DATA, HEADERS, CONTINUATION)  # kinds of frames that may be
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
 ENABLE_PUSH, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADERS = 2, 3, 4, 5, 6  # settings
 
@@ -75,14 +76,16 @@ class BrokenRule(Exception):
 class FrameReader:
     """The frames of one connection, out of bytes that come in pieces of any size.
 
-    A large frame of DATA is given out as it comes, in parts, so that no piece of it is copied with each further one.
+    A large frame of DATA or headers is given out as it comes, in parts, so that no piece of it is copied with each
+    further one. The further parts of headers are given out as CONTINUATION.
     """
 
     def __init__(self, data_bytes_max: int) -> None:
-        """`data_bytes_max`: of DATA without padding; every other frame has FRAME_BYTES_MAX."""
+        """`data_bytes_max`: of DATA and headers without padding; every other frame has FRAME_BYTES_MAX."""
         self._data_bytes_max = data_bytes_max
         self._held = b""  # the half frame at the end of what was read
-        self._rest: tuple[int, int, int] | None = None  # of DATA: stream, flags, bytes that are still to come
+        # Of a large frame: kind, stream, flags, bytes that are still to come.
+        self._rest: tuple[int, int, int, int] | None = None
         self.is_greeted = False  # the preface has come
         self.broken: BrokenRule | None = None  # the rule that the peer has broken; nothing is read any more
 
@@ -112,11 +115,13 @@ class FrameReader:
             payload_bytes, begin = high << 8 | low, at + HEAD.size
             end = begin + payload_bytes
             if payload_bytes > FRAME_BYTES_MAX:
-                if kind != DATA or flags & PADDED or payload_bytes > self._data_bytes_max:
+                if kind not in _LARGE or flags & PADDED or payload_bytes > self._data_bytes_max:
                     raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"a frame of {payload_bytes} bytes")
-                if end > size_bytes > begin:
-                    self._rest = (number & LAST_STREAM, flags, end - size_bytes)
-                    found.append((DATA, 0, number & LAST_STREAM, _part(data, begin, size_bytes)))
+                if end > size_bytes > begin + (0 if kind == DATA else PRIORITY_BYTES):
+                    number &= LAST_STREAM
+                    first_flags = 0 if kind == DATA else flags & ~END_HEADERS
+                    found.append((kind, first_flags, number, _part(data, begin, size_bytes)))
+                    self._rest = (DATA if kind == DATA else CONTINUATION, number, flags, end - size_bytes)
                     return
             if end > size_bytes:
                 break
@@ -124,13 +129,13 @@ class FrameReader:
             at = end
         self._held = data[at:]
 
-    def _read_rest(self, rest: tuple[int, int, int], data: bytes, found: list[Frame]) -> int:
+    def _read_rest(self, rest: tuple[int, int, int, int], data: bytes, found: list[Frame]) -> int:
         """Take what of `data` belongs to the frame that has begun; return how much that is."""
-        number, flags, rest_bytes = rest
+        kind, number, flags, rest_bytes = rest
         size_bytes = min(rest_bytes, len(data))
         is_last = size_bytes == rest_bytes
-        self._rest = None if is_last else (number, flags, rest_bytes - size_bytes)
-        found.append((DATA, flags if is_last else 0, number, _part(data, 0, size_bytes)))
+        self._rest = None if is_last else (kind, number, flags, rest_bytes - size_bytes)
+        found.append((kind, flags if is_last else 0, number, _part(data, 0, size_bytes)))
         return size_bytes
 
 
@@ -176,6 +181,12 @@ def number_of(payload: bytes) -> int:
     if len(payload) != 4:
         raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"{len(payload)} bytes where 4 belong")
     return int.from_bytes(payload, "big") & 0x7FFF_FFFF
+
+
+def depends_on(flags: int, payload: bytes) -> int:
+    """Return the stream that a PRIORITY, or HEADERS with a priority, puts its own below."""
+    at = 1 if flags & PADDED else 0
+    return int.from_bytes(payload[at : at + 4], "big") & LAST_STREAM
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:

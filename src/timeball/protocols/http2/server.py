@@ -21,9 +21,11 @@ from timeball.protocols.http2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
+    Fault,
     GrpcStatus,
     frame,
     literal,
+    rst_stream,
 )
 from timeball.protocols.http2.header_blocks import Headers, decoder_of
 from timeball.protocols.http2.streams import Flushes, Stream, Streams
@@ -155,6 +157,9 @@ class Server:
             "application/grpc"
         ):
             streams.write(frame(HEADERS, END_HEADERS | END_STREAM, number, _NOT_GRPC))
+            if not is_heard:
+                streams.write(rst_stream(number, Fault.NO_ERROR))
+                streams.cut(number)
             return None
         timeout = headers.get("grpc-timeout")
         remaining_s = None if timeout is None else seconds_of(timeout)

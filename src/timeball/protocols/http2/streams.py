@@ -4,9 +4,14 @@ Frames that are written within one turn leave in one write. DATA leaves as far a
 let it; the rest waits in its stream, and holds up that stream alone:
 
     waiting    the socket takes no more: they go on in turn when it does
-    blocked    a window of the client's is used up: they go on when it grows
+    blocked    the connection's window is used up: they go on in turn when it grows
+    narrow     the stream's own window is used up: each goes on when its own grows
 
-What the socket does not take is OUT_BYTES_MAX, and some small frames.
+What the socket does not take is OUT_BYTES_MAX of DATA, and small frames. Those of a client that sends and does not read
+would have no bound, so nothing is read from it while UNTAKEN_BYTES_MAX wait.
+
+The client's setting for the first window changes the windows of all open streams. A stream therefore keeps only how far
+its window is from that setting, so that a change costs the same with one stream and with a thousand.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ from timeball.protocols.http2.frames import (
 logger = logging.getLogger(__name__)
 
 OUT_BYTES_MAX = 256 * 1024
+UNTAKEN_BYTES_MAX = 4 * OUT_BYTES_MAX
+CUT_MAX = 4_096  # streams of a connection that are remembered as ended before their clients had
 WINDOW_BYTES = 16 * 1024  # of a call: what its client may send before there is room for its request
 LARGE_FRAME_BYTES_MAX = (
     128 * 1024
@@ -81,11 +88,14 @@ class Streams:
         self.open: dict[int, Stream] = {}
         self.waiting: dict[int, Stream] = {}
         self.blocked: dict[int, Stream] = {}
+        self.narrow: dict[int, Stream] = {}
+        self._cut: dict[int, None] = {}  # streams that ended here first: frames of theirs may be on their way
         self.first_window = self.send_window = WINDOW_BYTES_DEFAULT
         self.data_frames = 0  # that were sent
         self.frame_bytes = FRAME_BYTES_MAX  # of DATA, at most
         self._out: list[Payload] = []
         self._out_bytes, self._is_flushing, self._is_paused = 0, False, False
+        self._is_reading = True
 
     def opened(self, transport: asyncio.Transport, peer: str) -> None:
         """Begin to send."""
@@ -112,6 +122,9 @@ class Streams:
         """Stop or go on sending DATA: the client has many answers to take, or has taken them."""
         self._is_paused = is_paused
         if not is_paused:
+            if not self._is_reading and self._transport is not None and not self._transport.is_closing():
+                self._is_reading = True
+                self._transport.resume_reading()
             self.move(self.waiting)
 
     def write(self, data: Payload) -> None:
@@ -127,7 +140,7 @@ class Streams:
     def write_data(self, stream: Stream, data: Payload) -> None:
         """Send a DATA frame for which there is room in both windows."""
         size_bytes = len(data)
-        stream.send_window -= size_bytes
+        stream.window_change -= size_bytes
         self.send_window -= size_bytes
         self.data_frames += 1
         head = HEAD.pack(size_bytes >> 8, size_bytes & 0xFF, DATA, 0, stream.number)
@@ -152,19 +165,36 @@ class Streams:
     def _ended(self, stream: Stream) -> None:
         if not stream.is_heard:
             self.write(rst_stream(stream.number, Fault.NO_ERROR))
+            self.cut(stream.number)
         self.forget(stream.number)
 
     def reset(self, stream: Stream, fault: Fault) -> None:
         """End a stream whose client does not take what there is for it."""
         self.write(rst_stream(stream.number, fault))
+        if not stream.is_heard:
+            self.cut(stream.number)
         self.forget(stream.number)
+
+    def cut(self, number: int) -> None:
+        """Remember a stream that ended before its client had ended it."""
+        self._cut[number] = None
+        if len(self._cut) > CUT_MAX:
+            del self._cut[next(iter(self._cut))]
+
+    def is_cut(self, number: int, *, ends: bool) -> bool:
+        """Return whether a frame for this ended stream may have been on its way; `ends`: it is the last one."""
+        if number not in self._cut:
+            return False
+        if ends:
+            del self._cut[number]
+        return True
 
     def forget(self, number: int) -> None:
         """Remove a stream that has ended."""
         self.open.pop(number, None)
-        if self.waiting or self.blocked:
-            self.waiting.pop(number, None)
-            self.blocked.pop(number, None)
+        if self.waiting or self.blocked or self.narrow:
+            for held_up in (self.waiting, self.blocked, self.narrow):
+                held_up.pop(number, None)
 
     def flush(self) -> None:
         """Hand the frames of this turn to the socket."""
@@ -174,8 +204,19 @@ class Streams:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
         self._out.clear()
         self._out_bytes = 0
-        if self.waiting and not self._is_paused:
+        if self._is_paused:
+            self._stop_reading()
+        elif self.waiting:
             self.move(self.waiting)
+
+    def _stop_reading(self) -> None:
+        """Read nothing while the client leaves too much unread; a client that never reads answers no ping either."""
+        transport = self._transport
+        if transport is None or not self._is_reading or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > UNTAKEN_BYTES_MAX:
+            self._is_reading = False
+            transport.pause_reading()
 
     def move(self, streams: dict[int, Stream]) -> None:
         """Give each of these its turn; those that go on waiting stand behind the others afterwards."""
@@ -184,11 +225,17 @@ class Streams:
             if stream is not None:
                 stream.move()
 
+    def move_blocked(self) -> None:
+        """Let streams go on in turn while the connection's window lasts."""
+        while self.blocked and self.send_window > 0:
+            self.blocked.pop(next(iter(self.blocked))).move()
+
     def end_all(self) -> None:
         """End the calls of all streams: their client takes no answers any more."""
         streams, self.open = self.open, {}
         self.waiting.clear()
         self.blocked.clear()
+        self.narrow.clear()
         for stream in streams.values():
             stream.gone()
 
@@ -203,21 +250,27 @@ class Stream:
         "is_heard",
         "number",
         "receive_window",
-        "send_window",
         "streams",
         "stuck_s",
         "task",
+        "window_change",
     )
 
     def __init__(self, streams: Streams, number: int, is_heard: bool) -> None:
         """`is_heard`: the client has ended its side."""
         self.streams, self.number, self.is_heard = streams, number, is_heard
-        self.receive_window, self.send_window = WINDOW_BYTES, streams.first_window
+        self.receive_window = WINDOW_BYTES
+        self.window_change = 0  # of the client's window for this stream, since it began with the setting
         self._unsent = _NOTHING  # of DATA
         self._end = b""  # the block of trailers that waits behind it
         self._sent: asyncio.Future[None] | None = None
         self.stuck_s: float | None = None  # since when nothing of it leaves, once it has been seen to
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def send_window(self) -> int:
+        """Return how much may be sent; less than nothing after the client has lowered its setting."""
+        return self.streams.first_window + self.window_change
 
     def received(self, payload: Payload) -> None:
         """Read on in what the client sends; called when it ends its side, too."""
@@ -242,7 +295,7 @@ class Stream:
         """Send DATA; return False when it waits, or when others should have their turn: then await `sent`."""
         streams, size_bytes = self.streams, len(data)
         if not (self._unsent or streams.is_full) and size_bytes <= min(
-            self.send_window, streams.send_window, streams.frame_bytes
+            streams.first_window + self.window_change, streams.send_window, streams.frame_bytes
         ):
             streams.write_data(self, data)
         elif size_bytes:
@@ -255,7 +308,9 @@ class Stream:
     def send_whole(self, message: bytes) -> bool:
         """Send the headers, the one message and the trailers of an answer; return False when they have to wait."""
         streams, size_bytes = self.streams, len(message) + PREFIX.size
-        if streams.is_full or size_bytes > min(self.send_window, streams.send_window, streams.frame_bytes):
+        if streams.is_full or size_bytes > min(
+            streams.first_window + self.window_change, streams.send_window, streams.frame_bytes
+        ):
             return False
         streams.write_whole(self, message)
         return True
@@ -291,11 +346,15 @@ class Stream:
         streams, unsent = self.streams, self._unsent
         while unsent:
             data = unsent[0]
-            windows = min(self.send_window, streams.send_window, streams.frame_bytes)
+            own_window = streams.first_window + self.window_change
+            windows = min(own_window, streams.send_window, streams.frame_bytes)
             size_bytes = 0 if streams.is_full else min(len(data), windows)
             if size_bytes <= 0:
-                held_up = streams.waiting if streams.is_full else streams.blocked
-                held_up[self.number] = self
+                if own_window <= 0:
+                    streams.narrow[self.number] = self
+                else:
+                    held_up = streams.waiting if streams.is_full else streams.blocked
+                    held_up[self.number] = self
                 return
             self.stuck_s = None
             streams.write_data(self, data[:size_bytes])
