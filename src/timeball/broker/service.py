@@ -436,7 +436,7 @@ class Broker:
             "clock_suspect": parts.clock.suspect,
             "conflicting_groups": [
                 group
-                for group in dict.fromkeys(found[0] for found in self.consuming.subscriptions.all())
+                for group in self.consuming.subscriptions.groups()
                 if self.policy.allows(caller, Verb.RECEIVE, group=group)
             ],
         }

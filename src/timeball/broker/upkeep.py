@@ -43,6 +43,7 @@ ROOM_LOOK_MS = 1_000
 ROOM_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
 IDEMPOTENCY_INTERVAL_MS = 10_000
+SUBSCRIPTIONS_INTERVAL_MS = 1_000
 BEHIND_FILES_MIN = 64  # files wholly behind the present before they are removed: each removal is a row
 REMOVE_JOB_ID = "broker-behind"
 
@@ -78,6 +79,7 @@ class Upkeep:
             (SEAL_LOOK_MS, self.seal_queues),
             (ROOM_LOOK_MS, self.make_room),
             (IDEMPOTENCY_INTERVAL_MS, self.drop_idempotency_keys),
+            (SUBSCRIPTIONS_INTERVAL_MS, self._broker.consuming.subscriptions.drain),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
         ]
         # Without a pipeline. With one, the compactor outside takes a lease, and the broker keeps off the tail.

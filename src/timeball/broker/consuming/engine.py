@@ -39,7 +39,7 @@ from timeball.broker.consuming.requests import (
 )
 from timeball.broker.consuming.selected_rows import selected_rows
 from timeball.broker.consuming.selection import Selection, check, check_invisible
-from timeball.broker.consuming.subscriptions import Subscriptions
+from timeball.broker.consuming.subscriptions import ASKED_CHARACTERS_MAX, ASKED_MAX, Subscriptions
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat, of_group
@@ -153,7 +153,9 @@ class Consuming:
         """
         check(request)
         self._begin(self._subscription(request.group, request.topic))
-        self.subscriptions.hear(request.group, request.topic, request.wanted.text)
+        asked = self.subscriptions.asked
+        if len(asked) < ASKED_MAX:
+            asked.add((request.group, request.topic, request.wanted.text[:ASKED_CHARACTERS_MAX]))
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         hand_out = self._hand_out_in_memory
         if request.in_log:

@@ -27,6 +27,8 @@ WINDOW_MS = 2 * limits.MINUTE_MS  # RocketMQ's members beat every 30 s and are g
 LOG_EVERY_MS = 10 * limits.MINUTE_MS  # for each group and topic
 WISHES_MAX = 8  # of a group and topic; more of them conflict all the same
 KEYS_MAX = 16_384  # groups and topics: 10 MB
+ASKED_MAX = 4_096  # different wishes between two drains
+ASKED_CHARACTERS_MAX = 512  # of each: longer filters are compared by their beginning
 SHOWN_CHARACTERS_MAX = 200  # of a filter, or of a list of topics
 TOPICS = ""  # stands for the list of topics in place of one topic
 
@@ -44,7 +46,10 @@ class Subscriptions:
 
     def __init__(self, monotonic_ns: Callable[[], int]) -> None:
         self._monotonic_ns = monotonic_ns
+        # Group, topic and filter of the receives since the last drain: a receive only adds to it, and is not held up.
+        self.asked: set[tuple[str, str, str]] = set()
         self._wishes: dict[tuple[str, str], dict[str, _Wish]] = {}
+        self._several: dict[str, set[str]] = {}  # group -> topics of which its members wanted several things
         self._logged_ms: dict[tuple[str, str], int] = {}
 
     def hear(self, group: str, topic: str, wanted: str) -> None:
@@ -65,7 +70,17 @@ class Subscriptions:
         wish.last_ms = now_ms
         # Nearly all groups want one thing of a topic; this is asked with every receive.
         if len(wishes) > 1:
+            self._several.setdefault(group, set()).add(topic)
             self._look(key, now_ms)
+
+    async def drain(self) -> None:
+        """Hear what receives have asked for; called about once a second."""
+        self._drain()
+
+    def _drain(self) -> None:
+        asked, self.asked = self.asked, set()
+        for group, topic, wanted in sorted(asked):
+            self.hear(group, topic, wanted)
 
     def hear_topics(self, group: str, topics: Iterable[str]) -> None:
         """Note that a member subscribes to these topics and to no others."""
@@ -73,15 +88,15 @@ class Subscriptions:
 
     def conflicts(self, group: str) -> list[Conflict]:
         """Return the topics of which members of a group want different messages now."""
-        return [Conflict(topic, found) for name, topic, found in self.all() if name == group]
+        self._drain()
+        now_ms, topics = self._monotonic_ns() // 1_000_000, sorted(self._several.get(group, ()))
+        looked = (Conflict(topic, self._conflicting(self._wishes[group, topic], now_ms)) for topic in topics)
+        return [found for found in looked if found.wanted]
 
-    def all(self) -> list[tuple[str, str, list[str]]]:
-        """Return group, topic and wishes of every conflict, in order; the topic "" stands for lists of topics."""
-        now_ms = self._monotonic_ns() // 1_000_000
-        # Copied: a look removes what is no conflict any more.
-        many = sorted(key for key, wishes in self._wishes.items() if len(wishes) > 1)
-        looked = ((*key, self._conflicting(self._wishes[key], now_ms)) for key in many)
-        return [found for found in looked if found[2]]
+    def groups(self) -> list[str]:
+        """Return the groups whose members have conflicts now, in order."""
+        self._drain()
+        return [group for group in sorted(self._several) if self.conflicts(group)]
 
     def _made(self) -> dict[str, _Wish]:
         # Names are clients': at the bound those heard first make room, as they are heard again if they are in use.
@@ -89,6 +104,10 @@ class Subscriptions:
             key = next(iter(self._wishes))
             del self._wishes[key]
             self._logged_ms.pop(key, None)
+            topics = self._several.get(key[0], set())
+            topics.discard(key[1])
+            if not topics:
+                self._several.pop(key[0], None)
         return {}
 
     def _look(self, key: tuple[str, str], now_ms: int) -> None:
