@@ -57,7 +57,7 @@ def _calls(report: Report, server: Server, ball: Timeball, count: int) -> None:
         report.add_cost(spent, count, BARS_US.get(label))
 
     def pull() -> None:
-        (message,) = ball.pull(TOPIC, "ones", max_messages=1, wait=1)
+        (message,) = ball.pull(TOPIC, "ones", max_messages=1, wait="1s")
         assert message.ack()
 
     def read() -> None:
@@ -122,7 +122,7 @@ def _consume(endpoint: str, arrived: list[int], stopping: threading.Event) -> No
     """Pull and acknowledge; note how late each message came."""
     with Timeball(endpoint) as ball:
         while not stopping.is_set():
-            batch = ball.pull_batch(TOPIC, "trickle", max_messages=PULL_ROWS, wait=0.5)
+            batch = ball.pull_batch(TOPIC, "trickle", max_messages=PULL_ROWS, wait="0.5s")
             if batch.num_rows:
                 due_ms = batch.column("due_ms").fill_null(0)
                 arrived += (now_ms() - np.asarray(due_ms, dtype=np.int64)).tolist()

@@ -174,7 +174,7 @@ def _request(method: str, path: str, kind: str, body: bytes) -> Request:
 
 def _json(rows: int, _: int) -> bytes:
     lines = (
-        json.dumps({"body": base64.b64encode(os.urandom(BODY_BYTES * 3 // 4)).decode(), "delay": "1h"})
+        json.dumps({"body": base64.b64encode(os.urandom(BODY_BYTES * 3 // 4)).decode(), "after": "1h"})
         for _ in range(rows)
     )
     return "\n".join(lines).encode()

@@ -2,7 +2,7 @@
 
 A stock Kafka (one node, KRaft, 512 MB), a broker and `timeball kafka` share the machine with the load: a process that
 produces, due one to three seconds ahead at a random millisecond, and one that reads committed records. Lateness is
-arrival at that reader minus `deliver-at`, so it has Kafka's transaction and its fetch in it.
+arrival at that reader minus `at`, so it has Kafka's transaction and its fetch in it.
 
 Java compiles what it does often, with half a core of the two for the better part of a minute. A bridge runs for months,
 so the same loads go through first, for WARM_UP seconds each, and are not measured; the report says for how long.
@@ -100,7 +100,7 @@ def _send(bootstrap: str, topic: str, rate: int, seconds: int) -> None:
         base_ms = now_ms()
         for number in range(sent, wanted):
             at = str(base_ms + rng.randrange(*AHEAD_MS)).encode()
-            producer.produce(topic, BODY, b"%d" % number, headers=[("deliver-at", at)])
+            producer.produce(topic, BODY, b"%d" % number, headers=[("at", at)])
         producer.poll(0)
         sent = wanted
         time.sleep(TICK_S)

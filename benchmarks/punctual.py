@@ -96,7 +96,7 @@ class _Consumer:
     def _pull(self, endpoint: str) -> None:
         with Timeball(endpoint) as ball:
             while not self._stopping.is_set():
-                batch = ball.browse_batch(TOPIC, "bench", max_messages=4_096, wait=0.5)
+                batch = ball.browse_batch(TOPIC, "bench", max_messages=4_096, wait="0.5s")
                 if batch.num_rows:
                     self._late.append(now_ms() - np.asarray(batch.column("due_ms"), dtype=np.int64))
                     self._count += batch.num_rows

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 
 import grpc
-import pyarrow as pa
 from google.protobuf.message import Message
 
 from benchmarks.harness import Server
@@ -73,16 +72,15 @@ class FlightClient:
 
     def send_together(self, topic: str, parcels: Sequence[Parcel]) -> None:
         """See Client."""
-        columns = {
-            "topic": pa.repeat(topic, len(parcels)),
-            "body": pa.array([parcel.body for parcel in parcels], pa.binary()),
-            "due_ms": pa.array([parcel.due_ms for parcel in parcels], pa.int64()),
-        }
-        self._ball.send_many(pa.RecordBatch.from_pydict(columns))
+        rows: list[dict[str, object]] = [
+            {"body": parcel.body} | ({} if parcel.due_ms is None else {"due_ms": parcel.due_ms})
+            for parcel in parcels
+        ]
+        self._ball.send_many(rows, topic=topic)
 
     def receive(self, topic: str, group: str) -> list[bytes]:
         """See Client."""
-        batch = self._ball.browse_batch(topic, group, max_messages=1_024, wait=POLL_MS / 1000)
+        batch = self._ball.browse_batch(topic, group, max_messages=1_024, wait=f"{POLL_MS}ms")
         if batch.num_rows:
             self._ball.commit(topic, group)
         found: list[bytes] = batch.column("body").to_pylist()

@@ -118,8 +118,10 @@ def _measure(
 
 def _send(ball: Timeball, rows: int) -> None:
     """Half for soon, so that something passes, half for later, so that something waits."""
-    soon = [{"body": "x" * 128, "delay_ms": 50 + n % 100} for n in range(rows // 2)]
-    later = [{"body": "x" * 128, "after": 3_600 + n} for n in range(rows - rows // 2)]
+    soon: list[dict[str, object]] = [{"body": "x" * 128, "delay_ms": 50 + n % 100} for n in range(rows // 2)]
+    later: list[dict[str, object]] = [
+        {"body": "x" * 128, "after": f"{3_600 + n}s"} for n in range(rows - rows // 2)
+    ]
     ball.send_many(soon + later, topic="bench")
 
 

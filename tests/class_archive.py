@@ -32,7 +32,7 @@ def write(path: Path) -> None:
         query = stream.writeStream.foreachBatch(_count).option("checkpointLocation", f"{folder}/at")
         query.trigger(availableNow=True).start().awaitTermination()
         with running_node(Path(folder) / "data") as node, Timeball(node.endpoint) as ball:
-            ball.send_many([{"body": b"x", "after": 3_600} for _ in range(10)], topic="orders")
+            ball.send_many([{"body": b"x", "after": "3600s"} for _ in range(10)], topic="orders")
             rows = spark.read.format("timeball").option("endpoint", node.endpoint).load()
             rows.groupBy("topic").count().collect()
     jvm = SparkContext._gateway.proc

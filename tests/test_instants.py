@@ -28,12 +28,10 @@ from timeball.instants import delay_ms, due_ms, when
     ("after", "ms"),
     [
         (0, 0),
-        (30, 30_000),
-        (0.29, 290),
-        (2.5, 2_500),
-        (0.0001, 1),
-        (np.int64(3), 3_000),
-        (np.float64(0.5), 500),
+        (0.0, 0),
+        ("0", 0),
+        ("0.29s", 290),
+        ("0.0001s", 1),
         ("250ms", 250),
         ("30m", 1_800_000),
         ("1h30m", 5_400_000),
@@ -56,14 +54,17 @@ def test_delays(after: object, ms: int) -> None:
 @pytest.mark.parametrize(
     ("after", "reason"),
     [
-        (-1, "negative"),
-        (-0.5, "negative"),
+        (5, "after=5: a number has no unit; write text such as '5s' or '30m', or a timedelta"),
+        (2.5, "after=2.5: a number has no unit"),
+        (-1, "no unit"),
+        (np.int64(3), "no unit"),
+        (np.float64(0.5), "no unit"),
         (timedelta(seconds=-1), "negative"),
-        (float("nan"), "not a number"),
-        (float("inf"), "not a number"),
-        (True, "number of seconds"),
-        (None, "number of seconds"),
-        ([5], "number of seconds"),
+        (float("nan"), "no unit"),
+        (float("inf"), "no unit"),
+        (True, "a timedelta, or text"),
+        (None, "a timedelta, or text"),
+        ([5], "a timedelta, or text"),
         ("", "units"),
         ("30", "units"),
         ("m", "units"),
@@ -79,20 +80,13 @@ def test_delays(after: object, ms: int) -> None:
         ("1e3s", "units"),
         ("1s" * 60, "units"),
         ("9" * 15 + "d", "further away"),
-        (1e300, "further away"),
-        pytest.param(10**5000, "further away", id="enormous"),
-        (limits.DELAY_MS_MAX // 1_000 + 1, "further away"),
+        (timedelta(milliseconds=limits.DELAY_MS_MAX + 1), "further away"),
+        pytest.param(10**5000, "an integer of 16610 bits: a number has no unit", id="enormous"),
     ],
 )
 def test_delays_refused(after: object, reason: str) -> None:
     with pytest.raises(InvalidDelay, match=reason):
         delay_ms(after)  # type: ignore[arg-type]
-
-
-@given(st.floats(0, limits.DELAY_MS_MAX / 1_000 - 1))
-def test_a_delay_in_seconds_is_never_early_nor_a_millisecond_late(seconds: float) -> None:
-    exact = Fraction(repr(seconds)) * 1_000
-    assert 0 <= delay_ms(seconds) - exact < 1
 
 
 @given(st.timedeltas(timedelta(0), timedelta(days=3_000)))

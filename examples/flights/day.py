@@ -160,7 +160,7 @@ class _Consumer:
     def _pull(self) -> None:
         with Timeball(self._endpoint) as ball:
             while not self._stopping:
-                batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait=0.5)
+                batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait="0.5s")
                 if batch.num_rows == 0:
                     continue
                 with self._more:

@@ -3,7 +3,7 @@
 `after` is relative and stays relative until the broker admits the message, so that a wrong clock on this
 machine does not move it. `at` is absolute. Fractions of a millisecond are rounded up: never early.
 
-Refused, with the reason: negative, not a number, further away than the broker's limit, a datetime without a
+Refused, with the reason: a number without a unit, negative, further away than the broker's limit, a datetime without a
 zone (whose noon?), and whole seconds where milliseconds are meant.
 """
 
@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from functools import lru_cache
 from operator import index
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 from timeball import limits, local_time
 from timeball.errors import InvalidDelay
@@ -35,7 +35,7 @@ _UNIT_MS = {
 _PART = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(ms|[smhdw])")
 _TEXT_MAX = 100
 
-After = float | SupportsIndex | timedelta | str
+After = timedelta | str | Literal[0]
 At = datetime | SupportsIndex | str
 
 # ISO 8601, of which years and months have no length of their own.
@@ -46,35 +46,34 @@ _ISO = re.compile(
 )
 
 
-def delay_ms(after: After) -> int:
-    """Milliseconds of a delay: seconds, a timedelta, or text such as "250ms", "30m", "1h30m", "1.5d", "PT30M".
+def delay_ms(after: After, name: str = "after") -> int:
+    """Milliseconds of a delay: a timedelta, or text with units such as "250ms", "30m", "1h30m", "1.5d", "PT30M".
 
-    >>> delay_ms("1h30m"), delay_ms(2.5), delay_ms(timedelta(days=40))
-    (5400000, 2500, 3456000000)
+    A bare number is refused, because it would be seconds here and milliseconds there; 0 alone needs no unit.
+
+    >>> delay_ms("1h30m"), delay_ms("2.5s"), delay_ms(timedelta(days=40)), delay_ms(0)
+    (5400000, 2500, 3456000000, 0)
     """
-    if isinstance(after, bool):
-        raise InvalidDelay(f"after={after}: a number of seconds, a timedelta, or text like '30m'")
     if isinstance(after, str):
         try:
             delay = duration_ms(after)
         except InvalidDelay as error:
-            raise InvalidDelay(f"after={error}") from None
+            raise InvalidDelay(f"{name}={error}") from None
     elif isinstance(after, timedelta):
         delay = -(-(after // _MICROSECOND) // 1000)
-    elif isinstance(after, float):
-        if not math.isfinite(after):
-            raise InvalidDelay(f"after={after}: not a number of seconds")
-        # 0.29 means 290 ms, though that float lies a hair above: take the number as it is written.
-        delay = math.ceil(Fraction(repr(float(after))) * limits.SECOND_MS)
-    elif isinstance(after, SupportsIndex):
-        delay = index(after) * limits.SECOND_MS
+    elif isinstance(after, float | SupportsIndex) and not isinstance(after, bool):
+        if after != 0:
+            raise InvalidDelay(
+                f"{name}={_shown(after)}: a number has no unit; write text such as '5s' or '30m', or a timedelta"
+            )
+        delay = 0
     else:
-        raise InvalidDelay(f"after={after!r}: a number of seconds, a timedelta, or text like '30m'")
+        raise InvalidDelay(f"{name}={_shown(after)}: a timedelta, or text such as '5s' or '30m'")
     if delay < 0:
-        raise InvalidDelay(f"after={_shown(after)}: negative; leave it out to deliver at once")
+        raise InvalidDelay(f"{name}={_shown(after)}: negative; leave it out to deliver at once")
     if delay > limits.DELAY_MS_MAX:
         days = limits.DELAY_MS_MAX // limits.DAY_MS
-        raise InvalidDelay(f"after={_shown(after)}: further away than {days} days, the most a broker takes")
+        raise InvalidDelay(f"{name}={_shown(after)}: further away than {days} days, the most a broker takes")
     return delay
 
 
@@ -124,6 +123,8 @@ def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30
     """
     compact = text.strip().lower()
     total, end = Fraction(0), 0
+    if compact == "0":
+        return 0
     if len(compact) <= _TEXT_MAX and (iso := _ISO.fullmatch(compact)):
         parts = zip(iso.groups(), "wdhms", strict=True)
         return math.ceil(sum(Fraction(number) * _UNIT_MS[unit] for number, unit in parts if number))

@@ -266,7 +266,7 @@ class _HttpClient:
         self._connection = http.client.HTTPConnection(broker.http, timeout=BOUND_S)
 
     def send(self, ids: list[str]) -> None:
-        body = json.dumps({"id": ids[0], "body": "tick", "delay": f"{DELAY_S}s"})
+        body = json.dumps({"id": ids[0], "body": "tick", "after": f"{DELAY_S}s"})
         try:
             self._connection.request("POST", f"/v1/topics/{TOPIC}/messages", body, self._headers)
             answer = self._connection.getresponse()

@@ -40,10 +40,10 @@ def stopped(data: Path) -> Iterator[Path]:
     """A folder with messages in the log and in the pending table."""
     with running_node(data) as node, Timeball(node.endpoint) as ball:
         ball.send_many(
-            [{"body": f"{i}", "after": 7_200 + i, "keys": f"k{i}"} for i in range(500)], topic="later"
+            [{"body": f"{i}", "after": f"{7_200 + i}s", "keys": f"k{i}"} for i in range(500)], topic="later"
         )
         assert ball.compact() is not None
-        ball.send_many([{"body": f"{i}", "after": 7_200 + i} for i in range(50)], topic="tail")
+        ball.send_many([{"body": f"{i}", "after": f"{7_200 + i}s"} for i in range(50)], topic="tail")
     yield data
 
 

@@ -20,9 +20,9 @@ LOG = "log/0000000001.log"
 def data(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     with running_node(folder) as node, Timeball(node.endpoint) as ball:
-        ball.send_many([{"body": f"{i}", "after": 7_200} for i in range(100)], topic="t")
+        ball.send_many([{"body": f"{i}", "after": "7200s"} for i in range(100)], topic="t")
         ball.compact()
-        ball.send_many([{"body": f"{i}", "after": 9_000} for i in range(100)], topic="t")
+        ball.send_many([{"body": f"{i}", "after": "9000s"} for i in range(100)], topic="t")
         ball.compact()
         ball.send("t", "the last")
     return folder

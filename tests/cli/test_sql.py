@@ -23,7 +23,7 @@ BY_TOPIC = "select topic, count(*) as waiting, min(due) as first from pending gr
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     with running_node(tmp_path_factory.mktemp("sql") / "d", compact_self=False) as running:
         with Timeball(running.endpoint) as ball:
-            ball.send_many([{"topic": "mail", "body": f"m{i}", "after": 10_000} for i in range(3)])
+            ball.send_many([{"topic": "mail", "body": f"m{i}", "after": "10000s"} for i in range(3)])
             ball.compact()
             ball.send("bills", b"\xff\x00", after="1d")
         yield running

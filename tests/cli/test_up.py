@@ -98,7 +98,7 @@ def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options, **bare) as up:
         uri = up.wait_line(event="ready")["endpoint"]
         with Timeball(uri) as ball:
-            ball.send_many([{"body": "x", "after": 3_600} for _ in range(50)], topic="orders")
+            ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
             ball.send("orders", "at once")
             _await_table(ball, 50)
             end = ball.status()["log"]["durable_seq"]
@@ -139,7 +139,7 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
         uri = up.wait_line(event="ready")["endpoint"]
         up.wait_line(event="pipeline", state="started")
         with Timeball(uri) as ball:
-            ball.send_many([{"body": "x", "after": 3_600} for _ in range(50)], topic="orders")
+            ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
             _await_table(ball, 50)
         audited = timeball("audit", "--json", "--endpoint", uri)
         report = json.loads(audited.stdout)
@@ -160,7 +160,7 @@ def test_after_a_kill_of_the_jvm_the_ledger_goes_on(tmp_path: Path) -> None:
         uri = up.wait_line(event="ready")["endpoint"]
         for life in (1, 2):
             with Timeball(uri) as ball:
-                ball.send_many([{"body": "x", "after": 3_600} for _ in range(50)], topic="orders")
+                ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
                 _await_ledger(uri, ball.status()["log"]["durable_seq"])
             if life == 1:
                 [jvm] = [p for p in psutil.Process(up.pid).children(recursive=True) if "java" in p.name()]

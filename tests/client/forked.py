@@ -32,12 +32,12 @@ def calls(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
         "send": lambda: ball.send("forked", "x"),
         "send_many": lambda: ball.send_many([{"topic": "forked", "body": "x"}]),
         "cancel": lambda: ball.cancel("nobody"),
-        "reschedule": lambda: ball.reschedule("nobody", after=1),
+        "reschedule": lambda: ball.reschedule("nobody", after="1s"),
         "pull": lambda: ball.pull("forked", "g", wait=0),
         "pull_batch": lambda: ball.pull_batch("forked", "g", wait=0),
         "commit": lambda: ball.commit("forked", "g"),
         "ack": lambda: ball.ack(ball.pull("forked", "h", wait=0), "h"),
-        "consume": lambda: list(ball.consume("forked", "i", until_idle=0.01)),
+        "consume": lambda: list(ball.consume("forked", "i", until_idle="0.01s")),
         "offsets": lambda: ball.offsets("g", "forked"),
         "read_log": lambda: ball.read_log(1, 2).read_all(),
         "read_queue": lambda: ball.read_queue("forked", 0, 0, 1).read_all(),
@@ -87,7 +87,7 @@ def main(endpoint: str, case: str) -> None:
     if case != "made":
         ball.send("forked", "of the parent")
     if case == "polling":
-        threading.Thread(target=lambda: ball.pull("forked", "p", wait=30), daemon=True).start()
+        threading.Thread(target=lambda: ball.pull("forked", "p", wait="30s"), daemon=True).start()
         ball.pull("forked", "g", wait=0)
     if case == "pool":
         process = multiprocessing.get_context("fork").Process(target=child, args=(ball, endpoint))

@@ -94,7 +94,7 @@ def test_a_consumer_may_come_before_the_topic(
     def consume() -> None:
         with Timeball(node.endpoint) as early:
             while len(got) < 3:
-                got.extend(early.browse(topic, "g", wait=BOUND_S, start=start))
+                got.extend(early.browse(topic, "g", wait=f"{BOUND_S}s", start=start))
 
     waiting = threading.Thread(target=consume)
     waiting.start()

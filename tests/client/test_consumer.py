@@ -219,7 +219,7 @@ def test_a_member_may_come_before_the_topic(node: RunningNode, ball: Timeball) -
     def consume() -> None:
         with Timeball(node.endpoint) as early:
             while len(got) < 3:
-                got.extend(early.pull(topic, "g", wait=BOUND_S, start="latest"))
+                got.extend(early.pull(topic, "g", wait=f"{BOUND_S}s", start="latest"))
 
     waiting = threading.Thread(target=consume)
     waiting.start()

@@ -95,7 +95,7 @@ def test_dicts_take_the_arguments_of_send() -> None:
 
 
 def test_dicts_with_different_keys_have_one_schema() -> None:
-    rows = [{"body": "a"}, {"body": "b", "tag": "x"}, {"body": "c", "after": 5}]
+    rows = [{"body": "a"}, {"body": "b", "tag": "x"}, {"body": "c", "after": "5s"}]
     schemas = {batch.schema.to_string() for batch in batches(rows, "t", 1, NOW_MS)}
     assert len(schemas) == 1
 
@@ -140,9 +140,9 @@ def test_seconds_beyond_64_bits_of_milliseconds_are_refused() -> None:
 
 def test_dicts_refused() -> None:
     with pytest.raises(InvalidDelay, match="two instants"):
-        from_dicts([{"body": "a", "after": 1, "at": 2**40}])
+        from_dicts([{"body": "a", "after": "1s", "at": 2**40}])
     with pytest.raises(InvalidDelay, match="two instants"):
-        from_dicts([{"body": "a", "after": 1, "delay_ms": 5}])
+        from_dicts([{"body": "a", "after": "1s", "delay_ms": 5}])
     with pytest.raises(InvalidMessage, match="column 'queue_id'"):
         from_dicts([{"body": "a", "queue_id": 1}, {"body": "a", "queue_id": "x"}])
     for wrong in ("text", {"body": "a"}):
@@ -172,9 +172,6 @@ def test_timestamp_columns_need_a_zone() -> None:
 @pytest.mark.parametrize(
     ("column", "ms"),
     [
-        (pa.array([5, None]), [5_000, None]),
-        (pa.array([0.29, None]), [290, None]),
-        (pa.array([0.0001]), [1]),
         (pa.array([timedelta(microseconds=1), None], pa.duration("us")), [1, None]),
         (pa.array([timedelta(seconds=2)], pa.duration("s")), [2_000]),
         (pa.array([timedelta(milliseconds=3)], pa.duration("ms")), [3]),
@@ -185,14 +182,20 @@ def test_delay_columns(column: pa.Array, ms: list[int | None]) -> None:
     assert delay_column(column).to_pylist() == ms
 
 
-@pytest.mark.parametrize("column", [pa.array(["5m"]), pa.array([float("nan")]), pa.array([1e300])])
+@pytest.mark.parametrize("column", [pa.array(["5m"]), pa.array([5]), pa.array([0.29])])
 def test_delay_columns_refused(column: pa.Array) -> None:
     with pytest.raises(InvalidDelay, match="column 'after'"):
         delay_column(column)
 
 
 def test_tables_are_completed() -> None:
-    table = pa.table({"body": ["a", "b", "c"], "unique_key": ["x", None, "z"], "after": [1, 2, 3]})
+    table = pa.table(
+        {
+            "body": ["a", "b", "c"],
+            "unique_key": ["x", None, "z"],
+            "after": pa.array([1, 2, 3], pa.duration("s")),
+        }
+    )
     (batch,) = batches(table, "t", 10, NOW_MS)
     columns = batch.to_pydict()
     assert columns["topic"] == ["t"] * 3 and columns["delay_ms"] == [1_000, 2_000, 3_000]

@@ -57,7 +57,7 @@ def test_cancel_by_id_ids_and_key(ball: Timeball) -> None:
     verdict = ball.cancel(two.id)
     assert verdict.verdict == "already_cancelled" and verdict.cancelled
     assert ball.cancel(ids=[]) == []
-    visible = ball.send("cancels", "now", after=0.05)
+    visible = ball.send("cancels", "now", after="0.05s")
     assert [m.id for m in ball.pull("cancels", "g", wait="60s")] == [visible.id]
     assert ball.cancel(visible.id).verdict == "released"
 
@@ -80,25 +80,25 @@ def test_reschedule_by_id_ids_and_key(ball: Timeball) -> None:
         at_ms,
     ) and not moved.cancelled
     assert moved.seq == two.seq
-    assert [v.verdict for v in ball.reschedule(ids=[one.id, "unknown"], after=30)] == [
+    assert [v.verdict for v in ball.reschedule(ids=[one.id, "unknown"], after="30s")] == [
         "rescheduled",
         "not_found",
     ]
     assert {v.due_ms for v in ball.reschedule(key="order-2", at=at_ms)} == {at_ms}
     assert [v.verdict for v in ball.reschedule(key="another", after="50ms")] == ["rescheduled"]
     assert [m.id for m in ball.pull("moves", "g", wait="60s")] == [two.id]
-    assert ball.reschedule(two.id, after=5).verdict == "released"
+    assert ball.reschedule(two.id, after="5s").verdict == "released"
     assert ball.cancel(one.id).verdict == "cancelled"
-    assert ball.reschedule(one.id, after=5).verdict == "already_cancelled"
+    assert ball.reschedule(one.id, after="5s").verdict == "already_cancelled"
 
 
 def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -> None:
     with pytest.raises(RequestError, match="one of"):
-        ball.reschedule(after=5)  # type: ignore[call-overload]
+        ball.reschedule(after="5s")  # type: ignore[call-overload]
     with pytest.raises(InvalidDelay, match="after= or at="):
         ball.reschedule("a")
     with pytest.raises(InvalidDelay, match="one of them"):
-        ball.reschedule("a", after=5, at=5_000_000_000_000)
+        ball.reschedule("a", after="5s", at=5_000_000_000_000)
     with pytest.raises(InvalidDelay, match="due_ms"):
         ball.reschedule("a", at=250_000_000_000_000)
 
@@ -106,7 +106,7 @@ def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -
 def test_logs_and_queues_are_tables(ball: Timeball) -> None:
     ball.create_topic("tables", 1)
     summary = ball.send_many(
-        [{"body": str(i), "after": 3600 if i % 2 else None} for i in range(10)], topic="tables"
+        [{"body": str(i)} | ({"after": "1h"} if i % 2 else {}) for i in range(10)], topic="tables"
     )
     first, rows = summary.ranges[0]
     log = ball.read_log(first, first + rows, coalesce_rows=3)

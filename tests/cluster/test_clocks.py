@@ -37,7 +37,7 @@ class Reader:
     def _run(self) -> None:
         with Timeball(self._endpoint) as ball:
             while not self._ended.is_set():
-                batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait=0.2)
+                batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait="0.2s")
                 now_ms = CLOCK.wall_ms()
                 keys, due = batch.column("unique_key").to_pylist(), batch.column("due_ms").to_pylist()
                 for key, due_ms in zip(keys, due, strict=True):

@@ -68,7 +68,7 @@ def send(groups: Groups, count: int, body: str) -> list[str]:
     ids = [f"m{number:05d}" for number in range(count)]
     with client(groups, "g2") as ball:
         ball.create_topic("orders", 2)
-        rows = [{"body": body, "unique_key": each, "after": 3600} for each in ids]
+        rows = [{"body": body, "unique_key": each, "after": "3600s"} for each in ids]
         ball.send_many(rows, topic="orders", batch_rows=100)
     return ids
 

@@ -115,7 +115,7 @@ def _received(endpoint: str, rows: int) -> tuple[Counter[str], np.ndarray[tuple[
     with Timeball(endpoint) as ball:
         while CLOCK.wall_ms() < until_ms:
             batch = ball.browse_batch(
-                TOPIC, GROUP, max_messages=4_096, wait=1.0 if seen.total() < rows else 0.2
+                TOPIC, GROUP, max_messages=4_096, wait="1s" if seen.total() < rows else "200ms"
             )
             if batch.num_rows == 0 and seen.total() >= rows:
                 break

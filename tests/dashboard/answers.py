@@ -167,7 +167,7 @@ class BusyBroker:
             "name": self.text(("billing", "mailers", "search", "audit")[n]), "topic": self.text("orders"),
             "group": ("billing", "mailers", "search", "audit")[n], "filter": self.text("eu"), "filter_type": "tag",
             "url": "https://hooks.example/" + (self.texts or "orders"), "in_flight_max": 16, "rate_per_s": None,
-            "timeout": 15_000, "state": state, "in_flight": (3, 1, 0, 0)[n], "delivered": 81_311 // (n + 1),
+            "timeout": "15s", "state": state, "in_flight": (3, 1, 0, 0)[n], "delivered": 81_311 // (n + 1),
             "failed": 40 * n, "failures_in_row": 12 if state == "failing" else 0, "last_failure": failure,
         }  # fmt: skip
 

@@ -90,7 +90,7 @@ def schedule(client: Client, n: int) -> None:
                 "id": f"order-{number}-due",
                 "key": f"order-{number}",
                 "tag": ("eu", "us", "asia")[number % 3],
-                "deliver_at": now_ms + MINUTE_MS + due_in_ms,
+                "at": now_ms + MINUTE_MS + due_in_ms,
             }
         )
         for number, due_in_ms in enumerate(instants(n))
@@ -228,7 +228,8 @@ class Traffic:
                 n += 1
                 rows = 4 + round(3 * math.sin(n / 10))
                 messages = [
-                    {"json": {"order": n}, "key": f"order-{n}", "delay": 200 + 370 * at} for at in range(rows)
+                    {"json": {"order": n}, "key": f"order-{n}", "after": f"{200 + 370 * at}ms"}
+                    for at in range(rows)
                 ]
                 assert client.send("orders", messages).status == 201
 

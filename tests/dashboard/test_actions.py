@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
 def scheduled(client: Client, topic: str, **message: Any) -> dict[str, Any]:
-    answer = client.send(topic, {"body": "x", "delay": "1h", **message})
+    answer = client.send(topic, {"body": "x", "after": "1h", **message})
     assert answer.status == 201, answer
     return dict(answer.value)
 
@@ -101,7 +101,7 @@ def test_a_verdict_that_comes_too_late_is_shown(tab: Tab, client: Client, verb: 
 
 
 def test_what_waits_is_listed_in_pages_by_its_instant(tab: Tab, client: Client) -> None:
-    messages = [{"body": "x", "delay": f"{2 + n}h", "key": f"listed-{n}"} for n in range(60)]
+    messages = [{"body": "x", "after": f"{2 + n}h", "key": f"listed-{n}"} for n in range(60)]
     assert client.send("listed", messages).status == 201
     page = tab.open("waiting", topic="listed")
     expect(page.locator("tbody tr")).to_have_count(50)
@@ -125,7 +125,7 @@ def test_hostile_messages_of_a_real_broker(tab: Tab, client: Client) -> None:
         )
     ):
         sent = client.send(
-            "hostile", {"delay": "1h", "id": f"{printable}{n}", "key": f"key-{n}-{printable}", **body}
+            "hostile", {"after": "1h", "id": f"{printable}{n}", "key": f"key-{n}-{printable}", **body}
         )
         assert sent.status == 201, sent
     page = tab.open("waiting", topic="hostile")
@@ -145,7 +145,7 @@ def test_hostile_messages_of_a_real_broker(tab: Tab, client: Client) -> None:
 def test_releases_are_seen_as_they_happen(tab: Tab, client: Client) -> None:
     page = tab.open("punctual")
     expect(page.get_by_text("Nothing has been released")).to_be_visible()
-    sent = client.send("punctual", [{"body": "x", "delay": "1ms"} for _ in range(20)])
+    sent = client.send("punctual", [{"body": "x", "after": "1ms"} for _ in range(20)])
     assert sent.status == 201
     expect(page.get_by_text("20 since the start")).to_be_visible()
     expect(page.get_by_text("Nothing has been released")).to_be_hidden()
@@ -197,7 +197,7 @@ def test_nothing_is_offered_for_dead_letters_before_their_group_is_known(tab: Ta
 def test_a_message_that_was_received_says_how_far_its_group_is(tab: Tab, client: Client) -> None:
     assert client.send("followed", {"id": "followed-1", "body": "x"}).status == 201
     (got,) = client.receive("followed", "billing").value["messages"]
-    nack = {"receipts": [got["receipt"]], "delay": "1s"}
+    nack = {"receipts": [got["receipt"]], "after": "1s"}
     client.ask("POST", "/v1/topics/followed/nack", nack, query={"group": "billing"})
     (got,) = client.receive("followed", "billing").value["messages"]
     page = found_by(tab, "Message id", "followed-1")
@@ -233,8 +233,8 @@ def test_campaigns_are_paused_resumed_and_cancelled(tab: Tab, client: Client, no
 def test_what_is_coming_is_counted_and_zoomed(tab: Tab, client: Client) -> None:
     # On a whole hour, in a day that no other test sends for.
     due = datetime(2031, 1, 31, 9, 30, tzinfo=UTC)
-    many = [{"body": "x", "deliver_at": due.isoformat()} for _ in range(30)]
-    late = [{"body": "x", "deliver_at": (due + timedelta(hours=5, seconds=7)).isoformat()} for _ in range(7)]
+    many = [{"body": "x", "at": due.isoformat()} for _ in range(30)]
+    late = [{"body": "x", "at": (due + timedelta(hours=5, seconds=7)).isoformat()} for _ in range(7)]
     assert client.send("coming", many + late).status == 201
     midnight = round(due.replace(hour=0, minute=0).timestamp() * 1_000)
     page = tab.open("coming", by="hour", n="24", **{"from": str(midnight)})

@@ -112,7 +112,7 @@ def page(browser: Browser) -> Iterator[Page]:
 def broker(node: RunningNode, client: Client) -> str:
     """A broker with a message for later, one for now, and a subscription; its address."""
     client.ask("PUT", "/v1/topics/letters", {})
-    client.send("letters", {"id": "letter-1", "body": "x", "delay": "1h"})
+    client.send("letters", {"id": "letter-1", "body": "x", "after": "1h"})
     client.send("letters", {"body": "x"})
     subscription = {"topic": "letters", "group": "pushed", "url": "http://127.0.0.1:9/"}
     client.ask("PUT", "/v1/subscriptions/letters", subscription)

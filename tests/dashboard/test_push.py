@@ -95,7 +95,7 @@ def test_one_is_made_and_its_secret_is_shown_once(tab: Tab, client: Client, rece
     expect(cell(row, "Failed")).to_have_text("0")
     expect(row.locator(".state")).to_have_text("delivering")
     kept = client.ask("GET", f"{PATH}/billing").value
-    assert (kept["timeout"], kept["url"], kept["delivered"]) == (5_000, receiver.url, 3)
+    assert (kept["timeout"], kept["url"], kept["delivered"]) == ("5s", receiver.url, 3)
     for request in receiver.requests:
         Webhook(shown).verify(request.body, request.headers, json_parse=False)
 
@@ -152,7 +152,7 @@ def test_one_is_paused_and_resumed(tab: Tab, client: Client, receiver: Receiver)
 
 def test_one_is_changed_and_what_is_not_touched_stays(tab: Tab, client: Client, receiver: Receiver) -> None:
     tab.allowed = {400, 416}
-    first = made(client, "changed", receiver, filter="red || blue", rate_per_s=2.5, timeout=1_500)
+    first = made(client, "changed", receiver, filter="red || blue", rate_per_s=2.5, timeout="1500ms")
     page = tab.open("push")
     row = row_of(page, "changed")
     row.get_by_role("button", name="Change").click()

@@ -60,7 +60,7 @@ def test_each_operation_is_there_with_what_it_takes_and_answers(tab: Tab, client
                 assert f"{status} " in text
     send = page.locator("#send")
     for part in (
-        "deliver_at",
+        "at",
         "integer or string",
         "application/x-ndjson",
         "Idempotency-Key",
@@ -164,7 +164,7 @@ def test_each_curl_does_what_it_says(tab: Tab, client: Client, node: RunningNode
         if each.name in ENDLESS:
             continue
         if each.name == "get":
-            client.send("orders", {"body": "x", "id": "order-17", "delay": "1h"})
+            client.send("orders", {"body": "x", "id": "order-17", "after": "1h"})
         # By a shell, as a person would.
         asked = f"{commands[each.name]} -o /dev/null -w '%{{http_code}}'"
         assert asked.startswith("curl ")

@@ -25,7 +25,7 @@ def test_what_is_shown_is_what_was_promised(tmp_path: Path) -> None:
         assert call_off(node.endpoint) == CalledOff(rows=30, cancelled=30, released=0)
         busy_ms = (ball.status()["now_ms"] + 2 * DAY_MS) // 60_000 * 60_000
         ball.send_many([{"body": "x", "at": busy_ms + n} for n in range(7)], topic="busy")
-        ball.send_many([{"body": "x", "after": 86_400 + 300 * n} for n in range(5)], topic="quiet")
+        ball.send_many([{"body": "x", "after": f"{86_400 + 300 * n}s"} for n in range(5)], topic="quiet")
         found = look_ahead(node.endpoint)
         assert (found.rows, [rows for _, rows in found.busiest]) == (12, [7, 1, 1])
         assert found.sentence() == f"12 promises ahead; the busiest minute is {found.busiest[0][0]} with 7"

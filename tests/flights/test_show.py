@@ -44,10 +44,10 @@ def test_what_is_left_out_is_said_and_takes_no_time(capsys: pytest.CaptureFixtur
 def test_what_waits_is_counted_wherever_it_is(tmp_path: Path) -> None:
     """In the tail, near its instant, in the table."""
     with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
-        ball.send_many([{"body": "x", "after": 86_400} for _ in range(7)], topic="t")
+        ball.send_many([{"body": "x", "after": "86400s"} for _ in range(7)], topic="t")
         assert _waiting_rows(ball) == 7
         ball.compact()
-        ball.send_many([{"body": "x", "after": 3_600} for _ in range(2)], topic="t")
+        ball.send_many([{"body": "x", "after": "3600s"} for _ in range(2)], topic="t")
         assert _waiting_rows(ball) == 9
 
 

@@ -148,9 +148,9 @@ def test_a_record_comes_back_as_it_was_at_its_instant(place: Place) -> None:
     place.kafka.make(f"{place.name}.other", partitions=3)
     begin_ms = now_ms()
     avro = b"\x00\x00\x00\x00\x07" + bytes(range(256))  # as a schema registry's serializer writes
-    headers = [("a", b"1"), ("a", b"\xff\x00"), ("traceparent", b""), ("none", None), ("delay", b"300ms")]
-    at = [("deliver-at", str(begin_ms + 600).encode())]
-    there = [("delay", b"PT0.5S"), ("deliver-to", f"{place.name}.other".encode())]
+    headers = [("a", b"1"), ("a", b"\xff\x00"), ("traceparent", b""), ("none", None), ("after", b"300ms")]
+    at = [("at", str(begin_ms + 600).encode())]
+    there = [("after", b"PT0.5S"), ("deliver-to", f"{place.name}.other".encode())]
     place.produce(
         [
             {"value": avro, "key": b"\x00key", "headers": headers, "partition": 2},
@@ -175,7 +175,7 @@ def test_a_record_comes_back_as_it_was_at_its_instant(place: Place) -> None:
 
 def test_what_waits_is_cancelled_by_a_record_with_its_key(place: Place) -> None:
     place.make(partitions=1)
-    soon, late = [("delay", b"3s")], [("delay", b"3200ms")]
+    soon, late = [("after", b"3s")], [("after", b"3200ms")]
     cancel = [("cancel", b"")]
     bridge = place.bridge()
     place.produce(
@@ -204,19 +204,19 @@ def test_what_cannot_be_taken_or_delivered_is_a_dead_letter(place: Place) -> Non
     place.make(partitions=1, max_message_bytes="20000")
     wrong = [
         (b"no header", []),
-        (b"soon", [("delay", b"soon")]),
-        (b"far", [("deliver-at", b"9999-12-31T00:00:00Z")]),
-        (b"nowhere", [("delay", b"1s"), ("deliver-to", b"no.such.topic")]),
-        (b"x" * 5_000_000, [("delay", b"1s")]),
-        (b"y" * 30_000, [("delay", b"1ms")]),  # Timeball takes it, and the topic of --out does not
-        (b"headers", [("delay", b"1s"), ("h", b"z" * 40_000)]),
+        (b"soon", [("after", b"soon")]),
+        (b"far", [("at", b"9999-12-31T00:00:00Z")]),
+        (b"nowhere", [("after", b"1s"), ("deliver-to", b"no.such.topic")]),
+        (b"x" * 5_000_000, [("after", b"1s")]),
+        (b"y" * 30_000, [("after", b"1ms")]),  # Timeball takes it, and the topic of --out does not
+        (b"headers", [("after", b"1s"), ("h", b"z" * 40_000)]),
     ]
     place.produce([{"value": value, "key": b"k", "headers": headers} for value, headers in wrong[:4]])
     producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "message.max.bytes": 8_000_000})
     for value, headers in wrong[4:]:
         producer.produce(place.own, value, b"k", headers=headers)
     assert producer.flush(BOUND_S) == 0
-    place.produce([{"value": b"good", "headers": [("delay", b"1ms")]}])
+    place.produce([{"value": b"good", "headers": [("after", b"1ms")]}])
     place.bridge()
     dead = place.wait_for(place.dead, len(wrong))
     assert len(dead) == len(wrong)
@@ -248,7 +248,7 @@ def batch(count: int, first: int = 0, within_ms: int = 400) -> list[dict[str, An
         {
             "value": f"{number}".encode(),
             "key": f"k{number % 50}".encode(),
-            "headers": [("delay", f"{chance.randrange(within_ms)}ms".encode())],
+            "headers": [("after", f"{chance.randrange(within_ms)}ms".encode())],
         }
         for number in range(first, first + count)
     ]

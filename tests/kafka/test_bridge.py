@@ -23,7 +23,7 @@ def test_what_goes_in_comes_out(
     running = threading.Thread(target=bridge.run, args=(stop, ready.set))
     running.start()
     assert ready.wait(BOUND_S)
-    headers = [("delay", b"20ms"), ("a", b"\xff")]
+    headers = [("after", b"20ms"), ("a", b"\xff")]
     kafka.produce(
         options.own,
         {"value": b"one", "key": b"k", "headers": headers, "partition": 3},

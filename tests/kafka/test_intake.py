@@ -24,7 +24,7 @@ from timeball.kafka.records import Headers, Record, Waiting
 from timeball.kafka.waiting import WaitingQueue
 
 Make = Callable[[], tuple[Intake, Counts]]
-LATER: Headers = [("delay", b"1h")]
+LATER: Headers = [("after", b"1h")]
 CANCEL: Headers = [("cancel", b"")]
 
 
@@ -163,7 +163,7 @@ def test_another_process_of_the_same_source_is_noticed_and_asked_for(
     one, _ = made()
     one._begin()
     taken(made, 1)
-    record = Record(options.own, 0, 0, None, b"0", [("delay", b"1h")], 1_795_000_000_000)
+    record = Record(options.own, 0, 0, None, b"0", [("after", b"1h")], 1_795_000_000_000)
     one._take([record, record._replace(offset=1)], threading.Event())
     with pytest.raises(Conflict, match="stands at 1"):
         one._take([record._replace(offset=2)], threading.Event())

@@ -35,10 +35,10 @@ def reason(message: Waiting) -> str:
 @pytest.mark.parametrize(
     ("name", "text", "due_ms"),
     [
-        ("deliver-at", b"1795000600000", NOW_MS + 600_000),
-        ("deliver-at", b"2030-01-31T09:00:00+01:00", 1_896_076_800_000),
-        ("delay", b"30m", NOW_MS - 1_000 + 1_800_000),
-        ("delay", b"PT1.5S", NOW_MS + 500),
+        ("at", b"1795000600000", NOW_MS + 600_000),
+        ("at", b"2030-01-31T09:00:00+01:00", 1_896_076_800_000),
+        ("after", b"30m", NOW_MS - 1_000 + 1_800_000),
+        ("after", b"PT1.5S", NOW_MS + 500),
     ],
 )
 def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
@@ -51,7 +51,8 @@ def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
     value=st.none() | st.binary(max_size=300),
     headers=st.lists(
         st.tuples(st.text(max_size=20).filter(lambda name: name not in (
-            records.AT, records.DELAY, records.TO, records.CANCEL)), st.none() | st.binary(max_size=50)),
+            records.AT, records.AFTER, *records.OLD_NAMES, records.TO, records.CANCEL,
+        )), st.none() | st.binary(max_size=50)),
         max_size=5,
     ),
     partition=st.integers(0, 1_000),
@@ -59,7 +60,7 @@ def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
 def test_key_value_headers_and_partition_stay(
     key: bytes | None, value: bytes | None, headers: Headers, partition: int
 ) -> None:
-    given_headers = [*headers, ("delay", b"1s")]
+    given_headers = [*headers, ("after", b"1s")]
     message = message_of(record(given_headers, key, value, partition), RULES, NOW_MS)
     envelope = records.envelope_of(message.properties)
     assert envelope is not None and not message.is_dead
@@ -69,26 +70,29 @@ def test_key_value_headers_and_partition_stay(
 
 
 def test_a_header_names_the_topic() -> None:
-    envelope = records.envelope_of(taken([("delay", b"1s"), ("deliver-to", b"elsewhere")]).properties)
+    envelope = records.envelope_of(taken([("after", b"1s"), ("deliver-to", b"elsewhere")]).properties)
     assert envelope is not None and envelope.topic == "elsewhere"
 
 
 @pytest.mark.parametrize(
     ("headers", "said"),
     [
-        ([], "one header deliver-at or delay says when; 0 are there"),
-        ([("delay", b"1s"), ("deliver-at", b"1795000600000")], "2 are there"),
-        ([("delay", b"soon")], "header delay: 'soon': numbers with units"),
-        ([("delay", b"17")], "header delay"),
-        ([("delay", None)], "header delay"),
-        ([("delay", b"\xff")], "header delay"),
-        ([("deliver-at", b"2030-01-31T09:00:00")], "without a time zone"),
-        ([("deliver-at", b"1795000600")], "looks like seconds"),
-        ([("delay", b"9999d")], "more than 3653 days ahead"),
-        ([("deliver-at", b"9999-12-31T00:00:00Z")], "more than 3653 days ahead"),
-        ([("delay", b"1s"), ("deliver-to", b"nowhere")], "Kafka has no topic 'nowhere'"),
-        ([("delay", b"1s"), ("deliver-to", b"in")], "the topic it came from"),
-        ([("delay", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)], "key and headers take"),
+        ([], "one header at or after says when; 0 are there"),
+        ([("after", b"1s"), ("at", b"1795000600000")], "2 are there"),
+        ([("after", b"soon")], "header after: 'soon': numbers with units"),
+        ([("after", b"17")], "header after"),
+        ([("at", b"1800000000")], "header at: at=1800000000: milliseconds since 1970 are meant"),
+        ([("delay", b"1s")], "header delay is called after"),
+        ([("deliver-at", b"2030-01-31T09:00:00Z")], "header deliver-at is called at"),
+        ([("after", None)], "header after"),
+        ([("after", b"\xff")], "header after"),
+        ([("at", b"2030-01-31T09:00:00")], "without a time zone"),
+        ([("at", b"1795000600")], "looks like seconds"),
+        ([("after", b"9999d")], "more than 3653 days ahead"),
+        ([("at", b"9999-12-31T00:00:00Z")], "more than 3653 days ahead"),
+        ([("after", b"1s"), ("deliver-to", b"nowhere")], "Kafka has no topic 'nowhere'"),
+        ([("after", b"1s"), ("deliver-to", b"in")], "the topic it came from"),
+        ([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)], "key and headers take"),
     ],
 )
 def test_what_cannot_be_taken_says_why(headers: Headers, said: str) -> None:
@@ -98,16 +102,16 @@ def test_what_cannot_be_taken_says_why(headers: Headers, said: str) -> None:
 
 def test_without_a_topic_for_all_each_record_names_its_own() -> None:
     rules = RULES._replace(out=None)
-    assert "no --out" in reason(message_of(record([("delay", b"1s")]), rules, NOW_MS))
+    assert "no --out" in reason(message_of(record([("after", b"1s")]), rules, NOW_MS))
 
 
 def test_a_value_that_is_too_large_stays_where_it_was() -> None:
-    message = taken([("delay", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
+    message = taken([("after", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
     assert "4194305 bytes" in reason(message) and records.LEFT in reason(message) and message.body == b""
 
 
 def test_headers_that_are_too_large_stay_where_they_were() -> None:
-    message = taken([("delay", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)])
+    message = taken([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)])
     assert "key and headers are left" in reason(message)
 
 

@@ -144,7 +144,7 @@ def test_a_trace_spans_http_from_the_callers_header_to_the_acknowledgement(
     tmp_path: Path, receiver: Collector
 ) -> None:
     with running_node(tmp_path / "data", http_port=0, traces=True) as node, client_of(node) as client:
-        client.send("orders", {"body": "17", "delay": "10ms"}, traceparent=PARENT, tracestate="vendor=1")
+        client.send("orders", {"body": "17", "after": "10ms"}, traceparent=PARENT, tracestate="vendor=1")
         reply = client.receive("orders", "g", wait="20s")
         (got,) = reply.value["messages"]
         assert (got["properties"][TRACEPARENT], got["properties"]["tracestate"]) == (PARENT, "vendor=1")

@@ -64,7 +64,7 @@ def sending(node: RunningNode) -> Iterator[None]:
                 while not stop.wait(0.3):
                     ball.send_many(
                         [
-                            {"topic": TOPICS[n % 4], "body": b"x" * n, "delay_ms": (n % 3) * 20 or None}
+                            {"topic": TOPICS[n % 4], "body": b"x" * n, "delay_ms": (n % 3) * 20}
                             for n in range(100)
                         ]
                     )

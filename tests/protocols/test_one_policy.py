@@ -136,7 +136,7 @@ class Flight:
 
     def later(self, topic: str) -> tuple[str, str | None]:
         ids: list[str] = []
-        said = self._told(lambda: ids.append(self.ball.send(topic, b"x", after=3_600).id))
+        said = self._told(lambda: ids.append(self.ball.send(topic, b"x", after="3600s").id))
         if said != OK:
             return said, None
         return said, self.ball.cancel(ids[0]).verdict

@@ -102,7 +102,7 @@ class Race:
         end_ms = self.now_ms() + MOVED_MS
         eventually(lambda: self.node.broker.parts.scheduler.settled_before_ms > end_ms, "all is settled")
         with Timeball(self.node.endpoint) as ball:
-            while messages := ball.browse(TOPIC, wait=0.2):  # by offset: a lease is a promise of its own
+            while messages := ball.browse(TOPIC, wait="0.2s"):  # by offset: a lease is a promise of its own
                 self.recorder.delivered.update(str(message.id) for message in messages)
             next_seq = ball.status()["log"]["durable_seq"]
             log = ball.read_log(1, next_seq, kinds=KINDS, columns=COLUMNS).read_all().to_pylist()

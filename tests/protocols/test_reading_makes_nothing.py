@@ -97,8 +97,8 @@ def test_over_grpc(node: RunningNode, name: str) -> None:
 
 FLIGHT: dict[str, Callable[[Timeball], object]] = {
     "pull": lambda ball: ball.pull(TYPO, "readers", wait=0),
-    "pull that waits": lambda ball: ball.pull(TYPO, "readers", wait=0.05),
-    "consume": lambda ball: list(ball.consume(TYPO, "readers", until_idle=0.05)),
+    "pull that waits": lambda ball: ball.pull(TYPO, "readers", wait="0.05s"),
+    "consume": lambda ball: list(ball.consume(TYPO, "readers", until_idle="0.05s")),
     "queues": lambda ball: ball.queues(TYPO),
     "offsets": lambda ball: ball.offsets("readers", TYPO),
     "commit": lambda ball: ball.commit(TYPO, "readers", {0: 0}),

@@ -64,7 +64,7 @@ def kafka(
 ) -> None:
     """Deliver records of Kafka later: take them from one topic, and put them into another at their instants.
 
-    A record's header deliver-at (RFC 3339 or milliseconds) or delay (30m, PT30M) says when. Key, value, headers and
+    A record's header at (RFC 3339 or milliseconds) or after (30m, PT30M) says when. Key, value, headers and
     partition stay as they are. Each is delivered once, for consumers that read committed records, though processes are
     killed in between. A record with the header cancel ends what waits with its key.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,12 +52,12 @@ def pull(
     """
     count = 0
     # Who follows waits anyhow, so let the broker hold the call.
-    wait_s = max(wait_ms or 0, 5_000 if follow else 0) / 1000
+    wait = timedelta(milliseconds=max(wait_ms or 0, 5_000 if follow else 0))
     with connect(endpoint) as ball:
         try:
             while True:
                 read = ball.browse if peek else ball.pull
-                messages = read(topic, group, max_messages=max_messages, wait=wait_s)
+                messages = read(topic, group, max_messages=max_messages, wait=wait)
                 for message in messages:
                     _print(message, as_json)
                 count += len(messages)
@@ -67,7 +68,7 @@ def pull(
         except KeyboardInterrupt:
             pass
         except NotFound as error:
-            if wait_s:  # it has been waited for
+            if wait:  # it has been waited for
                 raise
             raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
         why = "" if count else f": {_why_nothing(ball, topic, group)}"

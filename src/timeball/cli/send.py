@@ -123,7 +123,8 @@ def schedule(
     only_lines(lines, body, message_id)
     with connect(endpoint) as ball:
         if lines is not None:
-            columns = encode_columns(topic, tag, keys, properties) | when
+            given = {name: value for name, value in when.items() if value is not None}
+            columns = encode_columns(topic, tag, keys, properties) | given
             send_lines(ball, lines, columns, as_json=as_json)
             return
         due_ms, delay_ms = when["due_ms"], when["delay_ms"]
@@ -133,7 +134,7 @@ def schedule(
             tag=tag,
             keys=keys,
             properties=read_properties(properties),
-            after=None if delay_ms is None else delay_ms / 1000,
+            after=None if delay_ms is None else after,
             at=due_ms,
             message_id=message_id,
         )

@@ -67,7 +67,7 @@ class AsyncMessage(Leased):
 
     async def extend(self, lease: After) -> bool:
         """Keep it for so long from now; false when its lease had ended."""
-        lease_ms = delay_ms(lease)
+        lease_ms = delay_ms(lease, "lease")
         return bool(await self._run(lambda: self._extend(lease_ms)))
 
     async def dead_letter(self, *, reason: str = "") -> bool:
@@ -233,8 +233,8 @@ class AsyncTimeball:
         open_read = OpenRead()
 
         def pull(wait_ms: int) -> list[Message]:
-            wait_s = wait_ms / 1000
-            return consumer.pull(topic, group, max_messages, wait_s, start, lease, only, open_read)
+            wait = f"{wait_ms}ms"
+            return consumer.pull(topic, group, max_messages, wait, start, lease, only, open_read)
 
         loop = ConsumeLoop(consumer, self._ball._clock, pull, lease=lease, idle=until_idle, stop=stop)
         self._open_reads.add(open_read)

@@ -77,7 +77,7 @@ class Browser:
         """Up to `rows` rows in READ_SCHEMA behind the position, which moves on."""
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
-        wait_ms = min(delay_ms(wait), limits.PULL_WAIT_MS_MAX)
+        wait_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX)
         lock, positions = self._position(topic, group, start)
         with lock:
             if not positions.next:

@@ -37,8 +37,8 @@ class ConsumeLoop:
         stop: threading.Event | None = None,
     ) -> None:
         self._consumer, self._clock, self._pull, self._stop = consumer, clock, pull, stop
-        self._lease_ms = delay_ms(lease)
-        self._idle_ms = None if idle is None else delay_ms(idle)
+        self._lease_ms = delay_ms(lease, "lease")
+        self._idle_ms = None if idle is None else delay_ms(idle, "until_idle")
         self._wait_ms = WAIT_MS if self._idle_ms is None else min(WAIT_MS, self._idle_ms)
         if stop is not None:
             self._wait_ms = min(self._wait_ms, limits.SECOND_MS)

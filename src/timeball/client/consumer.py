@@ -62,7 +62,7 @@ class Consumer:
         check_process()
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
-        wait_ms, lease_ms = min(delay_ms(wait), limits.PULL_WAIT_MS_MAX), delay_ms(lease)
+        wait_ms, lease_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX), delay_ms(lease, "lease")
         if not 1 <= lease_ms <= limits.INVISIBLE_MS_MAX:
             raise RequestError(
                 f"lease={lease!r}: between 1 ms and {limits.INVISIBLE_MS_MAX // limits.HOUR_MS} h"

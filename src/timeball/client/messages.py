@@ -237,7 +237,7 @@ class Message(Leased):
 
     def extend(self, lease: After) -> bool:
         """Keep it for so long from now; false when its lease had ended."""
-        return self._extend(delay_ms(lease))
+        return self._extend(delay_ms(lease, "lease"))
 
     def dead_letter(self, *, reason: str = "") -> bool:
         """Give it up: it goes to the group's dead letters at once. False when its lease had ended."""

@@ -4,7 +4,7 @@ One message becomes a batch of one row in `ONE_SCHEMA`. Many come as a table, a 
 dicts; their columns are those of the Flight protocol, and besides, for people:
 
     at      timestamp with a time zone -> due_ms      (dicts: what `send(at=…)` takes)
-    after   duration, or seconds       -> delay_ms    (dicts: what `send(after=…)` takes)
+    after   duration                   -> delay_ms    (dicts: what `send(after=…)` takes)
 
 Ids and birth times are filled in where they are missing. Unknown columns are left for the broker to refuse by
 name, so that the rule stands in one place.
@@ -237,17 +237,12 @@ def due_column(column: pa.Array) -> pa.Array:
 
 
 def delay_column(column: pa.Array) -> pa.Array:
-    """Milliseconds of a column of durations or of seconds, fractions rounded up."""
+    """Milliseconds of a column of durations, fractions rounded up."""
     if pa.types.is_duration(column.type):
         return _milliseconds(column, "after")
-    if pa.types.is_integer(column.type):
-        return pc.multiply_checked(pc.cast(column, pa.int64()), 1_000)
-    if pa.types.is_floating(column.type):
-        try:
-            return pc.cast(pc.ceil(pc.round(pc.multiply(column, 1_000.0), 6)), pa.int64())
-        except pa.ArrowInvalid as error:
-            raise InvalidDelay(f"column 'after' has a value that is no number of seconds: {error}") from error
-    raise InvalidDelay(f"column 'after' is {column.type}; it must be a duration or a number of seconds")
+    raise InvalidDelay(
+        f"column 'after' is {column.type}; it must be a duration, or give delay_ms, a number of milliseconds"
+    )
 
 
 def _milliseconds(column: pa.Array, name: str) -> pa.Array:

@@ -120,7 +120,7 @@ class Reader:
         only = wanted(tag, sql)
 
         def pull(wait_ms: int) -> list[Message]:
-            return self._consumer.pull(topic, group, max_messages, wait_ms / 1000, start, lease, only)
+            return self._consumer.pull(topic, group, max_messages, f"{wait_ms}ms", start, lease, only)
 
         loop = ConsumeLoop(self._consumer, self._clock, pull, lease=lease, idle=until_idle, stop=stop)
         try:

@@ -119,7 +119,7 @@ class Timeball(Reader):
     ) -> Receipt:
         """Send one message: visible at once, `after` a while, or `at` an instant.
 
-        `after`: seconds, a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
+        `after`: a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
         since 1970. `keys`: a name it can be cancelled by, or a list of them. `message_id`: made if not
         given. `retry`: send again if the answer was lost; the broker knows the id for a day and for a day after the
         due time, and takes it once. So a program that starts again may repeat a send by its `message_id`: the receipt
@@ -174,7 +174,7 @@ class Timeball(Reader):
         none. Larger ones, readers and generators are sent in batches of 8,192 rows, or of `batch_rows`.
 
         Columns (or keys of the dicts): topic and body, and of tag, keys, properties, unique_key, queue_id, born_ms,
-        flag, due_ms, delay_ms, at (timestamp with zone), after (duration or seconds) what there is. `topic` fills a
+        flag, due_ms, delay_ms, at (timestamp with zone), after (duration) what there is. `topic` fills a
         missing column. Returns when every batch was answered. A refused batch ends it with the broker's error; its text
         says which rows were accepted, and its `summary` (a SendSummary) lists the accepted, refused and unknown ones.
         With on_refused="collect" it goes on, and the summary that it returns lists them. `retry`: send a batch again if

@@ -50,7 +50,7 @@ from timeball.instants import After, delay_ms
 
 logger = logging.getLogger(__name__)
 
-PULL_WAIT_S = 10.0
+PULL_WAIT = "10s"
 RETRY_PAUSE_S = 1.0  # after a call that no broker answered
 
 Handler = Callable[[Message], object]
@@ -104,7 +104,7 @@ class Worker:
         if processes < 0:
             raise RequestError(f"processes={processes}: 0 (threads of this process), or how many")
         self._ball, self._group, self._topic, self._handler = ball, group, topic, handler
-        self._thread_count, self._lease_ms = threads, delay_ms(lease)
+        self._thread_count, self._lease_ms = threads, delay_ms(lease, "lease")
         self._lease, self._first, self._wanted = lease, start, wanted(tag, sql)
         self.counts = WorkerCounts()
         self._processes: Processes | None = None
@@ -208,7 +208,7 @@ class Worker:
                 break
             try:
                 found = consumer.pull(
-                    self._topic, self._group, room, PULL_WAIT_S, self._first, self._lease, self._wanted, self._open_read
+                    self._topic, self._group, room, PULL_WAIT, self._first, self._lease, self._wanted, self._open_read
                 )  # fmt: skip
             except (Unavailable, OverLimit) as error:
                 self._pause("pull", error)

@@ -78,7 +78,7 @@ export function rescheduleMessage(message, done) {
     act: () => {
       const dueMs = at.value ? new Date(at.value).getTime() : NaN;
       if (Number.isFinite(dueMs) === (after.value.trim() !== '')) return ['Fill in one of the two.', 'again'];
-      const body = Number.isFinite(dueMs) ? { deliver_at: dueMs } : { delay: after.value.trim() };
+      const body = Number.isFinite(dueMs) ? { at: dueMs } : { after: after.value.trim() };
       return verdictOf(message, 'PATCH', body, answer => `Moved: it is due ${instant(answer.due_ms)}.`);
     } });
 }

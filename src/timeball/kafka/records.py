@@ -3,8 +3,8 @@
 The message's body is the record's value, byte for byte. All else of the record, and where it goes, stands in one
 property: base64 of `Envelope` in MessagePack, as a Kafka key or header may be any bytes, and a header may come twice.
 
-    deliver-at   header: the instant, RFC 3339 with a zone or milliseconds since 1970
-    delay        header: so long after the record's own time, "30m" or "PT30M"
+    at           header: the instant, RFC 3339 with a zone or milliseconds since 1970
+    after        header: so long after the record's own time, "30m" or "PT30M"
     deliver-to   header: the topic to go to, if it is not that of all
     cancel       header, of any value: no message of this key that waits shall be delivered
 
@@ -27,7 +27,8 @@ from timeball.instants import due_ms as instant_of
 from timeball.instants import duration_ms
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END
 
-AT, DELAY, TO, CANCEL = "deliver-at", "delay", "deliver-to", "cancel"
+AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
+OLD_NAMES = {"deliver-at": AT, "delay": AFTER}
 REASONS = ("timeball-reason", "timeball-topic", "timeball-partition", "timeball-offset")
 PROPERTY = "kafka"
 KEY_BYTES_MAX = 200  # of a Kafka key that is a name in Timeball as it is; a longer one is by its hash
@@ -202,9 +203,12 @@ def _properties(envelope: Envelope) -> str:
 
 
 def _due_ms(record: Record, now_ms: int) -> int:
-    given = [(name, value) for name, value in record.headers if name in (AT, DELAY)]
+    given = [(name, value) for name, value in record.headers if name in (AT, AFTER)]
     if len(given) != 1:
-        raise Refused(f"one header {AT} or {DELAY} says when; {len(given)} are there")
+        for name, _ in record.headers:
+            if name in OLD_NAMES:
+                raise Refused(f"header {name} is called {OLD_NAMES[name]}")
+        raise Refused(f"one header {AT} or {AFTER} says when; {len(given)} are there")
     name, value = given[0]
     try:
         text = (value or b"").decode()

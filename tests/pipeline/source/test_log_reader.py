@@ -97,7 +97,7 @@ def restart(node: RunningNode) -> None:
 def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker: Endpoint) -> None:
     with Timeball(node.endpoint) as ball:
         # More than the connection takes in ahead of the reader.
-        ball.send_many([{"body": bytes(65_536), "after": 86_400}] * 400, topic="orders", batch_rows=20)
+        ball.send_many([{"body": bytes(65_536), "after": "86400s"}] * 400, topic="orders", batch_rows=20)
     end = broker.status().log.durable_seq
     begun: list[int] = []
 

@@ -223,7 +223,7 @@ def test_a_topic_that_does_not_exist_is_not_made_by_those_who_may_not_send_to_it
     with pytest.raises(Forbidden):
         shop.send("made-up", "x")
     with pytest.raises(Forbidden):
-        shop.pull("made-up", "workers", wait=0.1)
+        shop.pull("made-up", "workers", wait="0.1s")
     assert "made-up" not in node.broker.topics()
 
 

@@ -51,15 +51,15 @@ def status_of(answer: bytes) -> int:
         (b'{"body": "x", "tag": "' + b"t" * 300 + b'"}', "application/json", 400, "invalid_message"),
         (b'{"base64": "!"}', "application/json", 400, "invalid_message"),
         (b'{"body": "x"}\nno', "application/x-ndjson", 400, "invalid_message"),
-        (b'{"body": "x", "delay": "soon"}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "delay": -1}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "delay": "P1M"}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "delay": ' + b"9" * 300 + b"}", "application/json", 400, None),
-        (b'{"body": "x", "delay": "' + b"9" * 5_000 + b'"}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "deliver_at": "2031-01-31T09:00:00"}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "deliver_at": 5}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "deliver_at": "9999-01-01T00:00:00Z"}', "application/json", 400, "invalid_delay"),
-        (b'{"body": "x", "deliver_at": 1, "delay": 1}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "after": "soon"}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "after": -1}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "after": "P1M"}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "after": ' + b"9" * 300 + b"}", "application/json", 400, None),
+        (b'{"body": "x", "after": "' + b"9" * 5_000 + b'"}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "at": "2031-01-31T09:00:00"}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "at": 5}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "at": "9999-01-01T00:00:00Z"}', "application/json", 400, "invalid_delay"),
+        (b'{"body": "x", "at": 1, "after": "1ms"}', "application/json", 400, "invalid_delay"),
         (b"{}\n" * 20_000, "application/x-ndjson", 429, "over_limit"),
         (b'{"body": "x"}', "text/plain", 415, "bad_request"),
         (b'{"body": "x"}', "application/json; charset=latin-1", 415, "bad_request"),
@@ -74,7 +74,7 @@ def test_a_send_that_is_wrong(client: Client, body: bytes, content_type: str, st
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.value["status"] == status
     assert code is None or answer.value["code"] == code
-    assert client.ask("POST", SEND, {"body": "well", "delay": "1h"}).status == 201
+    assert client.ask("POST", SEND, {"body": "well", "after": "1h"}).status == 201
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_send_that_is_wrong(client: Client, body: bytes, content_type: str, st
         ("POST", "/v1/topics/known/receive?group=g&max=x", 416),
         ("POST", "/v1/topics/known/receive?group=g&wait=2m", 416),
         ("POST", "/v1/topics/known/receive?group=g&wait=%ff", 400),
-        ("POST", "/v1/topics/known/receive?group=g&lease=1", 416),
+        ("POST", "/v1/topics/known/receive?group=g&lease=1ms", 416),
     ],
 )
 def test_a_request_that_is_wrong(client: Client, method: str, path: str, status: int) -> None:
@@ -163,7 +163,7 @@ def test_random_bytes_harm_no_other(node: RunningNode, client: Client) -> None:
     good = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 30\r\n\r\n"
     seen = set()
     for _ in range(200):
-        data = bytearray(good.encode() + json.dumps({"body": "x", "delay": "1h"}).encode()[:30].ljust(30))
+        data = bytearray(good.encode() + json.dumps({"body": "x", "after": "1h"}).encode()[:30].ljust(30))
         for _ in range(source.randrange(1, 6)):
             data[source.randrange(len(data))] = source.randrange(256)
         with socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S) as connection:
@@ -174,4 +174,4 @@ def test_random_bytes_harm_no_other(node: RunningNode, client: Client) -> None:
             seen.add(status_of(answer))
     assert seen, "the harness saw no answer"
     assert not [status for status in seen if status >= 500]
-    assert client.ask("POST", SEND, {"body": "well", "delay": "1h"}).status == 201
+    assert client.ask("POST", SEND, {"body": "well", "after": "1h"}).status == 201

@@ -45,8 +45,8 @@ def test_any_bytes_are_messages_or_an_error_of_ours(data: bytes, kind: str) -> N
     st.fixed_dictionaries(
         {"body": st.text()},
         optional={
-            "key": st.text(), "tag": st.text(), "delay": st.integers() | st.text(), "id": st.text(),
-            "deliver_at": st.integers() | st.text(), "properties": st.dictionaries(st.text(), st.text()),
+            "key": st.text(), "tag": st.text(), "after": st.integers() | st.text(), "id": st.text(),
+            "at": st.integers() | st.text(), "properties": st.dictionaries(st.text(), st.text()),
         },
     )
 )  # fmt: skip
@@ -81,10 +81,10 @@ def test_one_is_told_from_many_and_json_is_kept_as_it_stands() -> None:
 
 
 def test_a_few_go_row_by_row_and_many_as_columns() -> None:
-    few = read(b'[{"body": "a", "delay": 5}, {"body": "b"}]', now_ms=NOW_MS)
+    few = read(b'[{"body": "a", "after": "5ms"}, {"body": "b"}]', now_ms=NOW_MS)
     assert isinstance(few.rows, list)
     assert [row["due_ms"] for row in rows_of(few)] == [NOW_MS + 5, None]
-    many = read(b'{"body": "a", "delay": 5}\n' * (send_codec.FEW + 1), NDJSON, now_ms=NOW_MS)
+    many = read(b'{"body": "a", "after": "5ms"}\n' * (send_codec.FEW + 1), NDJSON, now_ms=NOW_MS)
     assert isinstance(many.rows, pa.RecordBatch)
     sent = send_codec.sent(many, 7, NOW_MS, durable=True)
     assert isinstance(sent, send_codec.SentMany)
@@ -167,7 +167,7 @@ def test_a_type_that_is_none_makes_no_raw_body(kind: str) -> None:
     assert send_codec.is_raw({"content-type": "image/png"})
 
 
-@given(st.dictionaries(st.sampled_from(["id", "key", "tag", "delay", "deliver-at", "property-a"]), st.text()))
+@given(st.dictionaries(st.sampled_from(["id", "key", "tag", "after", "at", "property-a"]), st.text()))
 def test_any_headers_are_a_message_or_an_error_of_ours(said: dict[str, str]) -> None:
     headers = {f"timeball-{name}": value for name, value in said.items()}
     try:

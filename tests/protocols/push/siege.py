@@ -134,7 +134,7 @@ class Siege:
             for first in range(0, messages, SENT_AT_ONCE):
                 ids = [f"m-{at}" for at in range(first, min(first + SENT_AT_ONCE, messages))]
                 lines = [
-                    {"id": one, "body": one, **({"delay": "10s"} if at % 2 else {})}
+                    {"id": one, "body": one, **({"after": "10s"} if at % 2 else {})}
                     for at, one in enumerate(ids)
                 ]
                 assert client.send(TOPIC, lines).status == 201

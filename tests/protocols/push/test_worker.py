@@ -74,7 +74,7 @@ def test_messages_are_delivered_once_with_what_they_say_of_themselves(
     with receiver_of() as receiver:
         subscribe(client, "once", receiver)
         sent = client.send("once", {"body": "hello", "tag": "new", "key": "k", "properties": {"a": "b"}})
-        later = client.send("once", {"body": "later", "delay": 20})
+        later = client.send("once", {"body": "later", "after": "20ms"})
         eventually(lambda: len(receiver.requests) == 2, "both are delivered")
         settled(node, client, "once")
     hello, at_its_instant = sorted(receiver.requests, key=lambda one: one.body)

@@ -25,7 +25,7 @@ const UTC_DAY = new Intl.DateTimeFormat('en-GB', { day: 'numeric', month: 'short
 const UTC_WEEKDAY = new Intl.DateTimeFormat('en-GB', { timeZone: 'UTC', weekday: 'short', day: 'numeric', month: 'short', year: 'numeric' });
 
 const SEND = `curl -s ${location.origin}/v1/topics/reminders/messages \\
-  -H 'content-type: application/json' -d '{"body": "hello", "delay": "30m"}'`;
+  -H 'content-type: application/json' -d '{"body": "hello", "after": "30m"}'`;
 
 /** Return what the address asks for: `from` is absent for a window that goes with the time. */
 function windowOf(parameters) {

@@ -16,7 +16,7 @@ const VERY_LATE_MS = 1_000;
 const SHOWN_BOUNDS = [1, 10, 100, 1_000, 10_000];
 
 const SEND = `curl -s ${location.origin}/v1/topics/reminders/messages \\
-  -H 'content-type: application/json' -d '{"body": "hello", "delay": "10s"}'`;
+  -H 'content-type: application/json' -d '{"body": "hello", "after": "10s"}'`;
 
 const bound = at => (at < 0 ? '–' : BOUNDS[at] === Infinity ? '> 1 min' : at === 0 ? '0 ms' : `≤ ${span(BOUNDS[at])}`);
 // The bound of a bucket may lie far above all that is in it, and a bound above the latest would be read as an error.

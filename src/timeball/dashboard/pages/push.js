@@ -162,7 +162,7 @@ function fieldsOf(row) {
   const filter = text(row.filter ?? '*');
   const inFlight = number(row.in_flight_max ?? 16, { min: 1, step: 1 });
   const rate = number(row.rate_per_s, { min: 0, step: 'any' });
-  const timeout = text(row.timeout === undefined ? '15s' : row.timeout % 1_000 ? `${row.timeout}ms` : `${row.timeout / 1_000}s`);
+  const timeout = text(row.timeout ?? '15s');
   return {
     fields: [field('Topic', topic), field('Group', group, 'As which consumer group. Those of one group share its messages.'),
       field('URL', url, 'http or https, on the open internet; others only as --push-allow says.'), field('Filter by', kind), field('Filter', filter, '* lets all pass; red || blue by tags.'),

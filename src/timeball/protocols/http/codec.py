@@ -20,8 +20,14 @@ from timeball.protocols.error_codes import Refused
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 
-Span = int | str
+At = int | str
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# Names of before, and what a sender that still has them should write.
+_OLD_NAMES = {"delay": "after", "deliver_at": "at"}
+_DURATION = "a text with its unit, such as '5s' or '30m'"
+_INSTANT = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
+_PRESENT = "; leave it out to deliver at once"
+_OF_TIME = re.compile(r"`\$[^`]*\.(after|at|lease|timeout)`")
 _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
 
 
@@ -58,10 +64,10 @@ class Answering(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of attempts that failed. Without `delay` the group's retry policy says when they come again."""
+    """Receipts of attempts that failed. Without `after` the group's retry policy says when they come again."""
 
     receipts: list[str]
-    delay: Span | None = None
+    after: str | msgspec.UnsetType = msgspec.UNSET
     reason: str = ""
 
 
@@ -76,7 +82,7 @@ class Extending(msgspec.Struct, forbid_unknown_fields=True):
     """Receipts whose leases shall end so far from now."""
 
     receipts: list[str]
-    lease: Span
+    lease: str
 
 
 class Answered(msgspec.Struct):
@@ -132,8 +138,8 @@ class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
 class Moving(msgspec.Struct, forbid_unknown_fields=True):
     """Another instant for a scheduled message: exactly one of these."""
 
-    deliver_at: Span | None = None
-    delay: Span | None = None
+    at: At | msgspec.UnsetType = msgspec.UNSET
+    after: str | msgspec.UnsetType = msgspec.UNSET
 
 
 encode = msgspec.json.Encoder().encode
@@ -153,30 +159,33 @@ def decode(kind: type[Any], data: bytes) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidMessage(f"body: {error}") from error
+        raise refused(error) from error
+
+
+def refused(error: Exception) -> InvalidDelay | InvalidMessage:
+    """Return the error for a body that cannot be read; of a time it tells what to write."""
+    text = f"body: {error}"
+    for old, new in _OLD_NAMES.items():
+        if f"unknown field `{old}`" in text:
+            return InvalidDelay(f"{text}; `{old}` is called `{new}`")
+    found = _OF_TIME.search(text)
+    if found is None:
+        return InvalidMessage(text)
+    wanted = _INSTANT if found[1] == "at" else _DURATION
+    return InvalidDelay(f"{text}; {found[1]} is {wanted}{_PRESENT if 'null' in text else ''}")
 
 
 # ---- instants ---------------------------------------------------------------------------------------------------
 
 
-def when(deliver_at: Span | None, delay: Span | None) -> tuple[int | None, int | None]:
+def when(at: At | msgspec.UnsetType, after: str | msgspec.UnsetType) -> tuple[int | None, int | None]:
     """Return (due_ms, delay_ms), of which at most one is there; raise InvalidDelay."""
-    if deliver_at is not None and delay is not None:
-        raise InvalidDelay("deliver_at and delay name two instants; give one of them")
+    if at is not msgspec.UNSET and after is not msgspec.UNSET:
+        raise InvalidDelay(f"at={at} and after={after} name two instants; give one of them")
     return (
-        None if deliver_at is None else instants.due_ms(deliver_at),
-        None if delay is None else span_ms(delay),
+        None if at is msgspec.UNSET else instants.due_ms(at),
+        None if after is msgspec.UNSET else instants.delay_ms(after),
     )
-
-
-def span_ms(span: Span) -> int:
-    """Return the milliseconds of "30m", "PT30M", or of a number of them; raise InvalidDelay."""
-    if isinstance(span, str) and not (span.isascii() and span.isdecimal()):
-        return instants.delay_ms(span)
-    try:
-        return instants.delay_ms(timedelta(milliseconds=int(span)))
-    except (ValueError, OverflowError) as error:
-        raise InvalidDelay("a number of milliseconds beyond what can be waited for") from error
 
 
 def instant_text(instant_ms: int) -> str:
@@ -190,11 +199,11 @@ def _second_text(second: int) -> str:
     return (_EPOCH + timedelta(seconds=second)).isoformat(timespec="seconds").removesuffix("+00:00")
 
 
-def lease_ms(span: Span) -> int:
+def lease_ms(lease: str) -> int:
     """Return the milliseconds of a lease; raise OutOfRange for one that no group may have."""
-    found = span_ms(span)
+    found = instants.delay_ms(lease, "lease")
     if not limits.SECOND_MS <= found <= limits.INVISIBLE_MS_MAX:
-        raise OutOfRange(f"a lease of {found} ms: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
+        raise OutOfRange(f"lease={lease}: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
     return found
 
 

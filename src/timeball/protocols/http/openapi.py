@@ -31,11 +31,11 @@ _PATH: dict[str, dict[str, Any]] = {
 }
 # What the pages of the API (dashboard/reference.js) write into the requests that they show.
 _EXAMPLES: dict[str, dict[str, Any]] = {
-    "Message": {"body": "hello", "key": "order-17", "delay": "30m"},
-    "Moving": {"delay": "2h"},
+    "Message": {"body": "hello", "key": "order-17", "after": "30m"},
+    "Moving": {"after": "2h"},
     "TopicMade": {"queues": 8},
     "Answering": {"receipts": ["RECEIPT"]},
-    "GivingBack": {"receipts": ["RECEIPT"], "delay": "10s", "reason": "the shop answered 500"},
+    "GivingBack": {"receipts": ["RECEIPT"], "after": "10s", "reason": "the shop answered 500"},
     "GivingUp": {"receipts": ["RECEIPT"], "reason": "no such order"},
     "Extending": {"receipts": ["RECEIPT"], "lease": "5m"},
     "Resolving": {"all": True},
@@ -70,10 +70,10 @@ _PARAMETER_EXAMPLES = {
     "to": "2027-02-01T00:00:00Z",
 }
 # Of these fields a request has exactly one, which a struct cannot say.
-_ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("deliver_at", "delay")}
+_ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("at", "after")}
 _SUBSCRIBED = (subscription_codec.Subscribed,)
 _UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
-_SPAN = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|[0-9]+|PT[0-9]+[HMS])$"}
+_SPAN = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|0|PT[0-9]+[HMS])$"}
 _INSTANT = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
 _QUERY: dict[str, dict[str, Any]] = {
     "group": _PATH["group"],

@@ -8,7 +8,7 @@
     timeball-…, or another type             one message, the body as it is; the headers say the rest
 
 A body in JSON is given as text (`body`), as a JSON value (`json`, stored as its text stands), or as `base64`. Instants
-and delays are read by instants.py, as those of the Python client are; a bare number is milliseconds.
+and delays are read by instants.py, as those of the Python client are; a bare number is an instant in milliseconds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import pyarrow as pa
 from timeball import limits
 from timeball.access import ANONYMOUS
 from timeball.answers import SentState
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import SEND_COLUMNS, SendBatch, SendRow
 from timeball.protocols import arrow_ipc
 from timeball.protocols.arrow_columns import SendColumns, check_bytes
-from timeball.protocols.http.codec import JSON, NDJSON, Span, instant_text, when
+from timeball.protocols.http.codec import JSON, NDJSON, At, instant_text, refused, when
 from timeball.rules import (
     TIMES,
     check_key,
@@ -46,7 +46,8 @@ MESSAGES_MAX = 10_000
 FEW = 256  # up to so many messages go row by row, which costs a third of the way of columns
 
 HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
-RAW_HEADERS = ("id", "key", "tag", "delay", "deliver-at", "raw")
+RAW_HEADERS = ("id", "key", "tag", "after", "at", "raw")
+_OLD_HEADERS = {f"{HEADER}delay": f"{HEADER}after", f"{HEADER}deliver-at": f"{HEADER}at"}
 _TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
 # Types that a page of another site may send without being asked (the fetch standard's CORS-safelisted ones).
 _OF_ANY_PAGE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -56,7 +57,7 @@ _SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message to send: one of body, json and base64; at most one of deliver_at and delay."""
+    """A message to send: one of body, json and base64; at most one of at and after."""
 
     body: str | None = None
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -66,8 +67,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     keys: list[str] = []
     tag: str | None = None
     properties: dict[str, str] = {}
-    deliver_at: Span | None = None
-    delay: Span | None = None
+    at: At | msgspec.UnsetType = msgspec.UNSET
+    after: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Sent(msgspec.Struct, omit_defaults=True):
@@ -146,7 +147,7 @@ def read(topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int 
         else:
             messages = [_MESSAGE.decode(data)] if is_one else _MESSAGES.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidMessage(f"body: {error}") from error
+        raise refused(error) from error
     if not messages:
         raise InvalidMessage("no message: send at least one")
     if len(messages) > MESSAGES_MAX:
@@ -193,10 +194,6 @@ def raw(
     for name, value in headers.items():
         if name.startswith(PROPERTY_HEADER):
             properties[unquote(name.removeprefix(PROPERTY_HEADER))] = unquote(value)
-        elif name.startswith(HEADER) and name.removeprefix(HEADER) not in RAW_HEADERS:
-            # As a field that is not known: a delay with a slip in its name would be sent at once.
-            known = ", ".join(HEADER + one for one in (*RAW_HEADERS, "property-…"))
-            raise InvalidMessage(f"header {name[:80]!r}; known are {known}")
     if headers.get(f"{HEADER}raw", "true") != "true":
         raise InvalidMessage(f"{HEADER}raw: 'true', or leave it out")
     given = headers.get(f"{HEADER}id")
@@ -204,10 +201,22 @@ def raw(
     return _sending(topic, [message], ids, now_ms, is_one=True)
 
 
+def _check_names(headers: Mapping[str, str]) -> None:
+    """Raise for a header of ours that is not known: a delay with a slip in its name would be sent at once."""
+    for name in headers:
+        if name in _OLD_HEADERS:
+            raise InvalidDelay(f"header {name!r} is called {_OLD_HEADERS[name]!r}")
+        is_ours = name.startswith(HEADER) and not name.startswith(PROPERTY_HEADER)
+        if is_ours and name.removeprefix(HEADER) not in RAW_HEADERS:
+            known = ", ".join(HEADER + one for one in (*RAW_HEADERS, "property-…"))
+            raise InvalidMessage(f"header {name[:80]!r}; known are {known}")
+
+
 def _of_headers(
     headers: Mapping[str, str], data: bytes, message_id: str | None, properties: dict[str, str]
 ) -> Message:
     """Return a message of which headers say what a JSON object says in its fields."""
+    _check_names(headers)
     key, tag = headers.get(f"{HEADER}key"), headers.get(f"{HEADER}tag")
     said = {**properties, "content-type": headers.get("content-type", "")}
     return Message(
@@ -216,8 +225,8 @@ def _of_headers(
         key=None if key is None else unquote(key),
         tag=None if tag is None else unquote(tag),
         properties={name: value for name, value in said.items() if value},
-        deliver_at=_number_or_text(headers.get(f"{HEADER}deliver-at")),
-        delay=headers.get(f"{HEADER}delay"),
+        at=headers.get(f"{HEADER}at", msgspec.UNSET),
+        after=headers.get(f"{HEADER}after", msgspec.UNSET),
     )
 
 
@@ -247,11 +256,6 @@ def sent(
         text = None if due_ms is None else instant_text(due_ms)
         answers.append(Sent(message_id, first_seq + at, durable, text, due_ms, outcome, state))
     return answers[0] if sending.is_one else SentMany(answers)
-
-
-def _number_or_text(text: str | None) -> Span | None:
-    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) < 20
-    return int(text) if is_number and text is not None else text
 
 
 # ---- JSON -------------------------------------------------------------------------------------------------------
@@ -302,7 +306,7 @@ def _columns(
 def _place(at: int, message: Message, ids: IdSource) -> Place:
     if message.id == "":
         raise InvalidMessage(f"message {at}: id is empty; leave it out to be given one")
-    return Place(check_label("id", message.id) or ids.id_of(at), *when(message.deliver_at, message.delay))
+    return Place(check_label("id", message.id) or ids.id_of(at), *when(message.at, message.after))
 
 
 def _keys(at: int, message: Message) -> str | None:

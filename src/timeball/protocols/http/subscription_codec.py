@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from timeball.broker.registry.push_subscriptions import TIMEOUT_MS, FilterKind, PushSubscription
+from timeball.instants import delay_ms
 from timeball.monitoring.push_figures import PushFigures
-from timeball.protocols.http.codec import Span, span_ms
 
 State = Literal["delivering", "failing", "paused", "gone"]
 
@@ -23,7 +23,7 @@ class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     filter_type: FilterKind = "tag"
     in_flight_max: int = 16
     rate_per_s: float | None = None
-    timeout: Span = TIMEOUT_MS
+    timeout: str = f"{TIMEOUT_MS}ms"
     rotate_secret: bool = False
 
     def wanted(self) -> PushSubscription:
@@ -36,7 +36,7 @@ class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             filter_type=self.filter_type,
             in_flight_max=self.in_flight_max,
             rate_per_s=self.rate_per_s,
-            timeout_ms=span_ms(self.timeout),
+            timeout_ms=delay_ms(self.timeout, "timeout"),
         )
 
 
@@ -51,7 +51,7 @@ class Subscribed(msgspec.Struct, kw_only=True):
     filter_type: FilterKind
     in_flight_max: int
     rate_per_s: float | None
-    timeout: int  # in milliseconds
+    timeout: str
     state: State
     in_flight: int = 0
     delivered: int = 0  # requests that were answered 2xx
@@ -79,7 +79,7 @@ def subscribed(
     return Subscribed(
         name=name, topic=kept.topic, group=kept.group, url=kept.url, filter=kept.filter,
         filter_type=kept.filter_type, in_flight_max=kept.in_flight_max, rate_per_s=kept.rate_per_s,
-        timeout=kept.timeout_ms, state=state,
+        timeout=_shown(kept.timeout_ms), state=state,
         in_flight=figures.in_flight if figures is not None else 0,
         delivered=figures.delivered if figures is not None else 0,
         failed=figures.failed if figures is not None else 0,
@@ -87,3 +87,7 @@ def subscribed(
         last_failure=(figures.last_failure or None) if figures is not None else None,
         secret=msgspec.UNSET if secret is None else secret,
     )  # fmt: skip
+
+
+def _shown(timeout_ms: int) -> str:
+    return f"{timeout_ms}ms" if timeout_ms % 1_000 else f"{timeout_ms // 1_000}s"

@@ -26,7 +26,7 @@ def planned(node: RunningNode, name: str, client: Client | None = None, rows: in
     if client is None:
         node.run(plan(None))
         return
-    sent = client.send(name, [{"body": "x", "delay": "1h"}] * rows)
+    sent = client.send(name, [{"body": "x", "after": "1h"}] * rows)
     node.run(plan(sent.value["messages"][0]["seq"]))
 
 

@@ -83,7 +83,7 @@ def test_a_tail_shows_what_comes_and_ends_when_its_client_goes(node: RunningNode
     with tail(node, "tailed") as seen:
         assert seen.answer.headers["content-type"] == "text/event-stream"
         assert "id" in next(seen.blocks())
-        sent = client.send("tailed", {"body": "x", "delay": 1, "key": "k", "tag": "t", "id": "tailed-1"})
+        sent = client.send("tailed", {"body": "x", "after": "1ms", "key": "k", "tag": "t", "id": "tailed-1"})
         event = next(seen.events())
         assert event.message["body"] == "x"
         assert event.message["id"] == "tailed-1"

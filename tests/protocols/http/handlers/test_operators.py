@@ -74,10 +74,10 @@ def test_each_account_does_what_its_lines_say(tmp_path: Path) -> None:
             assert root.ask("GET", "/v1/broker").value["may_admin"] is True
         with client_of(node, bearer("shop")) as shop, client_of(node, bearer("other")) as other:
             assert shop.ask("GET", "/v1/broker").value["may_admin"] is False
-            sent = shop.send("orders", {"body": "x", "delay": "1h"})
+            sent = shop.send("orders", {"body": "x", "after": "1h"})
             assert sent.status == 201
             path = f"/v1/messages/{sent.value['id']}"
-            for method, body in (("GET", None), ("PATCH", {"delay": "2h"}), ("DELETE", None)):
+            for method, body in (("GET", None), ("PATCH", {"after": "2h"}), ("DELETE", None)):
                 assert other.ask(method, path, body).status == 404
             assert other.send("orders", {"body": "x"}).value["code"] == "forbidden"
             assert other.receive("orders", group="readers").status == 403

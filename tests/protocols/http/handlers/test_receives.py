@@ -17,7 +17,7 @@ def test_what_is_given_back_comes_again_and_counts(client: Client) -> None:
     client.send("again", {"body": "x"})
     (receipt,) = receipts(client, "again")
     query = {"group": "workers"}
-    answer = client.ask("POST", "/v1/topics/again/nack", {"receipts": [receipt], "delay": 0}, query=query)
+    answer = client.ask("POST", "/v1/topics/again/nack", {"receipts": [receipt], "after": "0s"}, query=query)
     assert answer.value["results"][0]["valid"]
     (got,) = client.receive("again").value["messages"]
     assert got["attempt"] == 2
@@ -29,7 +29,7 @@ def test_what_is_given_back_comes_again_and_counts(client: Client) -> None:
 
 
 def test_a_poll_waits_for_the_first_message(node: RunningNode, client: Client) -> None:
-    client.send("waited", {"body": "first", "delay": 300})
+    client.send("waited", {"body": "first", "after": "300ms"})
     assert [one["body"] for one in client.receive("waited", wait="30s").value["messages"]] == ["first"]
 
 
@@ -98,7 +98,7 @@ def test_a_reason_goes_along(client: Client) -> None:
     for reason, seen in (("no stock", None), ("<b>\x00" + "é" * 4_000, "no stock")):
         (got,) = client.receive("reasons").value["messages"]
         assert got.get("properties", {}).get("NACK_REASON") == seen
-        given_back = {"receipts": [got["receipt"]], "delay": 0, "reason": reason}
+        given_back = {"receipts": [got["receipt"]], "after": "0s", "reason": reason}
         assert client.ask("POST", f"{path}/nack", given_back, query=query).value["results"][0]["valid"]
     (got,) = client.receive("reasons").value["messages"]
     assert got["properties"]["NACK_REASON"] == "<b> " + "é" * 510

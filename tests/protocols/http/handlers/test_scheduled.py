@@ -7,12 +7,12 @@ from tests.protocols.http.client import Client
 
 
 def test_a_scheduled_message_is_looked_at_moved_and_cancelled(client: Client) -> None:
-    message_id = client.send("plans", {"body": "x", "delay": "1h"}).value["id"]
+    message_id = client.send("plans", {"body": "x", "after": "1h"}).value["id"]
     path = f"/v1/messages/{message_id}"
     (place,) = client.ask("GET", path).value["messages"]
     assert (place["state"], place["topic"]) == ("waiting", "plans")
     assert (place["body"], place["size_bytes"], place["keys"]) == ("x", 1, [])
-    moved = client.ask("PATCH", path, {"deliver_at": "2031-01-31T09:00:00Z"})
+    moved = client.ask("PATCH", path, {"at": "2031-01-31T09:00:00Z"})
     assert (moved.status, moved.value["verdict"]) == (200, "rescheduled")
     (place,) = client.ask("GET", path).value["messages"]
     assert place["due"] == "2031-01-31T09:00:00.000Z"
@@ -24,7 +24,7 @@ def test_a_scheduled_message_is_looked_at_moved_and_cancelled(client: Client) ->
 
 
 def test_a_delivered_message_says_where_it_is(client: Client) -> None:
-    message_id = client.send("plans", {"body": "x", "delay": 1}).value["id"]
+    message_id = client.send("plans", {"body": "x", "after": "1ms"}).value["id"]
 
     def places() -> list[dict[str, object]]:
         found: list[dict[str, object]] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
@@ -55,6 +55,6 @@ def test_a_message_says_how_far_a_group_is_with_it(client: Client) -> None:
 
 
 def test_an_id_that_there_is_not(client: Client) -> None:
-    for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"delay": "1h"})):
+    for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"after": "1h"})):
         answer = client.ask(method, "/v1/messages/none", body)
         assert (answer.status, answer.value["code"]) == (404, "not_found")

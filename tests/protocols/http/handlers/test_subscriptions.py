@@ -26,7 +26,7 @@ def test_one_is_made_shown_changed_and_deleted(client: Client) -> None:
     )
     assert made.value == {
         "name": "a", **WANTED, "filter": "x || y", "filter_type": "tag", "in_flight_max": 16, "rate_per_s": 2.5,
-        "timeout": 20_000, "state": "delivering", "in_flight": 0, "delivered": 0, "failed": 0, "failures_in_row": 0,
+        "timeout": "20s", "state": "delivering", "in_flight": 0, "delivered": 0, "failed": 0, "failures_in_row": 0,
     }  # fmt: skip
     assert client.ask("POST", f"{PATH}/a/pause").value["state"] == "paused"
     changed = put(client, "a", in_flight_max=3)

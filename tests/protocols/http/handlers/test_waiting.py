@@ -34,7 +34,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     with guarded_node(tmp_path_factory.mktemp("guarded"), http_port=0) as node:
         for account, topic in (("shop", "orders"), ("other", "news")):
             with client_of(node, bearer(account)) as client:
-                client.send(topic, {"body": "x", "id": topic, "key": "k", "deliver_at": YEAR_2031_MS})
+                client.send(topic, {"body": "x", "id": topic, "key": "k", "at": YEAR_2031_MS})
         yield node
 
 
@@ -42,7 +42,7 @@ def test_what_waits_is_paged_by_due_time(client: Client) -> None:
     sent = [
         {
             "body": "x" * i,
-            "deliver_at": YEAR_2031_MS + 10 - i,
+            "at": YEAR_2031_MS + 10 - i,
             "id": f"paged-{i}",
             "key": f"k{i % 2}",
             "tag": "t",
@@ -63,7 +63,7 @@ def test_what_waits_is_paged_by_due_time(client: Client) -> None:
 
 
 def test_what_is_cancelled_is_listed_no_more(client: Client) -> None:
-    client.send("gone", {"body": "x", "id": "gone", "delay": "1h"})
+    client.send("gone", {"body": "x", "id": "gone", "after": "1h"})
     assert len(list(pages(client, topic="gone"))) == 1
     client.ask("DELETE", "/v1/messages/gone")
     assert list(pages(client, topic="gone")) == []
@@ -109,13 +109,13 @@ def test_a_topic_that_an_account_may_not_look_at_is_as_one_that_there_is_not(gua
 @pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
 def test_each_strategy_lists_what_it_keeps(tmp_path: Path, strategy: str) -> None:
     with running_node(tmp_path / "data", http_port=0, strategy=strategy) as node, client_of(node) as client:
-        client.send("paged", [{"body": "x", "delay": f"{i}h", "id": str(i)} for i in range(1, 6)])
+        client.send("paged", [{"body": "x", "after": f"{i}h", "id": str(i)} for i in range(1, 6)])
         assert [one["id"] for one in pages(client, max=2)] == ["1", "2", "3", "4", "5"]
 
 
 def test_what_is_due_is_counted_by_bucket(client: Client) -> None:
     hour_ms = 3_600_000
-    client.send("counted", [{"body": "x", "deliver_at": YEAR_2031_MS + i * hour_ms // 2} for i in range(5)])
+    client.send("counted", [{"body": "x", "at": YEAR_2031_MS + i * hour_ms // 2} for i in range(5)])
     query = {"by": "hour", "from": "2031-01-01T00:00:00Z", "to": "2031-01-02T00:00:00Z", "topic": "counted"}
     answer = client.ask("GET", "/v1/forecast", query=query).value
     assert answer.pop("counted").endswith("Z")

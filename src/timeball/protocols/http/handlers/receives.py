@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
@@ -20,6 +21,7 @@ from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage, InvalidReceipt, OutOfRange
+from timeball.instants import delay_ms
 from timeball.message import RETRY_PREFIX
 from timeball.protocols.http import codec
 from timeball.protocols.http.codec import Answered, AnsweredMany
@@ -56,7 +58,7 @@ class Receives:
         topic, group, query = call.path["topic"], _group(call), call.query
         policy = self._broker.policy
         policy.allow(call.caller, Verb.RECEIVE, topic=topic, group=group)
-        wait_ms = codec.span_ms(query.get("wait", "0"))
+        wait_ms = delay_ms(query.get("wait", "0"), "wait")
         if wait_ms > limits.PULL_WAIT_MS_MAX:
             raise OutOfRange(f"wait of {wait_ms} ms: at most {limits.PULL_WAIT_MS_MAX}")
         most = query.get("max", "32")
@@ -72,7 +74,7 @@ class Receives:
             group,
             topic,
             rows=int(most),
-            invisible_ms=codec.lease_ms(query.get("lease", str(LEASE_MS))),
+            invisible_ms=codec.lease_ms(query.get("lease", f"{LEASE_MS}ms")),
             in_order=policy.joined(group, call.caller).consume_message_orderly,
             in_log=True,
         )
@@ -144,7 +146,7 @@ class Receives:
 
     async def _nack(self, call: Call) -> Answer:
         request: codec.GivingBack = await read(call, codec.GivingBack)
-        after_ms = None if request.delay is None else codec.span_ms(request.delay)
+        after_ms = None if request.after is UNSET else delay_ms(request.after)
         nack = self._broker.consuming.nack
         return await self._change(call, request.receipts, lambda one: nack(one, after_ms, request.reason))
 

@@ -42,9 +42,9 @@ class Scheduled:
 
     async def _move(self, call: Call) -> Answer:
         request: codec.Moving = await read(call, codec.Moving)
-        if (request.deliver_at is None) == (request.delay is None):
-            raise InvalidMessage("give one of deliver_at and delay")
-        due_ms, delay_ms = codec.when(request.deliver_at, request.delay)
+        due_ms, delay_ms = codec.when(request.at, request.after)
+        if due_ms is None and delay_ms is None:
+            raise InvalidMessage("give one of at and after")
         return _verdict(
             await self._broker.reschedule(
                 ids=[call.path["id"]], topic=call.query.get("topic"), caller=call.caller,
