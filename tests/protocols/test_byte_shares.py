@@ -112,6 +112,21 @@ def test_one_that_goes_as_it_is_let_in_gives_its_room_back() -> None:
     asyncio.run(work())
 
 
+def test_one_that_has_gone_when_it_is_let_in_gives_its_room_back() -> None:
+    async def work() -> None:
+        shares = ByteShares(MAX, MAX)
+        await shares.room("a", MAX)
+        waiting = asyncio.ensure_future(shares.room("b", MAX))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        shares.remove("a", MAX)  # in the same turn of the loop, by a request that is none the wiser
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not shares.held_bytes
+
+    asyncio.run(work())
+
+
 # ---- answers on their way --------------------------------------------------------------------------------
 
 

@@ -84,7 +84,9 @@ class ByteShares:
         granted = asyncio.get_running_loop().create_future()
 
         def grant() -> None:
-            granted.set_result(None)
+            # It is done when its task was cancelled in this turn of the loop, and then gives back what it was granted.
+            if not granted.done():
+                granted.set_result(None)
 
         self.reserve(address, size_bytes, grant)
         try:
