@@ -11,8 +11,9 @@ a clock or a disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -39,6 +40,7 @@ BYTES_MAX = {
 ANY_QUEUE = -1
 _INT64_MAX = (1 << 63) - 1
 TIMES = ("due_ms", "delay_ms")
+_UNKNOWN_FIELD = re.compile("unknown field `([^`]*)`")
 KEY_TEXT = "a key has no blanks and no control characters, because blanks separate keys"
 # Spelled out for RE2 and Python alike: neither knows the other's classes.
 _NOT_IN_KEY = re.compile("[\\x00-\\x20\\x7f\\x85\\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
@@ -340,6 +342,21 @@ def check_label(name: str, text: str | None) -> str | None:
 def label_faults(column: pa.Array) -> BoolArray:
     """Return for each text of a column of tags or ids whether `check_label` refuses it; False for a null."""
     return np.asarray(pc.match_substring_regex(column, _NOT_A_LABEL).fill_null(False))
+
+
+def valid(given: str, known: Sequence[str]) -> str:
+    """Return the values that are valid in place of an unknown one, the closest one first, as an error lists them."""
+    if not known:
+        return "there are none"
+    close = get_close_matches(given, known, 1)
+    return (f"did you mean {close[0]!r}? " if close else "") + "valid: " + ", ".join(known)
+
+
+def with_valid_fields(text: str, kind: Any) -> str:
+    """Return what msgspec says of a struct of this type, with the fields that are valid in place of an unknown one."""
+    unknown = _UNKNOWN_FIELD.search(text)
+    fields: Sequence[str] = getattr(kind, "__struct_encode_fields__", ())
+    return f"{text}; {valid(unknown.group(1), fields)}" if unknown and fields else text
 
 
 def _shown(value: object) -> str:

@@ -361,3 +361,13 @@ def test_a_key_with_a_blank_cancels_no_other_customer(ball: Timeball) -> None:
     for wrong in ({"tag": "a\x02b"}, {"message_id": "a\x01"}):
         with pytest.raises(InvalidMessage, match="without control characters"):
             ball.send("customers", "x", **wrong)
+
+
+def test_an_unknown_name_in_a_dict_is_told_with_the_valid_ones(ball: Timeball) -> None:
+    with pytest.raises(
+        InvalidMessage, match=r"unknown column 'delay_s' of a row; .*valid: after, at, message_id"
+    ):
+        ball.send_many([{"body": "x"}, {"body": "x", "delay_s": 5}], topic="t")
+    for read in (ball.pull, ball.browse):
+        with pytest.raises(RequestError, match="start='newest' is not known; valid: earliest, latest"):
+            read("t", "g", start="newest")  # type: ignore[arg-type]

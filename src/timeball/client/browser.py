@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from timeball import limits, wire
 from timeball.client.calls import Calls
-from timeball.client.consumer import Start
+from timeball.client.consumer import Start, check_start
 from timeball.client.dialing import check_process
 from timeball.client.messages import Message, view
 from timeball.clock import Clock
@@ -78,6 +78,7 @@ class Browser:
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
         wait_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX)
+        check_start(start)
         lock, positions = self._position(topic, group, start)
         with lock:
             if not positions.next:

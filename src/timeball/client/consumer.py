@@ -19,8 +19,16 @@ from timeball.client.messages import Leased, Member, Message, view
 from timeball.clock import Clock
 from timeball.errors import RequestError
 from timeball.instants import After, delay_ms
+from timeball.rules import valid
 
 Start = Literal["earliest", "latest"]
+_STARTS = ("earliest", "latest")
+
+
+def check_start(start: Start) -> None:
+    """Raise RequestError for a place to start at that is not known."""
+    if start not in _STARTS:
+        raise RequestError(f"start={start!r} is not known; {valid(str(start), _STARTS)}")
 
 
 class Wanted(NamedTuple):
@@ -60,6 +68,7 @@ class Consumer:
     ) -> pa.RecordBatch:
         """Lease up to `rows` rows: READ_SCHEMA and a column `receipt`."""
         check_process()
+        check_start(start)
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
         wait_ms, lease_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX), delay_ms(lease, "lease")

@@ -35,7 +35,7 @@ from timeball import limits
 from timeball.client.tracing import current_context
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.instants import when
-from timeball.message import int64
+from timeball.message import SEND_COLUMNS, int64
 from timeball.rules import (
     BoolArray,
     Keys,
@@ -46,6 +46,7 @@ from timeball.rules import (
     keys_text,
     label_faults,
     properties_text,
+    valid,
 )
 from timeball.trace_context import with_contexts
 
@@ -68,6 +69,11 @@ ATOMIC_ROWS = (
 BATCH_ROWS = 8_192  # of one batch where the rows are more, or come one by one
 _SECONDS_MAX = limits.INSTANT_MS_MAX  # of a number of seconds: as many milliseconds fit into 64 bits
 _TIMES = ("after", "at", "delay_ms", "due_ms")
+# Names that a dict may have: the arguments of `send`, and the columns of the Flight protocol.
+_ROW_NAMES = (
+    "after", "at", "message_id",
+    *(name for name in SEND_COLUMNS if name not in ("born_host", "delay_level")),
+)  # fmt: skip
 BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is cut in halves until it is smaller, or one row
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
@@ -267,6 +273,9 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
     columns: dict[str, list[Any]] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
+    for name in names:
+        if name not in _ROW_NAMES:
+            raise InvalidMessage(f"unknown column {name!r} of a row; {valid(str(name), _ROW_NAMES)}")
     if "message_id" in names:
         names = dict.fromkeys("unique_key" if name == "message_id" else name for name in names)
     for at, row in enumerate(rows, first_row):

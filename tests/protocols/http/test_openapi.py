@@ -48,3 +48,22 @@ def test_each_example_is_a_request_that_can_be_read() -> None:
     for name, found in examples.items():
         for example in found:
             msgspec.convert(example, structs[name])
+
+
+def test_each_operation_refuses_a_parameter_that_it_does_not_have(client: Client) -> None:
+    for each in OPERATIONS:
+        path = re.sub(r"{(\w+)}", "1", each.path)
+        refused = client.ask(each.method.upper(), path, query={"leese": "600s"})
+        assert (refused.status, refused.value["code"]) == (400, "bad_request"), (each.name, refused)
+        told = refused.value["detail"]
+        assert "parameter 'leese' is not known" in told, (each.name, told)
+        assert all(name in told for name, *_ in each.query)
+    twice = client.ask("GET", "/v1/groups?max=1&max=2")
+    assert (twice.status, "'max' is there 2 times" in twice.value["detail"]) == (400, True)
+
+
+def test_an_unknown_field_is_told_with_the_valid_ones(client: Client) -> None:
+    for body in ({"body": "x", "aftre": "1h"}, [{"body": "x", "aftre": "1h"}]):
+        refused = client.send("fields", body)
+        assert refused.status == 400
+        assert "did you mean 'after'? valid: " in refused.value["detail"], refused.value

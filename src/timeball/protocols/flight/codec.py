@@ -21,6 +21,7 @@ from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, T
 from timeball.message import READ_SCHEMA
 from timeball.protocols.error_codes import sentence
 from timeball.protocols.http2.frames import literal
+from timeball.rules import with_valid_fields
 from timeball.table import attachment
 
 # ---- actions --------------------------------------------------------------------------------------------
@@ -217,6 +218,6 @@ def _decode(data: bytes, kind: Any, what: str) -> Any:
     try:
         return _decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{what}: {error}") from error
+        raise RequestError(f"{what}: {with_valid_fields(str(error), kind)}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
         raise InvalidMessage(f"{what} is not JSON: {error}") from error

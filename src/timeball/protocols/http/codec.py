@@ -17,6 +17,7 @@ from timeball.broker.consuming.requests import END
 from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
 from timeball.message import decode_properties
 from timeball.protocols.error_codes import Refused
+from timeball.rules import with_valid_fields
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 
@@ -159,18 +160,21 @@ def decode(kind: type[Any], data: bytes) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise refused(error) from error
+        raise refused(error, kind) from error
 
 
-def refused(error: Exception) -> InvalidDelay | InvalidMessage:
-    """Return the error for a body that cannot be read; of a time it tells what to write."""
+def refused(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage:
+    """Return the error for a body that cannot be read; of a time it tells what to write.
+
+    `kind`: the struct that it was to be, whose fields an error about an unknown one lists.
+    """
     text = f"body: {error}"
     for old, new in _OLD_NAMES.items():
         if f"unknown field `{old}`" in text:
             return InvalidDelay(f"{text}; `{old}` is called `{new}`")
     found = _OF_TIME.search(text)
     if found is None:
-        return InvalidMessage(text)
+        return InvalidMessage(with_valid_fields(text, kind))
     wanted = _INSTANT if found[1] == "at" else _DURATION
     return InvalidDelay(f"{text}; {found[1]} is {wanted}{_PRESENT if 'null' in text else ''}")
 

@@ -22,7 +22,7 @@ from timeball.protocols.http.dashboard import Dashboard
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.handlers.operators import Status
 from timeball.protocols.http.handlers.routes import routes as routes_of
-from timeball.protocols.http.openapi import document
+from timeball.protocols.http.openapi import document, parameters_of
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.recovering import BACKLOG, listen
 from timeball.protocols.http.requests import Call, Endpoint, Handler, Room, not_found
@@ -126,7 +126,7 @@ class HttpEdge:
     ) -> Route:
         endpoint = Endpoint(
             methods, self._security, self._pages, self._clock.wall_ms, self.room, is_open=is_open,
-            former=former or {},
+            former=former or {}, parameters=parameters_of(path),
         )  # fmt: skip
         return Route(path, endpoint)
 

@@ -293,6 +293,16 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+def parameters_of(path: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of the query parameters of a path, by method; none for a path that is not in the document."""
+    path = path.replace(":path}", "}")  # the router's own word for an id that may have slashes
+    return {
+        each.method.upper(): tuple(name for name, *_ in each.query)
+        for each in OPERATIONS
+        if each.path == path
+    }
+
+
 def document() -> dict[str, Any]:
     """Return the document, as OpenAPI 3.1 has it."""
     kinds = [kind for each in OPERATIONS for kind in each.request + each.answer]

@@ -18,12 +18,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from timeball import limits
 from timeball.access import Caller
-from timeball.errors import OverLimit
+from timeball.errors import OverLimit, RequestError
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.http.codec import JSON, Nothing, check_type, decode, encode
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.problems import Answer, problem, problem_of
+from timeball.rules import valid
 from timeball.security import Security
 
 logger = logging.getLogger(__name__)
@@ -146,9 +147,12 @@ class Endpoint:
         *,
         is_open: bool,
         former: Mapping[str, str],
+        parameters: Mapping[str, tuple[str, ...]],
     ) -> None:
+        """`parameters`: the query parameters of each method; one that is not there takes any."""
         self._methods, self._security, self._now_ms, self._room = methods, security, now_ms, room
         self._pages = pages
+        self._parameters = parameters
         self._former = former  # what to do in place of a method that was answered once
         self._is_open = is_open  # to callers without an account
 
@@ -233,7 +237,17 @@ class Endpoint:
             raise OverLimit(f"{CALLS_MAX} requests are under way; try again later")
         if not self._is_open:
             call.caller = self._security.caller(call.headers, self._now_ms())
+        check_parameters(call.query, self._parameters.get("GET" if method == "HEAD" else method))
         return await handler(call)
+
+
+def check_parameters(query: QueryParams, known: tuple[str, ...] | None) -> None:
+    """Raise RequestError for a query parameter that is not known, or there twice; None: all are known."""
+    for name in query if known is not None else ():
+        if name not in (known or ()):
+            raise RequestError(f"parameter {name[:80]!r} is not known; {valid(name, known or ())}")
+        if len(query.getlist(name)) > 1:
+            raise RequestError(f"parameter {name!r} is there {len(query.getlist(name))} times; give it once")
 
 
 def peer_of(scope: Scope) -> str:

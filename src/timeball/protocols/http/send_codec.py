@@ -147,7 +147,7 @@ def read(topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int 
         else:
             messages = [_MESSAGE.decode(data)] if is_one else _MESSAGES.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise refused(error) from error
+        raise refused(error, Message) from error
     if not messages:
         raise InvalidMessage("no message: send at least one")
     if len(messages) > MESSAGES_MAX:
