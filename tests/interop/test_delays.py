@@ -74,6 +74,11 @@ def test_timer(client: Driver, timer: str, broker: StockBroker, name: str) -> No
     due_ms = value if absolute else later["born_ms"] + value * (1000 if timer == "TIMER_DELAY_SEC" else 1)
     assert not is_early(later, due_ms)
     assert not is_early(later, now["store_ms"])
+    if timer != "__STARTDELIVERTIME":
+        shown = later["properties"]
+        assert (shown["REAL_TOPIC"], shown["REAL_QID"]) == (talk.topic, "0")
+        assert int(shown["TIMER_OUT_MS"]) <= int(shown["TIMER_DEQUEUE_MS"]) == later["store_ms"]
+        assert int(shown["TIMER_ENQUEUE_MS"]) <= int(shown["TIMER_OUT_MS"])
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)

@@ -493,7 +493,14 @@ SPECIAL = {
         ["10.0.0.7:51234", "[::1]:7", "10.0.0.8", "broker.example:1", "", "1.2.3.4:x", "1.2.3.4:-1", "::1"]
     ),
     "properties": st.one_of(
-        property_texts, texts, st.sampled_from(["TAGS\x01", "a\x01b", "\x02TAGS\x01x", "XTAGS\x01"])
+        property_texts, texts, st.sampled_from(["TAGS\x01", "a\x01b", "\x02TAGS\x01x", "XTAGS\x01"]),
+        st.sampled_from(
+            [
+                "TIMER_DELAY_MS\x015\x02", "a\x01b\x02TIMER_DELIVER_MS\x015", "XTIMER_DELAY_MS\x015\x02", "TIMER_DE",
+                "TIMER_DELAY_SEC\x015\x02REAL_TOPIC\x01t\x02", "TIMER_OUT_MS\x015\x02TIMER_DELAY_MS\x015\x02",
+                "\x02TIMER_DELAY_SEC\x011",
+            ]
+        ),
     ),
     "unique_key": st.one_of(texts, st.just("k\x02TAGS\x01")),
 }  # fmt: skip
@@ -504,7 +511,7 @@ stored_rows = st.fixed_dictionaries(
         if column.name in NEVER_MISSING
         else st.one_of(st.none(), SPECIAL.get(column.name, row_values(column.type)))
         for column in READ_SCHEMA
-        if column.name not in ("kind", "due_ms", "accepted_ms", "version_seq", "from_due_ms", "store_host")
+        if column.name not in ("kind", "version_seq", "from_due_ms", "store_host")
     }
 )
 V4, V6 = Host(bytes([127, 0, 0, 1]), 10911), Host(bytes(15) + b"\x01", 10911)

@@ -93,6 +93,39 @@ def test_a_stored_message_says_all_its_fields() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("sent", "has_waited"),
+    [
+        ("TIMER_DELAY_SEC\x015\x02TAGS\x01A\x02", True),
+        ("TAGS\x01A\x02TIMER_DELIVER_MS\x019000", True),
+        ("TAGS\x01A\x02", False),  # sent by another protocol
+        ("DELAY\x011\x02REAL_TOPIC\x01orders\x02REAL_QID\x010\x02TIMER_DELAY_MS\x015\x02", False),  # has them
+        ("TIMER_OUT_MS\x017\x02TIMER_DELAY_MS\x015\x02", False),  # sent on by one that got it from a timer
+    ],
+)
+def test_what_a_timer_has_delivered_says_so(sent: str, has_waited: bool) -> None:
+    released = rows(
+        seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[9_002], due_ms=[9_000],
+        accepted_ms=[4_000],
+    )  # fmt: skip
+    [message] = decoded(encode_stored(released, store_host=V4, born_host=NOBODY))
+    added = (
+        "TIMER_OUT_MS\x019000\x02REAL_TOPIC\x01orders\x02REAL_QID\x013\x02TIMER_ENQUEUE_MS\x014000\x02"
+        "TIMER_DEQUEUE_MS\x019002\x02"
+    )
+    end = "" if sent.endswith("\x02") else "\x02"
+    assert message["properties"] == (sent + end + added if has_waited else sent)
+
+
+def test_a_timers_message_that_waits_does_not_say_that_it_was_delivered() -> None:
+    sent = "TIMER_DELAY_SEC\x015\x02"
+    waiting = rows(
+        seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[4_000], due_ms=[9_000]
+    )
+    [message] = decoded(encode_stored(waiting, store_host=V4, born_host=NOBODY))
+    assert message["properties"] == sent
+
+
 def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
     flags = [
         MessageFlag.TRANSACTION_COMMIT,

@@ -78,12 +78,15 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_
     found: list[bytes] = []
     for (
         seq, topic, queue_id, offset, body, properties, tag, keys, unique_key, born_ms, born, store_ms, flag, sys_flag,
-        times, source,
+        times, source, due_ms, accepted_ms,
     ) in zip(*columns, strict=True):  # fmt: skip
         host = hosts.get(born)
         if host is None:
             host = hosts[born] = parse_host(born, born_host)
         text = _with_columns(properties or "", tag, keys, unique_key)
+        # A row that says when its promise was accepted is its release.
+        if due_ms is not None and accepted_ms is not None and _is_timers(text):
+            text += _timer_properties(text, topic, queue_id, due_ms, accepted_ms, store_ms or 0)
         found.append(
             _stored(
                 seq, topic.encode(), queue_id, offset or 0, body or b"", text.encode(), born_ms or 0, host,
@@ -128,9 +131,34 @@ def _with_columns(properties: str, tag: str | None, keys: str | None, unique_key
     return properties
 
 
+TIMER_PREFIX, TIMER_DONE, REAL_TOPIC = "TIMER_DE", "TIMER_OUT_MS\x01", "REAL_TOPIC\x01"
+
+
+def _is_timers(properties: str) -> bool:
+    """Return whether a message that has waited was sent with one of RocketMQ's timers."""
+
+    def has(beginning: str) -> bool:
+        return properties.startswith(beginning) or f"\x02{beginning}" in properties
+
+    return has(TIMER_PREFIX) and not has(TIMER_DONE) and not has(REAL_TOPIC)
+
+
+def _timer_properties(
+    properties: str, topic: str, queue_id: int, due_ms: int, accepted_ms: int, store_ms: int
+) -> str:
+    """Return what RocketMQ's timers add to the properties of a message that they have delivered."""
+    # When it was due, where it was to go, when it came into the wheel and when it left it.
+    added = {
+        "TIMER_OUT_MS": due_ms, "REAL_TOPIC": topic, "REAL_QID": queue_id, "TIMER_ENQUEUE_MS": accepted_ms,
+        "TIMER_DEQUEUE_MS": store_ms,
+    }  # fmt: skip
+    end = "" if properties.endswith("\x02") else "\x02"
+    return end + "".join(f"{name}\x01{value}\x02" for name, value in added.items())
+
+
 _STORED = [
     "seq", "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms",
-    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq",
+    "born_host", "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq", "due_ms", "accepted_ms",
 ]  # fmt: skip
 
 

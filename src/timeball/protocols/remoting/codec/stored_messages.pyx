@@ -13,7 +13,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memchr, memcmp, memcpy
 
-from timeball.protocols.remoting.codec.c_text cimport Buffer, Text, put, read64, same, write32
+from timeball.protocols.remoting.codec.c_text cimport Buffer, Text, put, put_number, read64, same, write32
 from timeball.protocols.remoting.codec.record_batches cimport (
     TEXT_WIDTH, Column, Message, is_missing, number32, number64, read_column, read_message, text,
 )
@@ -30,7 +30,7 @@ cdef enum:
     PROPERTIES_MAX = 65535
     TOPIC_MAX = 32767
     HOSTS_MAX = 4096  # that have been parsed: clients' addresses
-    COLUMNS = 15
+    COLUMNS = 17
     NAMED = 3  # properties that may stand in a column only
 
 cdef int32_t BORN_V6 = MessageFlag.BORN_HOST_V6, STORE_V6 = MessageFlag.STORE_HOST_V6
@@ -47,15 +47,21 @@ for _name in range(NAMED):
     PROPERTIES[_name] = Text(<bytes> _properties[_name], len(_properties[_name]))
 
 
+cdef bytes _timer = records.TIMER_PREFIX.encode(), _done = records.TIMER_DONE.encode()
+cdef bytes _real = records.REAL_TOPIC.encode()
+cdef Text TIMER_PREFIX = Text(_timer, len(_timer)), TIMER_DONE = Text(_done, len(_done))
+cdef Text REAL_TOPIC = Text(_real, len(_real))
+
+
 cdef struct Columns:  # in the order of NAMES
     Column topic, queue_id, queue_offset, body, properties, tag, keys, unique_key, born_ms, born_host, store_ms
-    Column flag, sys_flag, times, source
+    Column flag, sys_flag, times, source, due_ms, accepted_ms
 
 
 cdef dict HOSTS = {None: _host(records.NO_HOST)}  # as bytes; to parse one costs as much as ten messages
 cdef list NAMES = [
     "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms", "born_host",
-    "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq",
+    "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq", "due_ms", "accepted_ms",
 ]
 cdef dict PLACES = {name: READ_SCHEMA.get_field_index(name) for name in READ_SCHEMA.names}
 
@@ -254,6 +260,30 @@ cdef class Hosts:
         self.properties = Text(added.data, added.size)
         return Text(added.data + begin, added.size - begin)
 
+    cdef int add_timer(self, Columns* of, Py_ssize_t row, Text topic) except -1:
+        """Add what RocketMQ's timers add to a message that they have delivered."""
+        cdef Buffer* added = &self.added
+        cdef Text own = self.properties
+        if own.at != added.data or added.data == NULL:
+            added.size = 0
+            if own.size:
+                put(added, own.at, own.size)
+        if added.data[added.size - 1] != 2:
+            put(added, b"\x02", 1)
+        put(added, b"TIMER_OUT_MS\x01", 13)
+        put_number(added, number64(&of.due_ms, row))
+        put(added, b"\x02REAL_TOPIC\x01", 12)
+        put(added, topic.at, topic.size)
+        put(added, b"\x02REAL_QID\x01", 10)
+        put_number(added, number32(&of.queue_id, row))
+        put(added, b"\x02TIMER_ENQUEUE_MS\x01", 18)
+        put_number(added, number64(&of.accepted_ms, row))
+        put(added, b"\x02TIMER_DEQUEUE_MS\x01", 18)
+        put_number(added, number64(&of.store_ms, row))
+        put(added, b"\x02", 1)
+        self.properties = Text(added.data, added.size)
+        return 0
+
     cdef bint measure(self, Columns* of, Py_ssize_t row, Record* found) except -1:
         """Measure a stored message; False when it does not fit the layout."""
         cdef Text topic = text(&of.topic, row)
@@ -268,6 +298,8 @@ cdef class Hosts:
             if wanted >> at & 1:
                 # A value may hold what reads as a property: it counts as one then, as for the reference.
                 wanted &= ~names_in(self.add(at, values[at]), wanted)
+        if not (is_missing(&of.due_ms, row) or is_missing(&of.accepted_ms, row)) and is_timers(self.properties):
+            self.add_timer(of, row, topic)
         if self.properties.size > PROPERTIES_MAX or topic.size > TOPIC_MAX or not self.born or not self.store:
             return False
         found.is_v1 = topic.size <= TOPIC_V1_MAX
@@ -365,6 +397,26 @@ cdef uint32_t checksum(Text of) noexcept:
         crc = crc >> 8 ^ CRCS[0][(crc ^ at[0]) & 0xFF]
         at += 1
     return ~crc
+
+
+cdef bint is_timers(Text properties) noexcept:
+    """Return whether a message that has waited was sent with one of RocketMQ's timers; see records.py."""
+    cdef const char* at = properties.at
+    cdef const char* end = at + properties.size
+    cdef bint found = False
+    while at < end:
+        if begins(at, end, TIMER_DONE) or begins(at, end, REAL_TOPIC):
+            return False
+        found |= begins(at, end, TIMER_PREFIX)
+        at = <const char*> memchr(at, 2, end - at)
+        if at == NULL:
+            break
+        at += 1
+    return found
+
+
+cdef inline bint begins(const char* at, const char* end, Text name) noexcept:
+    return end - at >= name.size and at[0] == name.at[0] and memcmp(at, name.at, name.size) == 0
 
 
 cdef int names_in(Text properties, int wanted) noexcept:
