@@ -20,6 +20,8 @@ from typing import Literal, SupportsIndex
 from timeball import limits, local_time
 from timeball.errors import InvalidDelay
 
+END = -1  # in the place of an instant at which a group begins: behind the last message
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _LAST_US = limits.INSTANT_MS_MAX * 1_000

@@ -375,3 +375,8 @@ def properties_text(properties: Mapping[str, str] | None) -> str | None:
         if any(mark in name or mark in value for mark in (PROPERTY_NAME_END, PROPERTY_END)):
             raise InvalidMessage(f"property {name!r}: the characters U+0001 and U+0002 separate properties")
     return encode_properties(dict(properties))
+
+
+def queue_of_priority(priority: int, queues: int) -> int:
+    """Return the queue of a message with this priority, as RIP-80 has it: 0 is the lowest."""
+    return min(priority, queues - 1)

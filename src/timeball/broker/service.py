@@ -14,7 +14,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball import limits, wire
+from timeball import instants, limits, wire
 from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.answers import SentState
 from timeball.broker import delivery, transactions
@@ -26,7 +26,6 @@ from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.group_places import GroupPlaces
-from timeball.broker.consuming.requests import END
 from timeball.broker.consuming.traced import TracedConsuming
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.few_sends import Sends
@@ -324,7 +323,7 @@ class Broker:
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         found, parts = {}, self.parts
         for number, queue in enumerate(parts.topics.get(topic).queues):
-            if at_ms <= END:
+            if at_ms <= instants.END:
                 found[number] = queue.index.max_offset
             else:
                 found[number] = await in_thread(

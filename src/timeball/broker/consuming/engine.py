@@ -259,7 +259,7 @@ class Consuming:
                 if queue.returned:
                     queue.drop_before(self._parts.reader.first_seq)
             if by_priority and is_main:
-                found += reversed(queues)  # the last one has the highest priority (queue_of_priority)
+                found += reversed(queues)  # the last one has the highest priority (rules.queue_of_priority)
                 continue
             # Each request begins with another queue, or the last ones would starve while the first have messages.
             first = turn % max(1, len(queues))

@@ -75,8 +75,6 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
     in_log: bool = False
 
 
-END = -1  # in the place of an instant at which a group begins: behind the last message
-
 NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a third of a millisecond
 
 

@@ -31,11 +31,6 @@ ATTRIBUTES: dict[str, frozenset[str]] = {
 }
 
 
-def queue_of_priority(priority: int, queues: int) -> int:
-    """Return the queue of a message with this priority, as RIP-80 has it: 0 is the lowest."""
-    return min(priority, queues - 1)
-
-
 class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The configuration an operator chose; None for a number of queues is "all there are"."""
 

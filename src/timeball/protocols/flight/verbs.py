@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from timeball import wire
+from timeball import instants, wire
 from timeball.access import Caller, Verb
-from timeball.broker.consuming.requests import END, NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topic import Topic
@@ -195,7 +195,7 @@ async def receive(
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _handed_out(served, request, Received(NO_ROWS, []))
     elif request.latest:
-        await broker.begin(request.group, request.topic, END, caller)
+        await broker.begin(request.group, request.topic, instants.END, caller)
     received = await broker.consuming.receive(
         ReceiveRequest(
             request.group,

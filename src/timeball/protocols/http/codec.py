@@ -13,7 +13,6 @@ import msgspec
 import pyarrow as pa
 
 from timeball import instants, limits
-from timeball.broker.consuming.requests import END
 from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
 from timeball.message import decode_properties
 from timeball.protocols.error_codes import Refused
@@ -214,7 +213,7 @@ def lease_ms(lease: str) -> int:
 def start_ms(text: str) -> int:
     """Return where a new group is to begin: 0 for `earliest`, END for `latest`, else an instant."""
     if text in ("earliest", "latest"):
-        return 0 if text == "earliest" else END
+        return 0 if text == "earliest" else instants.END
     try:
         return instants.due_ms(text)
     except InvalidDelay as error:

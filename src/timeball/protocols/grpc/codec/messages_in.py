@@ -18,7 +18,6 @@ import re
 from zlib import crc32
 
 from timeball import limits, rules
-from timeball.broker.registry.topic import queue_of_priority
 from timeball.message import PRIORITY, SendRow
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
@@ -122,7 +121,7 @@ def row_of(
         if system.priority < 0:
             raise Refused(Code.BAD_REQUEST, f"priority {system.priority}: 0, the lowest, or more")
         properties.append(f"{PRIORITY}\x01{system.priority}\x02")
-        queue_id = queue_of_priority(system.priority, queues)
+        queue_id = rules.queue_of_priority(system.priority, queues)
     elif kind == TRANSACTION:
         sys_flag |= PREPARED_BIT
         properties.append(_transaction_properties(system, topic, message_id))

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from timeball import rules
 from timeball.access import Caller
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Ingress
-from timeball.broker.registry.topic import queue_of_priority
 from timeball.broker.revoking.recall import RecallRefused, encode_handle
 from timeball.errors import InvalidMessage, NotFound, TimeballError
 from timeball.message import (
@@ -142,7 +142,7 @@ class Sends:
         if not (counts and priority.isascii() and priority.isdigit() and len(priority) <= INT32_DIGITS):
             return queue_id
         topic = self._broker.parts.topics.get(fields.topic)
-        return queue_of_priority(int(priority), max(1, topic.write_queues))
+        return rules.queue_of_priority(int(priority), max(1, topic.write_queues))
 
     def put_run(self, connection: Connection, run: SendRun) -> None:
         """Take a run of plain sends; one by one when a decision about them is not the usual one."""
