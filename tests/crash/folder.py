@@ -194,7 +194,7 @@ def known(world: World) -> Look:
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
         "modes": parts.request_modes.get("a", POPS),
         "secret": parts.receipt_secret.get() if parts.receipt_secret.is_made else None,
-        "held": [saved(queue) for queue in broker.consuming.leases.all() if not queue.idle],
+        "held": [saved(queue, broker.parts.clock.as_wall) for queue in broker.consuming.leases.all() if not queue.idle],
         "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
         "ledger": (epochs, parts.ledger.reserved, parts.ledger.attach_seq),
