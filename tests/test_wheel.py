@@ -188,7 +188,7 @@ def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
             words = [json.loads(sent)["id"] if word == "ID" else word for word in words]
             run(timeball, *words, "--endpoint", endpoint)
         for words, extra in NEED.values():
-            with pytest.raises(AssertionError, match=rf"pip install 'timeball\[{extra}\]'"):
+            with pytest.raises(AssertionError, match=rf"pip install '\.\[{extra}\]'"):
                 run(timeball, *arguments(words, tmp_path), TIMEBALL_ENDPOINT=endpoint)
 
 

@@ -8,7 +8,10 @@ from timeball.cli.extras import SPARK, is_of_others, not_installed
 
 def test_the_extra_is_named_as_pip_wants_it() -> None:
     error = not_installed(ModuleNotFoundError("No module named 'pyspark'", name="pyspark"), SPARK)
-    assert str(error) == "pyspark is not installed: install the extra, pip install 'timeball[spark]'"
+    assert str(error) == (
+        "pyspark is not installed: install the extra, in a checkout of Timeball pip install '.[spark]', of a wheel "
+        "pip install 'FILE.whl[spark]'"
+    )
 
 
 @pytest.mark.parametrize(

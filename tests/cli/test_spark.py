@@ -35,9 +35,9 @@ def _of_spark() -> list[str]:
 @pytest.mark.usefixtures("no_pyspark")
 def test_without_pyspark_it_says_what_to_install() -> None:
     """The extra, by name."""
-    with pytest.raises(SetupError, match=r"pip install 'timeball\[spark\]'"):
+    with pytest.raises(SetupError, match=r"pip install '\.\[spark\]'"):
         door.load_runner()
-    with pytest.raises(SetupError, match=r"pip install 'timeball\[spark\]'"):
+    with pytest.raises(SetupError, match=r"pip install '\.\[spark\]'"):
         door.open_session("local[1]", "test")
 
 

@@ -218,7 +218,8 @@ def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_p
     asked = [arguments(words, tmp_path) for words, _ in NEED.values()]
     ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), TIMEBALL_ENDPOINT=node.endpoint)
     lines = "".join(
-        rf"timeball: \w+(\.\w+)* is not installed: install the extra, pip install 'timeball\[{extra}\]'\n"
+        rf"timeball: \w+(\.\w+)* is not installed: install the extra, in a checkout of Timeball pip install "
+        rf"'\.\[{extra}\]', of a wheel pip install 'FILE\.whl\[{extra}\]'\n"
         f"ended {name} 4\n"
         for name, (_, extra) in NEED.items()
     )
@@ -229,7 +230,7 @@ def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_p
 def test_a_picture_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
     picture = ["forecast", "--picture", str(tmp_path / "load.png"), "--endpoint", node.endpoint]
     ran = run(COMMAND, *picture, extras=["broker"])
-    assert ran.returncode == 4 and "pip install 'timeball[picture]'" in ran.stderr, ran.stderr
+    assert ran.returncode == 4 and "pip install '.[picture]'" in ran.stderr, ran.stderr
 
 
 def test_help_of_all_commands_needs_nothing_more() -> None:

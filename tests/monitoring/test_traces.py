@@ -376,7 +376,7 @@ def test_without_the_extra_the_operator_is_told_what_to_install(
     monkeypatch.delitem(sys.modules, "timeball.monitoring.traces", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     node = RunningNode(tmp_path / "data", traces=True)
-    with pytest.raises(SetupError, match=r"pip install 'timeball\[otel\]'"):
+    with pytest.raises(SetupError, match=r"pip install '\.\[otel\]'"):
         node.start()
 
 

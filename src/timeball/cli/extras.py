@@ -17,7 +17,11 @@ BROKER, SPARK, PICTURE, KAFKA = "broker", "spark", "picture", "kafka"
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
     """Return the error that names the package and the extra which brings it."""
-    return SetupError(f"{error.name} is not installed: install the extra, pip install 'timeball[{extra}]'")
+    # Not by its name: the package is on no index yet, and what answers to the name there is another's.
+    return SetupError(
+        f"{error.name} is not installed: install the extra, in a checkout of Timeball pip install '.[{extra}]', of a "
+        f"wheel pip install 'FILE.whl[{extra}]'"
+    )
 
 
 def is_of_others(error: ModuleNotFoundError) -> bool:

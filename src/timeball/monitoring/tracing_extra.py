@@ -13,6 +13,7 @@ def open_traces(clock: Clock, version: str) -> Tracing:
         from timeball.monitoring.traces import Traces
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"--traces: no {error.name}; install the extra, pip install 'timeball[otel]'"
+            f"--traces: no {error.name}; install the extra, in a checkout of Timeball pip install '.[otel]', of "
+            "a wheel pip install 'FILE.whl[otel]'"
         ) from error
     return Traces(clock, version)
