@@ -153,6 +153,28 @@ def test_nor_any_signature(key: str, content: bytes, signature: bytes) -> None:
         access().verify(key, content, signature)
 
 
+@pytest.mark.parametrize(
+    ("grants", "may"),
+    [
+        ("admin = true", True),
+        ('topics = { "orders" = "PUB" }', True),
+        ('topics = { "*" = "ANY" }', True),
+        ('groups = { "g" = "SUB" }', True),  # its retry topic
+        ("", False),
+        ('topics = { "orders" = "SUB", "news" = "DENY" }', False),
+        ('groups = { "g" = "DENY" }', False),
+    ],
+)
+def test_whether_it_may_send_somewhere(grants: str, may: bool) -> None:
+    text = f'[[accounts]]\naccess_key = "one"\nsecret_key = "one secret"\n{grants}\n'
+    caller = Access(parse(text.encode(), "access.toml")).named("one")
+    if may:
+        caller.check_somewhere(Verb.SEND)
+        return
+    with pytest.raises(Forbidden, match="'one' may not send to any topic: PUB on a topic would let it"):
+        caller.check_somewhere(Verb.SEND)
+
+
 # ---- what it may --------------------------------------------------------------------------------------------
 
 MAY: list[tuple[str, Verb, dict[str, str], bool]] = [

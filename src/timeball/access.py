@@ -131,6 +131,9 @@ class Caller:
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
         """Raise Forbidden unless the caller may do this; Unauthorized when its account has gone."""
 
+    def check_somewhere(self, verb: Verb) -> None:
+        """Raise Forbidden when `check` would refuse this verb on every topic; Unauthorized as `check` does."""
+
     def signature(self, now_ms: int) -> dict[str, str]:
         """Return the headers by which another node of the cluster authenticates the caller."""
         return {}
@@ -191,6 +194,18 @@ class Principal(Caller):
         if group is not None and not _rights(account.groups, group) & SUB:
             raise Forbidden(
                 f"account {self.name!r} may not use group {group[:128]!r}: SUB on the group would let it"
+            )
+
+    def check_somewhere(self, verb: Verb) -> None:
+        """Raise Forbidden when the account may do this to no topic; Unauthorized as `check` does."""
+        account = self._access.current(self._account)
+        right = _RIGHTS[verb]
+        if account.admin or any(_BITS[given] & right for given in account.topics.values()):
+            return
+        # A group's retry topic follows the group.
+        if not any(_BITS[given] & SUB for given in account.groups.values()):
+            raise Forbidden(
+                f"account {self.name!r} may not {verb.value} any topic: {_WORDS[right]} on a topic would let it"
             )
 
 

@@ -55,6 +55,12 @@ class Policy:
             caller.check(verb, topic=topic, group=group)
 
     @staticmethod
+    def allow_somewhere(caller: Caller, verb: Verb) -> None:
+        """Raise Forbidden, or Unauthorized, unless there may be a topic to which the caller may do this."""
+        if caller is not ANONYMOUS:
+            caller.check_somewhere(verb)
+
+    @staticmethod
     def allows(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
         """Return whether the caller's account may do this now."""
         return caller is ANONYMOUS or caller.may(verb, topic=topic, group=group)

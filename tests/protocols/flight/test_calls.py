@@ -32,14 +32,14 @@ def test_a_call_has_its_place_from_its_headers_to_its_end(node: RunningNode) -> 
     edge = edge_of(node)
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
-        eventually(lambda: edge._calls.inside == 1, "its place is taken, and nothing has been sent")
+        eventually(lambda: edge._calls.taken == 1, "its place is taken, and nothing has been sent")
         client.data(number, message(b"\x0a\x06topics"))
         assert trailers_of(client, number)["grpc-status"] == "0"
-        eventually(lambda: not edge._calls.inside, "its place is free again")
+        eventually(lambda: not edge._calls.taken, "its place is free again")
         left = client.headers(headers=fields(f"{SERVICE}DoAction"))
-        eventually(lambda: edge._calls.inside == 1, "another one is inside")
+        eventually(lambda: edge._calls.taken == 1, "another one is inside")
         client.send(frames.rst_stream(left, frames.Fault.NO_ERROR))
-        eventually(lambda: not edge._calls.inside, "and has left")
+        eventually(lambda: not edge._calls.taken, "and has left")
 
 
 def test_a_refusal_is_unknown_with_our_code_and_sentence(node: RunningNode) -> None:

@@ -150,7 +150,7 @@ def test_more_batches_than_the_window_holds(wire: flight.FlightClient) -> None:
 def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
     edge = node.node.edges.flight
     assert edge is not None
-    idle = edge._streams_gate.inside
+    idle = edge._send_streams.taken
     for number in range(20):
         with flight.FlightClient(node.endpoint) as client:
             writer, reader = opened(client)
@@ -160,7 +160,7 @@ def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
                 reader.cancel()
             else:
                 reader.read_chunk()
-    eventually(lambda: edge._streams_gate.inside == idle, "all passes are back")
+    eventually(lambda: edge._send_streams.taken == idle, "all passes are back")
     eventually(lambda: not edge._uploads, "nothing is kept of their streams")
     eventually(lambda: edge._budget.held_bytes == 0, "the broker has decided what they sent")
     with flight.FlightClient(node.endpoint) as client:  # and nobody else has noticed

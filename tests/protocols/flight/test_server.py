@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_a_log_read_left_in_the_middle_gives_its_pass_back(
         reader.read_chunk()
         reader.cancel()
         del reader
-    eventually(lambda: edge_of(node)._calls.inside == 0, "all passes are back")
+    eventually(lambda: edge_of(node)._calls.taken == 0, "all passes are back")
 
 
 def test_a_cancelled_long_poll_frees_thread_and_place(node: RunningNode, wire: flight.FlightClient) -> None:
@@ -114,7 +113,7 @@ def test_a_cancelled_long_poll_frees_thread_and_place(node: RunningNode, wire: f
     with ThreadPoolExecutor(10) as pool:
         polls = [pool.submit(_poll, wire, ticket) for _ in range(10)]
     assert {type(poll.exception()) for poll in polls} == {flight.FlightTimedOutError}
-    eventually(lambda: edge_of(node)._calls.inside == 0, "all passes are back")
+    eventually(lambda: edge_of(node)._calls.taken == 0, "all passes are back")
     # The others' waiting was not touched: who polls now is woken by the next message.
     found: list[int] = []
     still = threading.Thread(target=lambda: found.append(wire.do_get(ticket).read_all().num_rows))
@@ -131,13 +130,19 @@ def _poll(wire: flight.FlightClient, ticket: flight.Ticket) -> None:
 def test_more_calls_than_the_gate_lets_through_are_told_so(
     node: RunningNode, wire: flight.FlightClient
 ) -> None:
-    gate = edge_of(node)._calls
-    with ExitStack() as full:
-        for _ in range(gate.limit - gate.inside):
-            full.enter_context(gate.enter())
+    calls = edge_of(node)._calls
+
+    async def fill(calls_each: int) -> None:
+        for at in range(calls.limit):
+            (calls.take if calls_each else calls.give_back)(f"10.0.{at % 8}.{at // 8}")
+
+    node.run(fill(1))
+    try:
         with pytest.raises(flight.FlightServerError, match="calls are open") as caught:
             act(wire, "status")
         assert caught.value.extra_info == b"over_limit"
+    finally:
+        node.run(fill(0))
     assert act(wire, "status")
 
 
@@ -199,11 +204,11 @@ def test_a_stop_ends_long_polls_and_refuses_what_is_new(tmp_path: Path) -> None:
         polling = threading.Thread(target=poll)
         polling.start()
         edge = edge_of(node)
-        eventually(lambda: edge._calls.inside == 1, "the poll waits")
+        eventually(lambda: edge._calls.taken == 1, "the poll waits")
         node.stop()
         polling.join(BOUND_S)
         assert len(ended) == 1
-        assert edge._calls.inside == 0
+        assert edge._calls.taken == 0
         asyncio.run(edge.close())  # a second time does nothing
         node.start()
         assert act(wire, "topics", timeout=BOUND_S)["topics"].keys() == {"quiet"}

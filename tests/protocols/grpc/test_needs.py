@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, producer_settings
+from tests.protocols.http2.raw_client import RawClient, fields
 
 from timeball.access import Verb
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import METHODS
+from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME
 from timeball.protocols.grpc.needs import NEEDS, OF_ONESELF
 from timeball.protocols.grpc.session import Stream, producer_stream
 
@@ -186,3 +187,32 @@ def test_a_call_about_nobody_is_an_administrators(node: RunningNode) -> None:
 def test_without_an_access_file_everybody_may(tmp_path: Path) -> None:
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         wire.ask_ok("QueryRoute", REQUESTS["QueryRoute"])
+
+
+@pytest.mark.parametrize("name", ["Telemetry", "SendMessage", "ReceiveMessage"])
+def test_a_stranger_is_refused_before_a_request_is_received(node: RunningNode, name: str) -> None:
+    edges = node.node.edges
+    assert edges is not None
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id="stranger"))
+        assert client.status(number)[0] == 0  # the response says it, as RocketMQ's clients expect
+        assert not edges.grpc.service.room.calls.taken
+
+
+def test_one_account_has_half_of_the_calls(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    edges = node.node.edges
+    assert edges is not None
+    calls = edges.grpc.service.room.calls
+    monkeypatch.setattr(calls, "limit", 6)
+
+    async def elsewhere(take: bool) -> None:
+        for at in range(3):
+            (calls.take if take else calls.give_back)(f"10.0.0.{at}", "shop")
+
+    node.run(elsewhere(True))
+    try:
+        with bearer(node, "shop") as shop, bearer(node, "root") as root:
+            assert code(shop, "QueryRoute") == d.Code.TOO_MANY_REQUESTS
+            assert code(root, "QueryRoute") == d.Code.OK
+    finally:
+        node.run(elsewhere(False))

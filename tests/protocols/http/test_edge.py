@@ -41,7 +41,7 @@ def test_a_stop_ends_what_waits(tmp_path: Path) -> None:
         waiting = connect(node)
         waiting.sendall(b"POST /v1/topics/quiet/receive?group=g&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(
-            lambda: node.node.edges is not None and node.node.edges.http.room.calls, "the poll is there"
+            lambda: node.node.edges is not None and node.node.edges.http.room.calls.taken, "the poll is there"
         )
         ended: list[bytes] = []
         watch = threading.Thread(target=lambda: ended.append(waiting.recv(65_536)))

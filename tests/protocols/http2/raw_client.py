@@ -32,10 +32,13 @@ def message(data: bytes, *, is_packed: bool = False) -> bytes:
 class RawClient:
     """A connection on which any bytes are sent, and frames are read."""
 
-    def __init__(self, node: RunningNode, *, greets: bool = True, port: int | None = None) -> None:
-        """`port`: where it is not that of RocketMQ's clients."""
-        address = ("127.0.0.1", port or node.node.grpc_port)
-        self.socket = socket.create_connection(address, timeout=BOUND_S)
+    def __init__(
+        self, node: RunningNode | None, *, greets: bool = True, port: int | None = None, source: str = ""
+    ) -> None:
+        """`port`: where it is not that of RocketMQ's clients. `source`: the address that it comes from."""
+        assert port or node
+        address = ("127.0.0.1", port or (node.node.grpc_port if node else 0))
+        self.socket = socket.create_connection(address, timeout=BOUND_S, source_address=(source, 0))
         self._encoder, self._decoder, self._held = Encoder(), Decoder(), b""
         self._next = 1
         if greets:

@@ -485,5 +485,5 @@ def test_a_client_that_has_gone_leaves_nothing(node: RunningNode) -> None:
     server, room = node.node.edges.grpc._server, node.node.edges.grpc.service.room
     with RawClient(node) as client:
         client.headers(headers=fields(x_mq_client_id="raw"))
-        eventually(lambda: room.calls == 1, "a call has begun")
-    eventually(lambda: not room.calls and not server._connections, "it is forgotten")
+        eventually(lambda: room.calls.taken == 1, "a call has begun")
+    eventually(lambda: not room.calls.taken and not server._connections, "it is forgotten")

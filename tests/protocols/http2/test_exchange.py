@@ -146,9 +146,9 @@ def test_a_deadline_ends_a_call_at_the_broker_too(node: RunningNode) -> None:
     room = node.node.edges.grpc.service.room
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw", grpc_timeout="50m"))
-        eventually(lambda: room.calls == 1, "it has begun")
+        eventually(lambda: room.calls.taken == 1, "it has begun")
         assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
-        eventually(lambda: not room.calls, "it has ended")
+        eventually(lambda: not room.calls.taken, "it has ended")
 
 
 def test_responses_that_are_not_taken_end_the_call(

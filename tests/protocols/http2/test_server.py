@@ -17,6 +17,7 @@ from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server, seconds_of
 from timeball.protocols.http2.streams import Streams
+from timeball.protocols.shared_limit import SharedLimit
 
 
 class Echo:
@@ -25,7 +26,7 @@ class Echo:
     call = Call
 
     def __init__(self) -> None:
-        self.room = Room(ByteShares(1_000_000), 10_000, 10)
+        self.room = Room(ByteShares(1_000_000), 10_000, SharedLimit("calls", 10))
         self.methods = {"/echo": Method("echo", False, False, bytes, bytes)}
 
     def open(
@@ -66,8 +67,8 @@ def test_a_call_is_the_edge_s_and_every_other_has_a_status() -> None:
         port = await server.start("127.0.0.1", 0, None, "--port")
         assert message(b"hello") in await ask(port, "/echo", message(b"hello"))
         assert b"no call '/other'" in await ask(port, "/other", message(b"hello"))
-        edge.room.calls = edge.room.calls_max + 1
-        assert b"calls are under way" in await ask(port, "/echo", message(b"hello"))
+        edge.room.calls.limit = 0
+        assert b"0 calls are open" in await ask(port, "/echo", message(b"hello"))
         await server.close()
         assert server.connections == 0
         await server.close()  # a second time does nothing
@@ -131,12 +132,12 @@ def test_what_no_answer_waits_for_is_given_back() -> None:
         asked = asyncio.create_task(ask(port, "/echo", message(b"hello")))
         while not edge.begun:
             await asyncio.sleep(0)
-        assert edge.room.calls == 1 and edge.room.received.held_bytes
+        assert edge.room.calls.taken == 1 and edge.room.received.held_bytes
         asked.cancel()
         await asyncio.wait([asked])
         for stream in server.open_streams():
             stream.streams.end_all()
-        assert (edge.room.calls, edge.room.received.held_bytes) == (0, 0)
+        assert (edge.room.calls.taken, edge.room.received.held_bytes) == (0, 0)
         edge.answer_all()  # to a client that has gone
         await server.close()
 

@@ -12,11 +12,11 @@ from timeball.access import Caller
 from timeball.errors import TimeballError
 from timeball.protocols.error_codes import log_failure
 from timeball.protocols.flight import codec
-from timeball.protocols.flight.gate import Gate
 from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.exchange import Exchange, Serve
 from timeball.protocols.http2.frames import PREFIX, RESPONSE, GrpcStatus, Payload, trailers
 from timeball.protocols.http2.streams import Streams
+from timeball.protocols.shared_limit import SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -24,31 +24,35 @@ Admit = Callable[[Call], Caller]  # raises TimeballError
 
 
 class FlightCall(Exchange):
-    """A call within its gate. `admit` says who makes it, or refuses it."""
+    """A call within its limit. `admit` says who makes it, or refuses it."""
 
-    __slots__ = ("_admit", "_gate", "_is_inside")
+    __slots__ = ("_admit", "_is_inside", "_limit")
 
     READ_S = 20.0  # 4 MiB over a slow line
     TAKEN_S = None  # who reads a log may pause; that its machine is there is seen by pings
 
     def __init__(
         self, streams: Streams, number: int, is_heard: bool, call: Call, room: Room, serve: Serve, now_s: float,
-        admit: Admit, gate: Gate,
+        admit: Admit, limit: SharedLimit,
     ) -> None:  # fmt: skip
         super().__init__(streams, number, is_heard, call, room, serve, now_s)
-        self._admit, self._gate, self._is_inside = admit, gate, False
+        self._admit, self._limit, self._is_inside = admit, limit, False
 
     def begin(self, method: Method) -> Exchange | None:
         """See Exchange."""
         self.method = method
         try:
             self.call.caller = self._admit(self.call)
-            self._gate.admit()
+            self._take_place()
         except TimeballError as error:
             self.refuse(error)
             return None
         self._is_inside = True
         return super().begin(method)
+
+    def _take_place(self) -> None:
+        """Take a place; raise OverLimit when there is none."""
+        self._limit.admit(self.call.peer, self.call.caller.name)
 
     def refuse(self, error: BaseException) -> None:
         """End the call with an error, behind its answers."""
@@ -64,7 +68,7 @@ class FlightCall(Exchange):
         """See Exchange."""
         if self._is_inside:
             self._is_inside = False
-            self._gate.leave()
+            self._limit.give_back(self.call.peer, self.call.caller.name)
         super().release()
 
 

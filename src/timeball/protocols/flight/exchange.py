@@ -9,8 +9,10 @@ refused batch is answered and the stream goes on. When the client goes away, wha
 broker, and no client waits for it: nothing is cancelled from here, because the commit that one batch waits for is
 the commit of others too.
 
-A stream holds one message: the one it receives, or the one it has and waits with; and READ_AHEAD_BYTES behind it. Large
-ones are decoded by one thread, one after the other, so that what a message becomes in between is there once and not
+A stream holds one message: the one it receives, or the one it has and waits with; and READ_AHEAD_BYTES behind it. A
+message that has come in part counts among the bytes of all requests, and must have come whole within READ_S. A stream
+without a message is cheap; still, one that has been silent for IDLE_S is ended when another needs its place. Large
+messages are decoded by one thread, one after the other, so that what a message becomes in between is there once and not
 once a stream; the event loop goes on meanwhile.
 """
 
@@ -24,14 +26,13 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from timeball.access import Caller
-from timeball.errors import InvalidMessage, Unavailable
+from timeball.errors import InvalidMessage, OverLimit, RequestError, Unavailable
 from timeball.message import SendBatch
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, size_of
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf
 from timeball.protocols.flight.calls import Admit, FlightCall, framed
-from timeball.protocols.flight.gate import Gate
 from timeball.protocols.flight.protobuf import Data
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends, refusal
 from timeball.protocols.flight.window import Window
@@ -39,6 +40,7 @@ from timeball.protocols.http2.calls import Call, Room
 from timeball.protocols.http2.exchange import Serve
 from timeball.protocols.http2.frames import Payload
 from timeball.protocols.http2.streams import Streams
+from timeball.protocols.shared_limit import SharedLimit
 from timeball.wire import END_OF_STREAM
 
 READ_AHEAD_BYTES = 1024 * 1024  # that a client may send behind the message that is received
@@ -46,6 +48,8 @@ AT_ONCE_BYTES_MAX = (
     256 * 1024
 )  # of a message that the event loop decodes itself: some 30 us, as a hand-over takes
 
+IDLE_S = 60.0  # without a batch or an answer: then a stream gives its place to another
+IDLE = "this stream was idle, and another one needed its place; open a new one"
 MESSAGES_PER_TURN = 64  # of one stream, in a turn of the event loop: some 2 ms, and then others have theirs
 
 Columns = Callable[[pa.Schema], SendColumns | ReleaseColumns]
@@ -60,7 +64,7 @@ class Shared(NamedTuple):
     choose: Choose
     budget: ByteShares
     decoding: Executor
-    gate: Gate
+    limit: SharedLimit
     streams: set[Upload]
 
 
@@ -76,7 +80,7 @@ class Upload(FlightCall):
     """One stream of batches, and the window of those that wait for an answer."""
 
     __slots__ = (
-        "_columns", "_columns_of", "_entry", "_failure", "_is_decoding", "_is_stopping", "_is_turn_over",
+        "_active_s", "_columns", "_columns_of", "_entry", "_failure", "_is_decoding", "_is_stopping", "_is_turn_over",
         "_schema", "_shared", "_taker",
         "window",
     )  # fmt: skip
@@ -85,8 +89,9 @@ class Upload(FlightCall):
         self, streams: Streams, number: int, is_heard: bool, call: Call, room: Room, serve: Serve, now_s: float,
         admit: Admit, shared: Shared,
     ) -> None:  # fmt: skip
-        super().__init__(streams, number, is_heard, call, room, serve, now_s, admit, shared.gate)
+        super().__init__(streams, number, is_heard, call, room, serve, now_s, admit, shared.limit)
         self._shared = shared
+        self._active_s = now_s
         self.window = Window(shared.budget, call.peer, self._go_on, self._answer)
         self._taker: Sends | Releases | None = None
         self._columns_of: Columns
@@ -95,6 +100,26 @@ class Upload(FlightCall):
         self._entry: _Entry | None = None  # that waits for room
         self._is_decoding = self._is_stopping = self._is_turn_over = False
         self._failure: BaseException | None = None  # that ends the stream behind its last answer
+
+    def _take_place(self) -> None:
+        """See FlightCall: without a place, the stream that has been idle for longest gives up its own."""
+        try:
+            super()._take_place()
+        except OverLimit:
+            idle = [each for each in self._shared.streams if each.gives_way_to(self)]
+            if not idle:
+                raise
+            min(idle, key=lambda each: each._active_s)._break(Unavailable(IDLE))
+            super()._take_place()
+
+    def gives_way_to(self, other: Upload) -> bool:
+        """Return whether this stream is idle, and of the other one's address or account, or all places are taken."""
+        if self.window or self._entry or self._is_decoding or self._held_bytes or self.has_unsent:
+            return False
+        calls = (self.call, other.call)
+        mine, yours = ({call.peer, call.caller.name} - {""} for call in calls)
+        is_full = self._limit.taken >= self._limit.limit
+        return other._active_s - self._active_s > IDLE_S and bool(is_full or mine & yours)
 
     def stop(self) -> None:
         """Refuse further batches; those under way are still answered."""
@@ -108,12 +133,12 @@ class Upload(FlightCall):
             return
         self._parts.append(payload)
         self._held_bytes += len(payload)
+        self._active_s = asyncio.get_running_loop().time()
         self._read()
 
     def _begin_stream(self) -> None:
-        self._since_s = None
         self._shared.streams.add(self)
-        self._read()
+        self._read()  # the first message has to come within READ_S, as a request has
 
     def _read(self) -> None:
         """Take message by message, for as long as the window has room."""
@@ -121,7 +146,7 @@ class Upload(FlightCall):
             return
         try:
             for _ in range(MESSAGES_PER_TURN):
-                if self._is_over or self._is_decoding or self._entry or self.window.is_finished:
+                if self._is_held_up:
                     break
                 if not self._awaited_bytes and not self._read_prefix():
                     break
@@ -137,18 +162,33 @@ class Upload(FlightCall):
         except Exception as error:  # of any kind: a fault of ours must not leave the client waiting
             self._break(error)
             return
-        is_held_up = self._is_over or self._is_decoding or self._entry or self.window.is_finished
         wanted_bytes = READ_AHEAD_BYTES + max(0, self._awaited_bytes - self._held_bytes)
         # In large steps: each is a frame for the client to read.
-        if not is_held_up and self.receive_window < wanted_bytes - READ_AHEAD_BYTES // 2:
+        if not self._is_held_up and self.receive_window < wanted_bytes - READ_AHEAD_BYTES // 2:
             self.allow(wanted_bytes)
+        if self._held_bytes and self._since_s is None and not self._is_held_up:
+            self._since_s = asyncio.get_running_loop().time()
 
     def _next_turn(self) -> None:
         self._is_turn_over = False
         self._read()
 
+    @property
+    def _is_held_up(self) -> bool:
+        is_full = self._is_decoding or self._entry or self._asked_bytes
+        return bool(self._is_over or is_full or self.window.is_finished)
+
     def _reserve(self, size_bytes: int) -> bool:
-        return True  # one message a stream: the gate bounds the streams
+        # A message that is there as a whole is taken at once.
+        return self._held_bytes >= self._awaited_bytes or super()._reserve(size_bytes)
+
+    def check(self, now_s: float) -> None:
+        """See Stream: behind the answers to what has come."""
+        if self._since_s is not None and now_s - self._since_s > self.READ_S and not self.window.is_finished:
+            self._since_s = None
+            self._break(RequestError(f"a message has not come whole within {self.READ_S:.0f} s"))
+        else:
+            super().check(now_s)
 
     def _ended(self) -> None:
         if self._held_bytes:
@@ -162,7 +202,7 @@ class Upload(FlightCall):
 
     def _take(self, is_packed: bool, parts: list[Payload]) -> None:
         """Take one message."""
-        self._awaited_bytes = 0
+        self._awaited_bytes, self._since_s = 0, None
         if is_packed:
             unpacked = self._unpacked(b"".join(parts))
             if unpacked is None:
@@ -172,6 +212,7 @@ class Upload(FlightCall):
         if self._taker is None:
             self._taker, self._columns_of = self._shared.choose(self.call.caller, message.path)
         if not message.header:
+            self._give_back()
             if message.metadata == END_OF_STREAM:
                 self._ended()
             return  # a descriptor, or metadata alone: nothing to answer
@@ -179,6 +220,7 @@ class Upload(FlightCall):
             schema = ipc.schema(message.header)
             self._columns = self._columns_of(schema)
             self._schema = schema
+            self._give_back()
         elif message.size_bytes <= AT_ONCE_BYTES_MAX:
             self._enter(self._decode(message))
         else:
@@ -221,6 +263,7 @@ class Upload(FlightCall):
             self._entry = entry
             return
         self._entry = None
+        self._give_back()
         if isinstance(entry.batch, bytes):
             slot.settle(entry.batch)
         else:

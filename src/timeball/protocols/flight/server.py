@@ -28,7 +28,6 @@ from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.calls import FlightCall, framed
 from timeball.protocols.flight.exchange import Columns, Shared, Upload
-from timeball.protocols.flight.gate import CALLS_MAX, STREAMS_MAX, Gate
 from timeball.protocols.flight.reads import Reads
 from timeball.protocols.flight.sends import STOPPING, Releases, Sends, SourcedSends
 from timeball.protocols.flight.window import BYTES_ALL_STREAMS_MAX
@@ -37,6 +36,7 @@ from timeball.protocols.http2.connection import Bounds
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
+from timeball.protocols.shared_limit import SharedLimit
 from timeball.security import OPEN, Security
 from timeball.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
@@ -46,6 +46,8 @@ SERVICE = "/arrow.flight.protocol.FlightService/"
 MESSAGE_BYTES_MAX = limits.BATCH_BYTES_MAX + 64 * 1024  # a batch with its header
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of requests of actions and reads that are on their way
 FRAME_BYTES_MAX = 1024 * 1024  # of DATA: a batch comes in a few of them
+CALLS_MAX = 1_024  # actions, reads and long polls
+STREAMS_MAX = 256  # each has a window, and READ_AHEAD_BYTES
 DRAIN_S = 5.0  # how long streams get for their last answers when the broker stops
 
 Handler = Callable[[FlightCall, bytes], Awaitable[None]]
@@ -66,10 +68,11 @@ class FlightEdge:
         self._sends, self._sourced, self._releases = Sends(broker), SourcedSends(broker), Releases(broker)
         self._budget = ByteShares(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
         self._reads = Reads(self._served, self._check_open)
-        self._calls, self._streams_gate = Gate("calls", CALLS_MAX), Gate("send streams", STREAMS_MAX)
+        self._calls = SharedLimit("calls", CALLS_MAX)
+        self._send_streams = SharedLimit("send streams", STREAMS_MAX)
         self._decoding = ThreadPoolExecutor(1, "flight-decodes")
         self._uploads: set[Upload] = set()
-        self._shared = Shared(self._choose, self._budget, self._decoding, self._streams_gate, self._uploads)
+        self._shared = Shared(self._choose, self._budget, self._decoding, self._send_streams, self._uploads)
         self._is_closing = False
         self._handlers: dict[str, Handler] = {
             "DoAction": self._do_action,
@@ -78,7 +81,10 @@ class FlightEdge:
             "GetSchema": self._get_schema,
         }
         self.room = Room(
-            ByteShares(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX), MESSAGE_BYTES_MAX, CALLS_MAX + STREAMS_MAX
+            ByteShares(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX),
+            MESSAGE_BYTES_MAX,
+            # Nearly all that both limits let in: what waits for its turn at them is no more than a header.
+            SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
         self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False), broker.parts.settings.codec)
@@ -102,7 +108,15 @@ class FlightEdge:
         """See http2.server.Service."""
         if method is not None and method.takes_stream:
             return Upload(
-                streams, number, is_heard, call, self.room, self._serve, now_s, self._admit, self._shared
+                streams,
+                number,
+                is_heard,
+                call,
+                self.room,
+                self._serve,
+                now_s,
+                self._admit_sender,
+                self._shared,
             )
         return FlightCall(
             streams, number, is_heard, call, self.room, self._serve, now_s, self._admit, self._calls
@@ -182,6 +196,12 @@ class FlightEdge:
     def _admit(self, call: Call) -> Caller:
         caller = self.caller(call.headers)
         self._check_open()
+        return caller
+
+    def _admit_sender(self, call: Call) -> Caller:
+        """Return who opens a send stream: not an account that may send to no topic at all."""
+        caller = self._admit(call)
+        self._broker.policy.allow_somewhere(caller, Verb.SEND)
         return caller
 
     def _check_open(self) -> None:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
 SERVICE_NAME = _SERVICE.full_name
 
+Admit = Callable[[Any], None]  # finds out who makes a call by its headers; raises Unauthorized
 Check = Callable[[Call, str, Any], None]  # raises when this caller may not make this call
 
 
@@ -52,11 +53,14 @@ METHODS = {method.name: _method(method) for method in _SERVICE.methods}
 
 
 class Dispatch:
-    """The handlers by the names of their calls. `check` is asked before each call; None: all may be made."""
+    """The handlers by the names of their calls.
 
-    def __init__(self, rooms: Iterable[Handlers], check: Check | None) -> None:
+    `admit` is asked with the headers of each call, `check` once its request is there; None: all may be made.
+    """
+
+    def __init__(self, rooms: Iterable[Handlers], check: Check | None, admit: Admit | None = None) -> None:
         self._handlers: dict[str, Any] = {}
-        self._check = check
+        self._check, self.admit = check, admit
         for handlers in rooms:
             unknown = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
             assert not unknown, f"no such call, or two rooms answer it: {sorted(unknown)}"

@@ -53,11 +53,14 @@ class GrpcEdge:
         ]
         clock, policy = broker.parts.clock.clock, broker.policy
 
-        def check(call: Call, name: str, request: Any) -> None:
+        def admit(call: Call) -> None:
             call.caller = security.caller(call.headers, clock.wall_ms())
+
+        def check(call: Call, name: str, request: Any) -> None:
             needs.check(policy, call, name, request)
 
-        self.dispatch = Dispatch(rooms, None if security.access is None else check)
+        is_open = security.access is None
+        self.dispatch = Dispatch(rooms, None if is_open else check, None if is_open else admit)
         self.service = GrpcService(self.dispatch)
         self._server = Server(self.service, codec=self._settings.codec)
         self._watches: list[asyncio.Task[None]] = []

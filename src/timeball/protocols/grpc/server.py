@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from timeball import limits
+from timeball.errors import OverLimit, TimeballError
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
@@ -19,6 +20,7 @@ from timeball.protocols.http2.calls import Method, Room
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.frames import GrpcStatus
 from timeball.protocols.http2.streams import Streams
+from timeball.protocols.shared_limit import SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,21 @@ class GrpcExchange(Exchange):
 
     dispatch: Dispatch
 
+    def begin(self, method: Method) -> Exchange | None:
+        """See Exchange: who calls is asked with the headers, before a byte of a request is received."""
+        self.method = method
+        if self.dispatch.admit is not None:
+            try:
+                self.dispatch.admit(self.call)
+                self._account = self.call.caller.name
+                self._room.calls.name(self._account)
+                if text := self._room.calls.excess(self.call.peer, self._account):
+                    raise OverLimit(text)
+            except TimeballError as error:
+                self.refuse(error)
+                return None
+        return super().begin(method)
+
     def refuse(self, error: BaseException) -> None:
         """See Reply."""
         self.answer(self.method.encode(self.dispatch.failed(self.method.name, error)))
@@ -48,7 +65,11 @@ class GrpcService:
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
-        self.room = Room(ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX), REQUEST_BYTES_MAX, CALLS_MAX)
+        self.room = Room(
+            ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX),
+            REQUEST_BYTES_MAX,
+            SharedLimit("calls", CALLS_MAX),
+        )
         self.methods = {
             f"/{SERVICE_NAME}/{name}": Method(
                 name,

@@ -1,6 +1,7 @@
 """One request: who calls, its parameters, its body when it is asked for, its answer or its problem.
 
 who calls       from the headers, before a byte of the body is read
+may it          asked of the policy before a body is read, where the path says what it is for
 body            at most BODY_BYTES_MAX, within BODY_S, and within what clients of one address may hold
 answer          JSON; counted until it is written, or until it has taken ANSWER_S
 problem         RFC 9457, with the code of docs/operations.md
@@ -17,13 +18,15 @@ from starlette.datastructures import QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from timeball import limits
-from timeball.access import Caller
+from timeball.access import Caller, Verb
+from timeball.broker.policy import Policy
 from timeball.errors import OverLimit, RequestError
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.http.codec import JSON, Nothing, check_type, decode, encode
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.problems import Answer, problem, problem_of
+from timeball.protocols.shared_limit import SharedLimit
 from timeball.rules import valid
 from timeball.security import Security
 
@@ -57,6 +60,7 @@ class Call:
         self.query = QueryParams(scope["query_string"])
         self.peer = peer_of(scope)
         self.caller: Caller
+        self.account = ""  # for which the request counts, once it is known
         self.held_bytes = 0
 
     async def body(self) -> bytes:
@@ -103,7 +107,7 @@ class Room:
     def __init__(self) -> None:
         self.received = ByteShares(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
         self.sent = ByteShares(SENT_BYTES_MAX, 2 * limits.POP_BYTES_MAX)
-        self.calls = self.streams = 0
+        self.calls, self.streams = SharedLimit("requests", CALLS_MAX), SharedLimit("streams", STREAMS_MAX)
 
 
 class Gone(Exception):
@@ -114,17 +118,38 @@ Handler = Callable[[Call], Awaitable[Answer | Stream]]
 Paths = dict[str, dict[str, Handler]]  # by path and method
 
 
-async def read(call: Call, kind: type[Any]) -> Any:
-    """Return the JSON body of a request as a struct of this type; raise Refused (415), InvalidMessage."""
+async def read(
+    call: Call,
+    kind: type[Any],
+    policy: Policy,
+    verb: Verb,
+    *,
+    topic: str | None = None,
+    group: str | None = None,
+) -> Any:
+    """Return the JSON body of a request as a struct of this type, once the policy has allowed the verb.
+
+    Raise Forbidden, Unauthorized, Refused (415), InvalidMessage.
+    """
+    policy.allow(call.caller, verb, topic=topic, group=group)
     check_type(call.headers.get("content-type", ""), JSON)
     return decode(kind, await call.body())
 
 
-async def check_no_body(call: Call) -> None:
-    """Refuse a body where path and query say all; an empty object is accepted. Raise Refused (415), InvalidMessage.
+async def check_no_body(
+    call: Call,
+    policy: Policy,
+    verb: Verb,
+    *,
+    topic: str | None = None,
+    group: str | None = None,
+) -> None:
+    """Refuse a body where path and query say all, once the policy has allowed the verb; an empty object is accepted.
 
-    The type is checked because a form of a page of another site always has one, and never that of JSON.
+    Raise Forbidden, Unauthorized, Refused (415), InvalidMessage. The type is checked because a form of a page of
+    another site always has one, and never that of JSON.
     """
+    policy.allow(call.caller, verb, topic=topic, group=group)
     if kind := call.headers.get("content-type"):
         try:
             check_type(kind, JSON)
@@ -159,7 +184,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         call = Call(scope, receive, headers, self._room)
-        self._room.calls += 1
+        self._room.calls.take(call.peer)
         try:
             self._pages.check(scope["method"], scope["path"], headers)
             answer = await self._answer(scope["method"], call)
@@ -169,7 +194,7 @@ class Endpoint:
             log_failure(logger, f"{scope['method']} {scope['path'][:200]!r}", error)
             answer = problem_of(error)
         finally:
-            self._room.calls -= 1
+            self._room.calls.give_back(call.peer, call.account)
             call.release()
         if isinstance(answer, Stream):
             await self._stream(answer, call, send, is_head=scope["method"] == "HEAD")
@@ -187,12 +212,16 @@ class Endpoint:
 
     async def _stream(self, stream: Stream, call: Call, send: Send, *, is_head: bool) -> None:
         """Write the parts of a stream until it ends, its client goes, or does not read."""
-        if is_head or self._room.streams >= STREAMS_MAX:
+        if is_head:
             await stream.parts.aclose()
-            full = problem_of(OverLimit(f"{STREAMS_MAX} streams are open; try again later"))
-            await respond(Answer(200, b"", media_type=stream.media_type) if is_head else full, send)
+            await respond(Answer(200, b"", media_type=stream.media_type), send)
             return
-        self._room.streams += 1
+        try:
+            self._room.streams.admit(call.peer, call.account)
+        except OverLimit as error:
+            await stream.parts.aclose()
+            await respond(problem_of(error), send)
+            return
         writing = asyncio.ensure_future(self._write(stream, call.peer, send))
         gone = asyncio.ensure_future(call.gone())
         try:
@@ -200,7 +229,7 @@ class Endpoint:
             if writing.done():
                 writing.result()
         finally:
-            self._room.streams -= 1
+            self._room.streams.give_back(call.peer, call.account)
             for task in (writing, gone):
                 task.cancel()
             await asyncio.gather(writing, gone, return_exceptions=True)
@@ -233,10 +262,13 @@ class Endpoint:
             allowed = ", ".join(sorted(self._methods))
             advice = self._former.get(method, f"this path has {allowed}")
             return problem(405, "bad_request", f"{method[:20]!r}: {advice}", allow=allowed)
-        if self._room.calls > CALLS_MAX:
-            raise OverLimit(f"{CALLS_MAX} requests are under way; try again later")
+        calls = self._room.calls
         if not self._is_open:
             call.caller = self._security.caller(call.headers, self._now_ms())
+            call.account = call.caller.name
+            calls.name(call.account)
+        if text := calls.excess(call.peer, call.account):
+            raise OverLimit(text)
         check_parameters(call.query, self._parameters.get("GET" if method == "HEAD" else method))
         return await handler(call)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from timeball.access import ANONYMOUS, Caller
 from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.shared_limit import SharedLimit
 
 
 class Method(NamedTuple):
@@ -38,5 +39,4 @@ class Room:
 
     received: ByteShares
     request_bytes_max: int
-    calls_max: int
-    calls: int = 0
+    calls: SharedLimit

@@ -68,6 +68,7 @@ from timeball.protocols.http2.frames import (
 )
 from timeball.protocols.http2.header_blocks import HeaderDecoder, Headers, Jh2Decoder
 from timeball.protocols.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
+from timeball.protocols.shared_limit import exceeds_share
 
 logger = logging.getLogger(__name__)
 
@@ -154,12 +155,18 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer = (transport.get_extra_info("peername") or ("",))[0]
         self.streams.opened(self._transport, peer)
-        if len(self._opened) >= CONNECTIONS_MAX:
+        if self._is_one_too_many(peer):
             logger.warning("connection refused peer=%s connections_max=%d", peer, CONNECTIONS_MAX)
             self._transport.abort()
             return
         self._opened.add(self)
         self.streams.write(self._bounds.greeting())
+
+    def _is_one_too_many(self, peer: str) -> bool:
+        # The addresses are looked at once half of all places are taken.
+        if len(self._opened) < CONNECTIONS_MAX // 2:
+            return False
+        return exceeds_share(peer, (each.streams.peer for each in self._opened), CONNECTIONS_MAX)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""

@@ -40,6 +40,7 @@ class Exchange(Stream):
     """A call of gRPC. `serve` is run with its request, or with the stream of them."""
 
     __slots__ = (
+        "_account",
         "_asked_bytes",
         "_awaited_bytes",
         "_counted_bytes",
@@ -88,9 +89,10 @@ class Exchange(Stream):
         self._wanted: asyncio.Future[None] | None = None
         self._has_begun = self._has_answered = self._is_over = self._is_released = False
         self._over: asyncio.Future[None] | None = None  # for `under_way`
+        self._account = ""  # for which the call counts, too
         self._since_s: float | None = now_s  # since when its client owes the rest of a request
         self.deadline_s = None if call.remaining_s is None else now_s + call.remaining_s
-        room.calls += 1
+        room.calls.take(call.peer)
 
     def begin(self, method: Method) -> Exchange | None:
         """Await the request, or begin with the stream of them; return None when the call has ended already."""
@@ -362,7 +364,7 @@ class Exchange(Stream):
         """Give back what the call holds of what all share."""
         if not self._is_released:
             self._is_released = True
-            self._room.calls -= 1
+            self._room.calls.give_back(self.call.peer, self._account)
             self._give_back()
             if self._over is not None:
                 self._over.set_result(None)

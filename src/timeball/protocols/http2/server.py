@@ -173,11 +173,8 @@ class Server:
             exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
         elif size_bytes > HEADERS_BYTES_MAX:
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")
-        elif service.room.calls > service.room.calls_max:
-            exchange.fail(
-                GrpcStatus.RESOURCE_EXHAUSTED,
-                f"{service.room.calls_max} calls are under way; try again later",
-            )
+        elif text := service.room.calls.excess(call.peer):
+            exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, text)
         else:
             return exchange.begin(method)
         return None

@@ -39,6 +39,7 @@ from timeball.protocols.remoting.codec.frame import (
 )
 from timeball.protocols.remoting.codec.records import Host
 from timeball.protocols.sessions import Session
+from timeball.protocols.shared_limit import exceeds_share
 
 logger = logging.getLogger(__name__)
 
@@ -206,12 +207,18 @@ class Connection(asyncio.Protocol):
         self.peer = tuple((transport.get_extra_info("peername") or ("", 0))[:2])
         self.local = tuple((transport.get_extra_info("sockname") or ("", 0))[:2])
         self.name = f"{self.peer[0]}:{self.peer[1]}"
-        if len(self._opened) >= CONNECTIONS_MAX:
+        if self._is_one_too_many():
             logger.warning("connection refused peer=%s connections_max=%d", self.name, CONNECTIONS_MAX)
             self._transport.abort()
             return
         self._opened.add(self)
         self.flow.opened(self._transport, self.peer[0])
+
+    def _is_one_too_many(self) -> bool:
+        # The addresses are looked at once half of all places are taken.
+        if len(self._opened) < CONNECTIONS_MAX // 2:
+            return False
+        return exceeds_share(self.peer[0], (each.peer[0] for each in self._opened), CONNECTIONS_MAX)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""

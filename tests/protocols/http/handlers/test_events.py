@@ -75,7 +75,7 @@ def room(node: RunningNode) -> requests.Room:
 
 
 def streams(node: RunningNode) -> int:
-    return room(node).streams
+    return room(node).streams.taken
 
 
 def test_a_tail_shows_what_comes_and_ends_when_its_client_goes(node: RunningNode, client: Client) -> None:
@@ -162,7 +162,8 @@ def test_a_head_request_and_one_too_many(
 ) -> None:
     client.send("bounded", {"body": "x"})
     assert client.ask("HEAD", "/v1/topics/bounded/events").status == 200
-    monkeypatch.setattr(requests, "STREAMS_MAX", 1)
+    assert node.node.edges is not None
+    monkeypatch.setattr(node.node.edges.http.room.streams, "limit", 1)
     with tail(node, "bounded") as seen:
         next(seen.blocks())
         answer = client.ask("GET", "/v1/topics/bounded/events")

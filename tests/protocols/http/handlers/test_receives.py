@@ -40,10 +40,11 @@ def test_what_a_client_that_has_gone_was_to_get_comes_to_another(node: RunningNo
             b"POST /v1/topics/left/receive?group=workers&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
         eventually(
-            lambda: node.node.edges is not None and node.node.edges.http.room.calls, "the poll is there"
+            lambda: node.node.edges is not None and node.node.edges.http.room.calls.taken, "the poll is there"
         )
     eventually(
-        lambda: node.node.edges is not None and not node.node.edges.http.room.calls, "the poll has ended"
+        lambda: node.node.edges is not None and not node.node.edges.http.room.calls.taken,
+        "the poll has ended",
     )
     client.send("left", {"body": "x"})
     assert [one["attempt"] for one in client.receive("left").value["messages"]] == [1]

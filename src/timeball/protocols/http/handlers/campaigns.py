@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from timeball.access import Verb
 from timeball.broker.service import Broker
 from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.problems import Answer
@@ -33,13 +34,13 @@ class Campaigns:
 
     def _changing(self, change: CampaignChange) -> Handler:
         async def changed(call: Call) -> Answer:
-            await read(call, codec.Nothing)
+            await read(call, codec.Nothing, self._broker.policy, Verb.ADMIN)
             return await self._change(call, change)
 
         return changed
 
     async def _resume(self, call: Call) -> Answer:
-        request: codec.Resuming = await read(call, codec.Resuming)
+        request: codec.Resuming = await read(call, codec.Resuming, self._broker.policy, Verb.ADMIN)
         return await self._change(call, "resume", shift=request.shift)
 
     async def _change(self, call: Call, change: CampaignChange, *, shift: bool = False) -> Answer:

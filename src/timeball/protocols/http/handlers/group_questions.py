@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from timeball.access import Verb
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import AnyQuestion
 from timeball.broker.service import Broker
@@ -24,5 +25,5 @@ class GroupQuestions:
         if group != broker.group:
             # The asking node's directory is old: the verb would answer for messages that are not here.
             raise NotLeader(f"this node leads group {broker.group}, and not {group}")
-        question: AnyQuestion = await read(call, AnyQuestion)  # type: ignore[arg-type]
+        question: AnyQuestion = await read(call, AnyQuestion, broker.policy, Verb.LOOK)  # type: ignore[arg-type]
         return Answer(200, await broker.answer(question, call.caller))

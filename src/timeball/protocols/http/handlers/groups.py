@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from timeball import limits
+from timeball.access import Verb
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.protocols.http import answers_codec, codec
@@ -43,12 +44,12 @@ class Groups:
         return Answer(200, answers_codec.dead_letters(page), size_bytes=size_bytes)
 
     async def _resend(self, call: Call) -> Answer:
-        named = _named(await read(call, codec.Resolving))
+        named = _named(await read(call, codec.Resolving, self._broker.policy, Verb.ADMIN))
         found = await self._broker.dead_letters.resend(call.path["group"], named, call.caller)
         return Answer(200, answers_codec.dealt(named or [], found.found, found.rows, "resent"))
 
     async def _delete(self, call: Call) -> Answer:
-        named = _named(await read(call, codec.Resolving))
+        named = _named(await read(call, codec.Resolving, self._broker.policy, Verb.ADMIN))
         found = await self._broker.dead_letters.delete(call.path["group"], named, call.caller)
         return Answer(200, answers_codec.dealt(named or [], found.found, found.rows, "deleted"))
 

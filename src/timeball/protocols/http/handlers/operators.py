@@ -59,7 +59,7 @@ class Operators:
         return Answer(200, codec.Topics(found))
 
     async def _create_topic(self, call: Call) -> Answer:
-        request: codec.TopicMade = await read(call, codec.TopicMade)
+        request: codec.TopicMade = await read(call, codec.TopicMade, self._broker.policy, Verb.ADMIN)
         await self._broker.create_topic(call.path["topic"], request.queues, call.caller)
         queues = self._broker.queues(call.path["topic"], call.caller)
         return Answer(200, TopicSize(call.path["topic"], len(queues)))

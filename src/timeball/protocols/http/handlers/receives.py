@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -54,10 +55,9 @@ class Receives:
         }
 
     async def _receive(self, call: Call) -> Answer:
-        await check_no_body(call)
         topic, group, query = call.path["topic"], _group(call), call.query
         policy = self._broker.policy
-        policy.allow(call.caller, Verb.RECEIVE, topic=topic, group=group)
+        await check_no_body(call, policy, Verb.RECEIVE, topic=topic, group=group)
         wait_ms = delay_ms(query.get("wait", "0"), "wait")
         if wait_ms > limits.PULL_WAIT_MS_MAX:
             raise OutOfRange(f"wait of {wait_ms} ms: at most {limits.PULL_WAIT_MS_MAX}")
@@ -123,7 +123,7 @@ class Receives:
         return self._filters.get(tag or sql, SQL92 if sql else TAG, bit_mask=bit_mask)
 
     async def _ack(self, call: Call) -> Answer:
-        request: codec.Answering = await read(call, codec.Answering)
+        request: codec.Answering = await self._read(call, codec.Answering)
         receipts = self._receipts(call, request.receipts)
         known = [receipt for receipt in receipts if receipt is not None]
         valid = iter(await self._broker.consuming.acknowledge(known))
@@ -135,7 +135,7 @@ class Receives:
         )
 
     async def _dead_letter(self, call: Call) -> Answer:
-        request: codec.GivingUp = await read(call, codec.GivingUp)
+        request: codec.GivingUp = await self._read(call, codec.GivingUp)
         give_up = self._broker.consuming.dead_letter
 
         async def given_up(text: str, receipt: AnyReceipt | None) -> Answered:
@@ -145,13 +145,13 @@ class Receives:
         return _answered(list(await asyncio.gather(*map(given_up, request.receipts, receipts))))
 
     async def _nack(self, call: Call) -> Answer:
-        request: codec.GivingBack = await read(call, codec.GivingBack)
+        request: codec.GivingBack = await self._read(call, codec.GivingBack)
         after_ms = None if request.after is UNSET else delay_ms(request.after)
         nack = self._broker.consuming.nack
         return await self._change(call, request.receipts, lambda one: nack(one, after_ms, request.reason))
 
     async def _extend(self, call: Call) -> Answer:
-        request: codec.Extending = await read(call, codec.Extending)
+        request: codec.Extending = await self._read(call, codec.Extending)
         lease_ms, change = codec.lease_ms(request.lease), self._broker.consuming.change_invisible_time
         return await self._change(call, request.receipts, lambda one: change(one, lease_ms))
 
@@ -165,6 +165,10 @@ class Receives:
             return Answered(text, False) if to is None else Answered(self._handles.encode(to), True)
 
         return _answered(list(await asyncio.gather(*map(changed, texts, receipts))))
+
+    async def _read(self, call: Call, kind: type[Any]) -> Any:
+        topic, group = call.path["topic"], _group(call)
+        return await read(call, kind, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
 
     def _receipts(self, call: Call, texts: list[str]) -> list[AnyReceipt | None]:
         """Return the receipts of these texts, None for one that is none of this group and topic."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from timeball.access import Verb
 from timeball.broker.service import Broker
 from timeball.errors import InvalidMessage
 from timeball.protocols.http import answers_codec, codec
@@ -41,7 +42,7 @@ class Scheduled:
         return Answer(200, shown, size_bytes=sum(one.content.size_bytes for one in found if one.content))
 
     async def _move(self, call: Call) -> Answer:
-        request: codec.Moving = await read(call, codec.Moving)
+        request: codec.Moving = await read(call, codec.Moving, self._broker.policy, Verb.LOOK)
         due_ms, delay_ms = codec.when(request.at, request.after)
         if due_ms is None and delay_ms is None:
             raise InvalidMessage("give one of at and after")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from timeball.access import Verb
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
 from timeball.monitoring.push_figures import PushFigures
-from timeball.protocols.http import codec
 from timeball.protocols.http.answers_codec import SubscriptionDeleted
 from timeball.protocols.http.problems import Answer
-from timeball.protocols.http.requests import Call, Paths, check_no_body
+from timeball.protocols.http.requests import Call, Paths, check_no_body, read
 from timeball.protocols.http.subscription_codec import SubscribedMany, Subscribing, subscribed
 
 
@@ -18,7 +18,7 @@ class Subscriptions:
     """The handlers, by path and method. Belongs to the event loop."""
 
     def __init__(self, broker: Broker, figures: Mapping[str, PushFigures]) -> None:
-        self._push, self._figures = broker.push, figures
+        self._push, self._policy, self._figures = broker.push, broker.policy, figures
         one = "/v1/subscriptions/{name}"
         self.paths: Paths = {
             "/v1/subscriptions": {"GET": self._list},
@@ -39,8 +39,7 @@ class Subscriptions:
 
     async def _put(self, call: Call) -> Answer:
         name = call.path["name"]
-        codec.check_type(call.headers.get("content-type", ""), codec.JSON)
-        wanted: Subscribing = codec.decode(Subscribing, await call.body())
+        wanted: Subscribing = await read(call, Subscribing, self._policy, Verb.ADMIN)
         put = await self._push.put(name, wanted.wanted(), call.caller, rotates=wanted.rotate_secret)
         shown = subscribed(name, put.subscription, self._figures.get(name), put.secret)
         return Answer(201 if put.is_new else 200, shown)
@@ -50,11 +49,11 @@ class Subscriptions:
         return Answer(200, SubscriptionDeleted(call.path["name"]))
 
     async def _pause(self, call: Call) -> Answer:
-        await check_no_body(call)
+        await check_no_body(call, self._policy, Verb.ADMIN)
         return self._shown(call, await self._push.pause(call.path["name"], call.caller))
 
     async def _resume(self, call: Call) -> Answer:
-        await check_no_body(call)
+        await check_no_body(call, self._policy, Verb.ADMIN)
         return self._shown(call, await self._push.resume(call.path["name"], call.caller))
 
     def _shown(self, call: Call, kept: PushSubscription) -> Answer:

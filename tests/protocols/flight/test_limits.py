@@ -1,4 +1,4 @@
-"""Gates: never more inside than allowed; and requests: a slow one loses its call, and nobody else's."""
+"""Requests of Flight: a slow one loses its call and no other one, and none takes more room than its share."""
 
 from __future__ import annotations
 
@@ -11,32 +11,14 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.http2.raw_client import RawClient, fields, message
 
-from timeball.errors import OverLimit
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import protobuf
 from timeball.protocols.flight.calls import FlightCall, framed
 from timeball.protocols.flight.exchange import READ_AHEAD_BYTES
-from timeball.protocols.flight.gate import Gate
 from timeball.protocols.flight.server import MESSAGE_BYTES_MAX, SERVICE
 from timeball.protocols.http2.frames import Fault, GrpcStatus
 from timeball.protocols.http2.streams import WINDOW_BYTES
-
-
-def test_a_gate_refuses_at_its_limit_and_says_so() -> None:
-    gate = Gate("calls", 2)
-    with gate.enter():
-        with gate.enter(), pytest.raises(OverLimit, match="2 calls are open"), gate.enter():
-            pass
-        with gate.enter():
-            assert gate.inside == 2
-
-
-def test_an_error_inside_gives_the_place_back() -> None:
-    gate = Gate("calls", 1)
-    with pytest.raises(ValueError, match="inside"), gate.enter():
-        raise ValueError("inside")
-    assert gate.inside == 0
 
 
 def test_a_message_that_takes_too_long_loses_its_call(
@@ -50,9 +32,9 @@ def test_a_message_that_takes_too_long_loses_its_call(
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
         client.data(number, message(bytes(100_000))[:1_000], ends=False)
         eventually(lambda: edge.room.received.held_bytes == 100_000, "its room is counted")
-        assert edge._calls.inside == 1
+        assert edge._calls.taken == 1
         assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
-    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.inside), "all is given back")
+    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.taken), "all is given back")
 
 
 def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: RunningNode) -> None:
@@ -84,7 +66,7 @@ def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, me
         for at in range(0, 2 * WINDOW_BYTES, 8_192):
             client.data(number, announced[at : at + 8_192], ends=False)
         assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
-    eventually(lambda: not (received.waiting or edge._calls.inside), "all is given back")
+    eventually(lambda: not (received.waiting or edge._calls.taken), "all is given back")
 
 
 def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(node: RunningNode) -> None:
@@ -103,7 +85,7 @@ def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(no
             for at in range(0, len(one), 16_384):
                 client.data(number, one[at : at + 16_384], ends=False)
         assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
-    eventually(lambda: not edge._streams_gate.inside, "its place is free again")
+    eventually(lambda: not edge._send_streams.taken, "its place is free again")
     assert not edge._budget.held_bytes and not edge._budget.waiting
 
 

@@ -1,0 +1,162 @@
+"""Places that strangers try to hold, each beside a steady stream of other clients from another address.
+
+All input is harmless: headers, beginnings of requests, and columns of a type that the broker refuses.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.accounts import ACCESS_FILE
+from tests.attacks.beside import AttackedBroker, attacked_broker, steady_stream
+from tests.bounds import BOUND_S
+from tests.protocols.http2.raw_client import RawClient, fields, message
+
+from timeball.protocols import arrow_ipc
+from timeball.protocols.flight import protobuf
+from timeball.protocols.flight.calls import framed
+from timeball.protocols.flight.server import SERVICE
+from timeball.protocols.grpc.dispatch import SERVICE_NAME
+
+pytestmark = pytest.mark.slow
+
+NO_GRANTS = '\n[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secret 4"\n'
+NOTHING, SHOP = "Bearer nothing:nothing secret 4", "Bearer shop:shop secret 1"
+ATTACKER = "127.0.0.2"  # the steady stream comes from 127.0.0.1
+PEAK_MIB_MAX = 600
+ROUNDS = 50  # of the steady stream, while places are held: five seconds at least
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedBroker]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with attacked_broker(tmp_path_factory.mktemp("attacked"), ACCESS_FILE + NO_GRANTS) as attacked:
+            yield attacked
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+Attack = Callable[[AttackedBroker, ExitStack], None]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _send_streams(authorization: str, *messages: bytes) -> Attack:
+    """Send streams that begin with these messages and then stay."""
+
+    def hold(broker: AttackedBroker, held: ExitStack) -> None:
+        for _ in range(8):
+            client = held.enter_context(RawClient(None, port=_port(broker.endpoint), source=ATTACKER))
+            for _ in range(100):
+                number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=authorization))
+                for one in messages:
+                    client.data(number, one, ends=False)
+
+    return hold
+
+
+def _grpc_calls(name: str, authorization: str) -> Attack:
+    """Calls whose request does not come."""
+
+    def hold(broker: AttackedBroker, held: ExitStack) -> None:
+        more = {"authorization": authorization} if authorization else {}
+        for at in range(20):
+            client = held.enter_context(RawClient(None, port=_port(broker.grpc), source=ATTACKER))
+            headers = fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id=f"attacker-{at}", **more)
+            for _ in range(900):
+                client.headers(headers=headers)
+
+    return hold
+
+
+def _connections(place: str, first_bytes: bytes) -> Attack:
+    """Connections that say this and nothing more."""
+
+    def hold(broker: AttackedBroker, held: ExitStack) -> None:
+        address = ("127.0.0.1", _port(getattr(broker, place)))
+        for _ in range(3_000):
+            try:
+                one = socket.create_connection(address, timeout=BOUND_S, source_address=(ATTACKER, 0))
+            except OSError:
+                continue  # it was refused
+            held.enter_context(one)
+            try:
+                one.sendall(first_bytes)
+            except OSError:
+                pass  # it was closed meanwhile
+
+    return hold
+
+
+def _schema(*columns: tuple[str, pa.DataType]) -> bytes:
+    descriptor = pa.flight.FlightDescriptor.for_path(b"send").serialize()
+    head = protobuf.data_parts(arrow_ipc.schema_header(pa.schema(columns)))
+    return framed(bytes([0x0A, len(descriptor)]) + descriptor, *head)
+
+
+PLAIN = _schema(("topic", pa.string()), ("body", pa.binary()))
+VIEWS = _schema(("topic", pa.string_view()), ("body", pa.binary_view()))
+ATTACKS: dict[str, Attack] = {
+    "send streams without a message, without grants": _send_streams(NOTHING),
+    "send streams without a message": _send_streams(SHOP),
+    "send streams with a schema": _send_streams(SHOP, PLAIN),
+    "send streams with the beginning of a batch": _send_streams(
+        SHOP, PLAIN, message(bytes(4_000_000))[:9_000]
+    ),
+    "send streams of view columns": _send_streams(SHOP, VIEWS),
+    "calls of gRPC by strangers": _grpc_calls("Telemetry", ""),
+    "calls of gRPC without grants": _grpc_calls("Telemetry", NOTHING),
+    "calls of gRPC without a request": _grpc_calls("SendMessage", NOTHING),
+    "connections to Flight": _connections("endpoint", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "connections to gRPC": _connections("grpc", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "connections to remoting": _connections("remoting", bytes(4)[:2]),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_held_places_leave_room_for_others(broker: AttackedBroker, name: str, record_property: Any) -> None:
+    with ExitStack() as held:
+        with steady_stream(broker) as figures:
+            ATTACKS[name](broker, held)
+            figures.wait_rounds(ROUNDS)
+    record_property("measured", f"{name}: {figures}")
+    print(f"{name}: {figures}")
+    figures.check(PEAK_MIB_MAX)
+
+
+@pytest.mark.timeout(600)
+def test_slow_uploads_end_by_their_own_fault(broker: AttackedBroker) -> None:
+    """2,000 of them: each ends as 408 or 429, and none as a fault of the broker's."""
+    head = (
+        "POST /v1/topics/orders/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: 8000000\r\nConnection: close\r\nAuthorization: {SHOP}\r\n\r\n{{"
+    ).encode()
+    address = ("127.0.0.1", _port(broker.http))
+    with ExitStack() as held:
+        with steady_stream(broker) as figures:
+            uploads = []
+            for _ in range(2_000):
+                one = socket.create_connection(address, timeout=BOUND_S, source_address=(ATTACKER, 0))
+                held.enter_context(one)
+                one.sendall(head)
+                uploads.append(one)
+            answers = Counter(_status(one) for one in uploads)
+    print(f"slow uploads: {figures}; {answers}")
+    assert answers.keys() <= {"408", "429"} and answers.total() == 2_000
+    figures.check(PEAK_MIB_MAX)
+
+
+def _status(connection: socket.socket) -> str:
+    return connection.recv(16).split(b" ")[1].decode()

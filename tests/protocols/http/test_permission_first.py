@@ -1,0 +1,64 @@
+"""What an account may not do is refused before a byte of its request's body is read."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.accounts import access_file
+from tests.bounds import BOUND_S
+from tests.node_fixture import RunningNode, running_node
+
+ACCOUNTS = '[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secret 4"\n'
+# An account is enough to get there: the path names a message by its id, or it is another node that asks.
+OF_ANY_ACCOUNT = {("PATCH", "/v1/messages/{id}"), ("POST", "/v1/cluster/{group}")}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    folder: Path = tmp_path_factory.mktemp("guarded")
+    path = access_file(folder, ACCOUNTS)
+    with running_node(
+        folder / "data", access_file=str(path), http_port=0, auto_create_topics=True
+    ) as running:
+        yield running
+
+
+def with_bodies(node: RunningNode) -> set[tuple[str, str]]:
+    """Return method and path of each request that has a body, as the API describes itself."""
+    connection = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
+    connection.request("GET", "/openapi.json")
+    paths = json.loads(connection.getresponse().read())["paths"]
+    connection.close()
+    return {
+        (method.upper(), path)
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+        if "requestBody" in operation
+    }
+
+
+def refused(node: RunningNode, method: str, path: str) -> int:
+    """Return the status of a request with a large body, of which nothing is sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
+    consumes = path.startswith("/v1/topics/{topic}/") and not path.endswith("/messages")
+    target = path.replace("{", "").replace("}", "") + ("?group=g" if consumes else "")
+    connection.putrequest(method, target)
+    connection.putheader("authorization", "Bearer nothing:nothing secret 4")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", "8000000")
+    connection.endheaders()
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_no_body_is_read_of_what_is_forbidden(node: RunningNode) -> None:
+    found = with_bodies(node)
+    assert found >= OF_ANY_ACCOUNT and len(found) > 8
+    statuses = {one: refused(node, *one) for one in sorted(found - OF_ANY_ACCOUNT)}
+    assert set(statuses.values()) == {403}, statuses
+    assert node.node.edges is not None and not node.node.edges.http.room.received.held_bytes
