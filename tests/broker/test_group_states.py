@@ -48,7 +48,7 @@ async def with_many_groups(world: World) -> LoopTurns:
 
 async def scraped(world: World) -> int:
     assert world.node is not None
-    text = (await world.node.metrics.text()).decode()
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
     assert 'timeball_group_lag_messages{group="(others)",topic="(others)"}' in text
     return MANY
 

@@ -24,6 +24,7 @@ from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, FaultyStore
 
 from timeball import Timeball, places
+from timeball.access import ANONYMOUS
 from timeball.broker import components, stored_table
 from timeball.clock import ManualClock
 from timeball.errors import SetupError, TimeballError, Unavailable
@@ -221,7 +222,7 @@ def test_an_hour_without_the_store_makes_nothing_late(world: World) -> None:
     with pytest.raises(Unavailable, match="object store"):
         world.cancel("far3")
     assert world.is_away()
-    text = world.node.run(world.node.node.metrics.text()).decode()
+    text = world.node.run(world.node.node.metrics.text(ANONYMOUS)).decode()
     assert "timeball_store_up 0.0" in text
     told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_store_")}
     assert told == set(re.findall(r"^\| `(timeball_store_\w+)", PAGE.read_text(), re.MULTILINE))

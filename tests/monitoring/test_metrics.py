@@ -11,6 +11,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, World
 
 from timeball import __version__
+from timeball.access import ANONYMOUS
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.delivery import Lateness
 from timeball.broker.rates import Stat
@@ -25,7 +26,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 async def samples(world: World) -> dict[tuple[str, ...], float]:
     """Every sample by name and the values of its labels, as Prometheus reads them."""
     assert world.node is not None
-    text = (await world.node.metrics.text()).decode()
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -137,7 +138,7 @@ async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
     # Those of a replica come with a cluster alone (test_replica_figures.py), of a store with a table in one.
     elsewhere = ("timeball_cluster_", "timeball_store_")
     named = {name for name in named if not name.startswith(elsewhere)}
-    text = (await world.node.metrics.text()).decode()
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_")}
     assert named == families
 

@@ -3,7 +3,8 @@
 Each figure is read where it is kept, when it is asked for: nothing is counted twice, and a message costs nothing more.
 Reading takes place on the event loop, in shares of topics and of groups (broker/shares.py), and making text of it in
 another thread. Topics and groups are bounded: of more than SERIES_MAX the largest are shown and the others are one
-series, so a client that makes up topics does not fill the memory of what scrapes.
+series, so a client that makes up topics does not fill the memory of what scrapes. Those that the caller may not look at
+are among the others, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from timeball.access import Caller, Verb
 from timeball.broker.delivery import Lateness
+from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
 from timeball.broker.service import Broker
 from timeball.broker.shares import shares
@@ -59,25 +62,31 @@ class Metrics:
         self._process = ProcessCollector(registry=None)
         self.push: dict[str, PushFigures] = {}  # by subscription, written by the edge that delivers
 
-    async def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        found = list[Metric]()
-        async for metric in self._collect():
+    async def text(self, caller: Caller) -> bytes:
+        """Return all metrics in Prometheus' text format, without names that the caller may not look at.
+
+        Raise Forbidden, Unauthorized.
+        """
+        self._broker.policy.allow(caller, Verb.LOOK)
+        may_see, found = _Sight(self._broker.policy, caller), list[Metric]()
+        async for metric in self._collect(may_see):
             found.append(metric)
             await asyncio.sleep(0)  # the loop has other work
         found += await pipeline_metrics.read(self._broker)
         return await asyncio.to_thread(as_text, found)
 
-    async def _collect(self) -> AsyncIterator[Metric]:
+    async def _collect(self, may_see: _Sight) -> AsyncIterator[Metric]:
         """Yield each metric; on the event loop."""
-        async for metric in self._messages():
+        async for metric in self._messages(may_see):
             yield metric
         for read in (self._waiting, self._log):
             for metric in read():
                 yield metric
-        async for metric in self._consumers():
+        async for metric in self._consumers(may_see):
             yield metric
-        for read in (self._pushes, self._spans, self._machine, self._replica):
+        for metric in self._pushes(may_see):
+            yield metric
+        for read in (self._spans, self._machine, self._replica):
             for metric in read():
                 yield metric
 
@@ -85,7 +94,7 @@ class Metrics:
         if self.replica is not None:
             yield from replica_metrics.collect(self.replica.figures())
 
-    async def _messages(self) -> AsyncIterator[Metric]:
+    async def _messages(self, may_see: _Sight) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.parts.rates
         counts: dict[str, dict[tuple[str], int]] = {stat: {} for stat in BY_TOPIC}
         async for topics in shares(broker.parts.topics.all()):
@@ -106,12 +115,14 @@ class Metrics:
                 "timeball_accepted_messages", "Messages that entered a topic.", labels=["topic"]
             ),
             accepted,
+            may_see.topic,
         )
         yield _largest(
             CounterMetricFamily(
                 "timeball_dead_letters", "Messages a group gave up.", labels=["group", "topic"]
             ),
             dead,
+            may_see.group,
         )
         for name, text, stat in (
             ("released", "Scheduled messages put into their queues.", Stat.RELEASED_NUMS),
@@ -119,7 +130,7 @@ class Metrics:
             ("rescheduled", "Scheduled messages that were given another instant.", Stat.RESCHEDULED_NUMS),
         ):
             family = CounterMetricFamily(f"timeball_{name}_messages", text, labels=["topic"])
-            yield _largest(family, counts[stat])
+            yield _largest(family, counts[stat], may_see.topic)
         yield CounterMetricFamily(
             "timeball_delivered_messages",
             "Messages that were handed to consumers.",
@@ -237,22 +248,25 @@ class Metrics:
         )
         yield GaugeMetricFamily("timeball_disk_free_bytes", "Free space of the disk.", self._free_bytes())
 
-    async def _consumers(self) -> AsyncIterator[Metric]:
+    async def _consumers(self, may_see: _Sight) -> AsyncIterator[Metric]:
         parts, groups = self._broker.parts, self._broker.groups
         yield _of_groups(
             "timeball_group_lag_messages",
             "Messages behind a group's stored offsets.",
             await groups.lags(),
+            may_see,
         )
         yield _of_groups(
             "timeball_group_in_flight_messages",
             "Messages that members of a group hold.",
             await groups.in_flight(),
+            may_see,
         )
         yield _of_groups(
             "timeball_group_retry_messages",
             "Messages that members have given back and that wait for their next delivery.",
             parts.lease_counts.nacked(),
+            may_see,
         )
         expired, letters = groups.expired()
         unread = CounterMetricFamily(
@@ -260,17 +274,17 @@ class Metrics:
             "Messages that retention removed, or a deleted topic took along, before a group read them.",
             labels=["group", "topic"],
         )
-        yield _largest(unread, expired)
+        yield _largest(unread, expired, may_see.group)
         dead = CounterMetricFamily(
             "timeball_expired_dead_letters", "Dead letters that retention removed.", labels=["group"]
         )
-        yield _largest(dead, letters)
+        yield _largest(dead, letters, may_see.group)
         connections = GaugeMetricFamily("timeball_connections", "Open connections.", labels=["edge"])
         for edge, count in self._connections().items():
             connections.add_metric([edge], count)
         yield connections
 
-    def _pushes(self) -> Iterator[Metric]:
+    def _pushes(self, may_see: _Sight) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "timeball_push_requests",
             "Requests to receivers that have ended.",
@@ -291,7 +305,8 @@ class Metrics:
             labels=["subscription"],
         )
         # At most PUSH_SUBSCRIPTIONS_MAX, made by administrators: those that send the most are shown.
-        shown = sorted(self.push, key=lambda name: -sum(self.push[name].durations.counts))[:SERIES_MAX]
+        names = self.push if may_see.is_all else self.push.keys() & self._broker.push.all(may_see.caller)
+        shown = sorted(names, key=lambda name: -sum(self.push[name].durations.counts))[:SERIES_MAX]
         for name in shown:
             figures = self.push[name]
             for outcome, count in figures.outcomes.items():
@@ -351,19 +366,37 @@ def as_text(found: Sequence[Metric]) -> bytes:
     return generate_latest(registry)
 
 
-def _of_groups(name: str, text: str, counts: Mapping[tuple[str, str], int]) -> GaugeMetricFamily:
-    return _largest(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts)
+class _Sight:
+    """The rights of a caller to look at topics and groups, by the labels of a series."""
+
+    def __init__(self, policy: Policy, caller: Caller) -> None:
+        self._policy, self.caller = policy, caller
+        self.is_all = policy.allows(caller, Verb.ADMIN)
+
+    def topic(self, labels: tuple[str]) -> bool:
+        return self.is_all or self._policy.allows(self.caller, Verb.LOOK, topic=labels[0])
+
+    def group(self, labels: tuple[str, ...]) -> bool:
+        """Labels of a group, and of a topic behind it where there is one."""
+        group, topic = labels[0], labels[1] if len(labels) > 1 else None
+        return self.is_all or self._policy.allows(self.caller, Verb.LOOK, topic=topic, group=group)
 
 
-def _largest(family: Family, counts: Mapping[Labels, int]) -> Family:
-    """Add a series for each of the largest counts, by its labels, and one for the others."""
+def _of_groups(
+    name: str, text: str, counts: Mapping[tuple[str, str], int], may_see: _Sight
+) -> GaugeMetricFamily:
+    return _largest(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts, may_see.group)
+
+
+def _largest(family: Family, counts: Mapping[Labels, int], may_see: Callable[[Labels], bool]) -> Family:
+    """Add a series for each of the largest counts that may be seen, by its labels, and one for the others."""
     # Not sorted: of a hundred thousand, a few are shown.
-    shown = heapq.nlargest(SERIES_MAX, counts, key=counts.__getitem__)
+    shown = heapq.nlargest(SERIES_MAX, filter(may_see, counts), key=counts.__getitem__)
     for labels in shown:
         family.add_metric(list(labels), counts[labels])
     if len(counts) > len(shown):
         others = sum(counts.values()) - sum(counts[labels] for labels in shown)
-        family.add_metric([OTHERS] * len(shown[0]), others)
+        family.add_metric([OTHERS] * len(next(iter(counts))), others)
     return family
 
 

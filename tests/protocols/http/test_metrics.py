@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.accounts import guarded_node, keys
+from tests.accounts import SECRETS, guarded_node, keys
 from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode
 from tests.protocols.http.client import Client
@@ -44,3 +44,32 @@ def test_under_an_access_file_it_is_for_accounts(tmp_path: Path) -> None:
         account = keys("root")
         authorization = f"Bearer {account['access_key']}:{account['secret_key']}"
         assert "timeball_build_info" in scraped(node, authorization)[1]
+
+
+def bearer(account: str) -> str:
+    named = keys(account)
+    return f"Bearer {named['access_key']}:{named['secret_key']}"
+
+
+def test_topics_and_groups_of_others_have_no_names(tmp_path: Path) -> None:
+    def series(node: RunningNode, account: str, name: str) -> dict[tuple[str, ...], float]:
+        text = scraped(node, bearer(account))[1]
+        (family,) = (one for one in text_string_to_metric_families(text) if one.name == name)
+        return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+    with guarded_node(tmp_path, http_port=0, auto_create_topics=True) as node:
+        root, shop = Client(node, bearer("root")), Client(node, bearer("shop"))
+        assert root.send("news", [{"body": "x"}] * 2).status == 201
+        assert shop.send("orders", [{"body": "x"}] * 3).status == 201
+        assert len(shop.receive("orders").value["messages"]) == 3
+        accepted = {account: series(node, account, "timeball_accepted_messages") for account in SECRETS}
+        held = {account: series(node, account, "timeball_group_in_flight_messages") for account in SECRETS}
+        root.close()
+        shop.close()
+    assert (accepted["root"]["news",], accepted["root"]["orders",]) == (2, 3)
+    assert (accepted["shop"]["orders",], accepted["other"]["news",]) == (3, 2)
+    assert ("news",) not in accepted["shop"] and ("orders",) not in accepted["other"]
+    totals = {account: sum(counts.values()) for account, counts in accepted.items()}
+    assert len(set(totals.values())) == 1, "what has no name is counted all the same"
+    assert held["root"]["workers", "orders"] == held["shop"]["workers", "orders"] == 3
+    assert held["other"] == {("(others)", "(others)"): 3}
