@@ -113,7 +113,7 @@ class Reader:
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
-        ...     summary = ball.send_many([{"body": "a"}, {"body": "b", "after": 0.05}], topic="steps")
+        ...     summary = ball.send_many([{"body": "a"}, {"body": "b", "after": "50ms"}], topic="steps")
         ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
         [b'a', b'b']
         """

@@ -355,6 +355,7 @@ class Timeball(Reader):
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
+        ...     messages = ball.pull("orders", "billing", wait="0s")  # which makes the group
         ...     ball.dead_letters("billing").dead_letters
         []
         """
