@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
 from confluent_kafka.cimpl import NewTopic
 from tests.bounds import BOUND_S
 from tests.ports import free_ports
@@ -22,6 +29,9 @@ SETTINGS: dict[str, str | int] = {
     "node.id": 1,
     "controller.listener.names": "CONTROLLER",
     "auto.create.topics.enable": "false",
+    # A resource without rules is open to all, as before the first test that makes rules.
+    "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+    "allow.everyone.if.no.acl.found": "true",
     "message.max.bytes": MESSAGE_BYTES_MAX,
     "replica.fetch.max.bytes": MESSAGE_BYTES_MAX,
     "offsets.topic.num.partitions": 1,
@@ -111,6 +121,18 @@ class KafkaServer:
         admin = self.admin()  # kept: its answers end with it
         made = admin.create_topics([NewTopic(name, partitions, 1, config=given) for name in names])
         for future in made.values():
+            future.result(BOUND_S)
+
+    def forbid(self, topic: str, operation: AclOperation) -> None:
+        """Forbid clients one operation on a topic, and allow them the others that a bridge uses."""
+        used = {AclOperation.WRITE, AclOperation.READ, AclOperation.DESCRIBE_CONFIGS}
+        permissions = dict.fromkeys(used, AclPermissionType.ALLOW) | {operation: AclPermissionType.DENY}
+        rules = [
+            AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:ANONYMOUS", "*", each, permission)
+            for each, permission in permissions.items()
+        ]  # fmt: skip
+        admin = self.admin()  # kept: its answers end with it
+        for future in admin.create_acls(rules).values():
             future.result(BOUND_S)
 
     def _run(self, *arguments: str) -> None:

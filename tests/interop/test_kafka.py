@@ -13,10 +13,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka.admin import AclOperation
 from tests.bounds import BOUND_S
 from tests.cli.processes import Running
 from tests.interop import killed_bridge
@@ -27,6 +31,7 @@ from tests.node_fixture import eventually
 from tests.rounds import IS_SIEGE, rounds
 
 from timeball import Timeball
+from timeball.kafka.undeliverable import Undeliverable
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("kafka")]
 
@@ -41,8 +46,8 @@ Headers = list[tuple[str, bytes]]
 class Place:
     """Kafka, Timeball, and the topics of one test."""
 
-    def __init__(self, kafka: KafkaServer, timeball: StockBroker, name: str) -> None:
-        self.kafka, self.timeball, self.name = kafka, timeball, name
+    def __init__(self, kafka: KafkaServer, timeball: StockBroker, name: str, file: Path) -> None:
+        self.kafka, self.timeball, self.name, self.file = kafka, timeball, name, file
         self.own, self.out, self.dead = f"{name}.in", f"{name}.out", f"{name}.in.dead"
         self.bridges: list[Running] = []
 
@@ -53,7 +58,7 @@ class Place:
     def arguments(self) -> list[str]:
         return [
             "--in", self.own, "--out", self.out, "--bootstrap", self.kafka.bootstrap, "--endpoint",
-            self.timeball.endpoint, "--json", "--status-every", "100ms",
+            self.timeball.endpoint, "--json", "--status-every", "100ms", "--undeliverable", str(self.file),
         ]  # fmt: skip
 
     def bridge(self, *, ready: bool = True) -> Running:
@@ -125,8 +130,8 @@ def timeball(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockBroker]:
 
 
 @pytest.fixture
-def place(kafka: KafkaServer, timeball: StockBroker) -> Iterator[Place]:
-    found = Place(kafka, timeball, f"t{next(NUMBERS)}")
+def place(kafka: KafkaServer, timeball: StockBroker, tmp_path: Path) -> Iterator[Place]:
+    found = Place(kafka, timeball, f"t{next(NUMBERS)}", tmp_path / "undeliverable.jsonl")
     yield found
     for bridge in found.bridges:
         bridge.end(signal.SIGKILL)
@@ -237,6 +242,137 @@ def test_what_cannot_be_taken_or_delivered_is_a_dead_letter(place: Place) -> Non
         assert reason in said[at][0], said[at][0]
         assert said[at][1] == (b"" if at == 4 else wrong[at][0])
     assert values(place.wait_for(place.out, 1)) == {"good": 1}
+
+
+# ---- records that Kafka refuses at their instants --------------------------------------------------------------------
+
+SMALL = 100_000  # a topic's max.message.bytes
+
+
+def text(number: int) -> bytes:
+    return f"{number}".encode()
+
+
+def test_poison_among_ten_thousand_records_delays_none_of_the_others(place: Place) -> None:
+    """Seven kinds of records that cannot be delivered: each is a dead letter, the others are delivered once."""
+    place.make(partitions=3, max_message_bytes=f"{SMALL}")
+    closed, gone, positions = f"{place.name}.closed", f"{place.name}.gone", f"timeball.{place.own}.position"
+    place.kafka.make(closed, gone)
+    place.kafka.forbid(closed, AclOperation.WRITE)
+    soon = ("after", b"4s")
+    poison: list[tuple[bytes, Headers]] = [
+        (b"no header", []),
+        (b"wrong", [("after", b"soon")]),
+        (b"nowhere", [soon, ("deliver-to", b"no.such.topic")]),
+        (b"closed", [soon, ("deliver-to", closed.encode())]),
+        (b"positions", [soon, ("deliver-to", positions.encode())]),
+        (b"z" * 3 * SMALL, [soon]),  # compressed it passes any limit, and the bridge does not compress
+        (
+            b"deleted",
+            [("after", b"9h"), ("deliver-to", gone.encode())],
+        ),  # moved to now once its topic is gone
+    ]
+    count, chance = 10_000, random.Random(7)
+    at = dict(zip(sorted(chance.sample(range(count), 7 * 3)), poison * 3, strict=True))
+    producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})
+    due_ms = now_ms() + 4_000
+    for number in range(count):
+        if number in at:
+            value, headers = at[number]
+            producer.produce(place.own, value, text(number), headers=headers)
+        else:
+            when = due_ms + chance.randrange(4_000)
+            producer.produce(place.own, text(number), text(number), headers=[("at", text(when))])
+        producer.poll(0)
+    assert producer.flush(BOUND_S) == 0
+    bridge = place.bridge()
+    bridge.wait_line(event="status", taken=count)
+    admin = place.kafka.admin()
+    admin.delete_topics([gone])[gone].result(BOUND_S)
+    with Timeball(place.timeball.endpoint) as ball:
+        for number in (number for number, (value, _) in at.items() if value == b"deleted"):
+            (moved,) = ball.reschedule(key=f"{place.own}/{number}", at=datetime.now(UTC))
+            assert moved.verdict == "rescheduled"
+    bridge.wait_line(event="status", delivered=count)
+    found = values(place.read(place.out))
+    assert found == Counter(f"{number}" for number in range(count) if number not in at)
+    dead = place.read(place.dead)
+    assert Counter(message.value() for message in dead) == Counter(value for value, _ in at.values())
+    bridge.wait_line(event="status", behind=0)
+    assert bridge.end() == 0 and bridge.lines[-1]["filed"] == 0
+    late_ms = sorted(m.timestamp()[1] - int(dict(m.headers())["at"]) for m in place.read(place.out))
+    assert late_ms[0] >= 0, "early"
+    print(f"{len(at)} poison among {count} records; the others late p50 {late_ms[len(late_ms) // 2]} ms, "
+          f"p99 {late_ms[len(late_ms) * 99 // 100]} ms, most {late_ms[-1]} ms")  # fmt: skip
+
+
+def test_a_refusal_that_kafka_does_not_foretell_is_found_by_halves(place: Place) -> None:
+    """A bridge that may not ask for a topic's limit tries its records. It blames the large ones, and no other."""
+    place.make(partitions=3, max_message_bytes=f"{SMALL}")
+    place.kafka.forbid(place.out, AclOperation.DESCRIBE_CONFIGS)
+    producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})
+    count, large = 200, {0, 77, 78, 199}
+    for number in range(count):
+        value = text(number) if number not in large else text(number) * SMALL
+        producer.produce(place.own, value, text(number), headers=[("after", b"1ms")])
+    assert producer.flush(BOUND_S) == 0
+    bridge = place.bridge()
+    wanted = {f"{number}" for number in range(count) if number not in large}
+    assert values(place.wait_for(place.out, count - len(large))) == dict.fromkeys(wanted, 1)
+    dead = {
+        int(message.key()): dict(message.headers())["timeball-reason"] for message in place.read(place.dead)
+    }
+    assert dead.keys() == large and all(b"size too large" in reason.lower() for reason in dead.values())
+    assert bridge.end() == 0
+
+
+def test_a_dead_letter_that_is_refused_is_in_the_local_file(place: Place) -> None:
+    """A dead letter topic with the limit of --out takes the dead letter without its value; one that is closed, none."""
+    place.make(partitions=1, max_message_bytes=f"{SMALL}")
+    place.kafka.make(place.dead, max_message_bytes=f"{SMALL}")
+    producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})
+    for number in range(2):
+        producer.produce(place.own, b"z" * 3 * SMALL, b"k", headers=[("after", b"1ms"), ("h", b"\xff")])
+        producer.produce(place.own, text(number), headers=[("after", b"2ms")])
+    assert producer.flush(BOUND_S) == 0
+    bridge = place.bridge()
+    assert values(place.wait_for(place.out, 2)) == {"0": 1, "1": 1}
+    dead = place.wait_for(place.dead, 2)
+    assert [message.value() for message in dead] == [b"", b""]
+    assert all(b"file of undeliverable records" in dict(m.headers())["timeball-reason"] for m in dead)
+    place.kafka.forbid(place.dead, AclOperation.WRITE)
+    producer.produce(place.own, b"no header", b"key")
+    producer.produce(place.own, b"2", headers=[("after", b"3ms")])
+    assert producer.flush(BOUND_S) == 0
+    assert values(place.wait_for(place.out, 3)) == {"0": 1, "1": 1, "2": 1}
+    bridge.wait_line(event="status", filed=3)
+    assert bridge.end() == 0
+    lines = [msgspec.json.decode(line, type=Undeliverable) for line in place.file.read_bytes().splitlines()]
+    assert [(line.offset, line.value, line.key) for line in lines] == [
+        (0, b"z" * 3 * SMALL, b"k"), (2, b"z" * 3 * SMALL, b"k"), (4, b"no header", b"key"),
+    ]  # fmt: skip
+    assert lines[0].headers == [("after", b"1ms"), ("h", b"\xff")] and lines[0].to == place.out
+    # The next bridge goes on behind them.
+    place.produce([{"value": b"3", "headers": [("after", b"1ms")]}])
+    place.bridge()
+    assert values(place.wait_for(place.out, 4))["3"] == 1
+
+
+def test_nothing_is_behind_an_aborted_transaction(place: Place) -> None:
+    """Its records and the marks of its end have offsets, and no reader of committed records gets them."""
+    place.make(partitions=1)
+    producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "transactional.id": place.name})
+    producer.init_transactions(BOUND_S)
+    for is_kept in (True, False):
+        producer.begin_transaction()
+        producer.produce(place.own, b"a", headers=[("after", b"1ms")])
+        producer.flush(BOUND_S)
+        producer.commit_transaction(BOUND_S) if is_kept else producer.abort_transaction(BOUND_S)
+    bridge = place.bridge()
+    bridge.wait_line(event="status", delivered=1)
+    # The count is renewed once a second: the last of so many lines was written behind that.
+    eventually(lambda: sum(line.get("delivered") == 1 for line in bridge.lines) > 30, "thirty more lines")
+    assert bridge.end() == 0 and bridge.lines[-1]["behind"] == 0
 
 
 # ---- kills ------------------------------------------------------------------------------------------------------

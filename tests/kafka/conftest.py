@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,11 +73,19 @@ def calls(node: RunningNode) -> Iterator[Calls]:
 
 
 @pytest.fixture
-def options(kafka: SmallKafka) -> BridgeOptions:
+def options(kafka: SmallKafka, tmp_path: Path) -> BridgeOptions:
     """Of a bridge of its own topics, which are there."""
     name = f"t{next(NAMES)}"
     kafka.make(name, f"{name}.out", f"{name}.dead", f"{name}.position")
-    return BridgeOptions(kafka.bootstrap, name, f"{name}.out", f"{name}.dead", name, f"{name}.position")
+    return BridgeOptions(
+        kafka.bootstrap,
+        name,
+        f"{name}.out",
+        f"{name}.dead",
+        name,
+        f"{name}.position",
+        tmp_path / "undeliverable",
+    )
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from timeball.kafka.options import BridgeOptions, read_properties
 def options(**changes: Any) -> BridgeOptions:
     given = {
         "bootstrap": "127.0.0.1:9092", "own": "in", "out": "out", "dead": "in.dead", "name": "in.v1",
-        "position_topic": "timeball.in.position", **changes,
+        "position_topic": "timeball.in.position", "undeliverable": Path("in.undeliverable.jsonl"), **changes,
     }  # fmt: skip
     return BridgeOptions(**given)
 
@@ -28,6 +29,8 @@ def test_its_topic_in_timeball_has_no_dots() -> None:
         ({"name": "a b"}, "--name a b: 1 to 100"),
         ({"start": "17"}, "--from 17: earliest or latest"),
         ({"out": "in"}, "--out in: the topic of --in"),
+        ({"out": "timeball.in.position"}, "--out timeball.in.position: the topic of --position-topic"),
+        ({"own": "t" * 201}, "--in t+: at most 200 characters"),
         ({"dead": "in"}, "--dead in: a topic of its own"),
         ({"dead": "timeball.in.position"}, "--dead"),
         ({"client": {"acks": "0", "group.id": "g"}}, "--kafka-config: acks, group.id cannot be chosen"),

@@ -11,7 +11,8 @@ from timeball.kafka import records
 from timeball.kafka.records import Headers, Place, Record, Rules, Waiting, message_of
 
 NOW_MS = 1_795_000_000_000
-RULES = Rules("in", "out", "in.dead", lambda name: name in ("in", "out", "elsewhere", "in.dead"))
+TOPICS = ("in", "out", "elsewhere", "in.dead", "positions", "timeball.other.position", "__consumer_offsets")
+RULES = Rules("in", "out", "in.dead", "positions", TOPICS.__contains__)
 
 
 def record(
@@ -92,6 +93,9 @@ def test_a_header_names_the_topic() -> None:
         ([("at", b"9999-12-31T00:00:00Z")], "more than 3653 days ahead"),
         ([("after", b"1s"), ("deliver-to", b"nowhere")], "Kafka has no topic 'nowhere'"),
         ([("after", b"1s"), ("deliver-to", b"in")], "the topic it came from"),
+        ([("after", b"1s"), ("deliver-to", b"positions")], "a topic for positions"),
+        ([("after", b"1s"), ("deliver-to", b"timeball.other.position")], "a topic for positions"),
+        ([("after", b"1s"), ("deliver-to", b"__consumer_offsets")], "or of Kafka itself"),
         ([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)], "key and headers take"),
     ],
 )

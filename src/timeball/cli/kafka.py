@@ -36,6 +36,11 @@ _BROKERS = typer.Option(
     "--bootstrap", envvar="TIMEBALL_KAFKA_BOOTSTRAP", metavar="HOST:PORT,…", help="Kafka's brokers."
 )
 _NAME = typer.Option("--name", metavar="NAME", help="By which it knows what it has done; by default IN.")
+_FILE = typer.Option(
+    "--undeliverable",
+    metavar="FILE",
+    help="For records that Kafka refuses; by default NAME.undeliverable.jsonl.",
+)
 _START = typer.Option("--from", metavar="earliest|latest", help="Where a bridge of a new name begins.")
 _CONFIG = typer.Option(
     "--kafka-config", metavar="FILE", help="Properties of librdkafka, name=value: TLS, accounts."
@@ -54,6 +59,7 @@ def kafka(
     position_topic: Annotated[
         str | None, _topic("--position-topic", "Of its position; by default timeball.NAME.position.")
     ] = None,
+    undeliverable: Annotated[Path | None, _FILE] = None,
     start: Annotated[str, _START] = "earliest",
     config: Annotated[Path | None, _CONFIG] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
@@ -81,6 +87,7 @@ def kafka(
     where = {
         "bootstrap": bootstrap, "own": own, "out": out, "dead": dead or f"{own}.dead", "name": name,
         "position_topic": position_topic or f"timeball.{name}.position", "start": start,
+        "undeliverable": undeliverable or Path(f"{name}.undeliverable.jsonl"),
     }  # fmt: skip
     sys.setswitchinterval(SWITCH_S)
     stop = threading.Event()

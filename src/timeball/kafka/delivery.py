@@ -7,8 +7,20 @@ Record and position are in Kafka together or not at all, so a crash leaves no ha
 All that is visible when a transaction ends goes with the next one: there is no interval but the few milliseconds that
 Kafka needs to end a transaction.
 
-A record that Kafka refuses for good, as too large for its topic, ends its transaction. Its message is then found by
-halves, and delivered to the dead letter topic, with Kafka's reason.
+A record that Kafka refuses for good ends its transaction: too large for its topic, or a topic that may not be written.
+Its message is found by halves, and takes the next of four ways:
+
+    1  the record, to its topic
+    2  a dead letter: the record with Kafka's reason, to the dead letter topic
+    3  a dead letter without the value, and a line in a local file
+    4  a line in a local file
+
+A record whose refusal is certain (`topic_limits`) takes the next way at once. Kafka reports some other errors for a
+record, others for the transaction alone. Such an error of a transaction with one record is the record's own when it
+comes twice, and a transaction without the record succeeds.
+
+Each failed transaction costs its producer: the next one would fail for missing sequence numbers, or for a state that
+only `init_transactions` ends.
 """
 
 from __future__ import annotations
@@ -20,6 +32,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka.admin import AdminClient
 
 from timeball.clock import Clock
 from timeball.errors import OutOfRange, SetupError
@@ -27,8 +40,10 @@ from timeball.kafka import records
 from timeball.kafka.counts import Counts
 from timeball.kafka.options import BridgeOptions
 from timeball.kafka.position import KEY, Position, make_topics, read_position
-from timeball.kafka.records import Envelope, Headers, Place
+from timeball.kafka.records import Envelope, Headers, Place, Rules
+from timeball.kafka.topic_limits import TopicLimits
 from timeball.kafka.topics import Topics
+from timeball.kafka.undeliverable import Undeliverable, UndeliverableFile
 from timeball.kafka.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -40,17 +55,27 @@ FAILED_WAIT_S = 0.2
 # Kafka answers a commit before it has marked the end in each partition. A transaction that begins earlier is told to
 # come again, and its client does so after 20 ms.
 MARKS_S = 0.004
+ABORT_MARKS_S = 0.02  # the same behind an abort, where the client would come again after 500 ms
 IDLE_MS = 10_000
 ANY_PARTITION = -1  # RD_KAFKA_PARTITION_UA
 STRANGE = "not a record of Kafka: the bridge's topic is for the bridge alone"
-# Of one record, and for good: to try again gives the same answer.
-OF_A_RECORD = frozenset(
+# Errors that Kafka repeats for each try. Those of size are a record's, the others hold for all records of its topic.
+OF_SIZE = frozenset(
+    {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.RECORD_LIST_TOO_LARGE}
+)  # fmt: skip
+OF_A_TOPIC = frozenset(
     {
-        KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.RECORD_LIST_TOO_LARGE,
-        KafkaError.INVALID_RECORD, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION,
-        KafkaError.POLICY_VIOLATION,
+        KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION, KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION,
     }
+)  # fmt: skip
+LASTING = OF_SIZE | OF_A_TOPIC | {KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION}
+REFUSAL_KEPT_MS = 10_000  # a topic's limit or permission may be changed: it is tried again after this
+FIRST_WAY, SECOND_WAY, WAY_WITHOUT_VALUE, LAST_WAY = range(1, 5)
+FILED = "the value is in the bridge's file of undeliverable records"
+# Another process has taken over. Any other fatal error is Kafka's or the set-up's.
+FENCED = frozenset(
+    {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
 )  # fmt: skip
 
 
@@ -63,27 +88,63 @@ class Outgoing(NamedTuple):
     due_ms: int | None
     is_dead: bool
 
+    @property
+    def size_bytes(self) -> int:
+        """Return about how many bytes the record has in Kafka."""
+        headers = sum(len(name) + len(value or b"") for name, value in self.envelope.headers)
+        return len(self.value or b"") + len(self.envelope.key or b"") + headers
+
+
+class Refusal(NamedTuple):
+    """A refusal that holds for records of a topic of at least `size_bytes`, until `until_ms` of the boot clock."""
+
+    size_bytes: int
+    reason: str
+    until_ms: int
+
 
 class Delivery:
     """Writes what is visible of one queue. Belongs to one thread; one that has raised is replaced by a new one."""
 
     def __init__(self, options: BridgeOptions, queue: WaitingQueue, counts: Counts, clock: Clock) -> None:
         self._options, self._queue, self._counts, self._clock = options, queue, counts, clock
-        properties = options.client_properties(
-            transactional_id=f"timeball.{options.name}", acks="all", linger_ms=0, partitioner="murmur2_random",
-            message_max_bytes=16 * 1024 * 1024, queue_buffering_max_messages=100_000, message_timeout_ms=60_000,
-            transaction_timeout_ms=60_000,
-        )  # fmt: skip
-        self._producer = Producer(properties, logger=logger)
-        self._topics = Topics(self._producer.list_topics, clock)
+        self._producer = self._new_producer()
+        self._topics = Topics(lambda **asked: self._producer.list_topics(**asked), clock)
+        is_compressed = options.client.get("compression.type", "none") != "none"
+        self._limits = TopicLimits(
+            AdminClient(options.client_properties()), clock, is_compressed=is_compressed
+        )
         self._offset = 0
         self._committed_ns = 0  # when the last commit was answered, by the monotonic clock
         self._rows_max = ROWS_MAX
-        self._refusal: KafkaError | None = None  # of the only record of a transaction
+        self._file = UndeliverableFile(options.undeliverable, counts)
+        self._rules = Rules(options.own, options.out, options.dead, options.position_topic, self._topics.has)
+        self._told: KafkaError | None = None  # the report of the only record of a transaction
+        # Why the message at `_offset` could not take its first ways: one reason for each of them.
+        self._reasons: list[str] = []
+        self._refusals: dict[str, Refusal] = {}  # by topic: so that the next record need not fail, too
+        self._filed: set[str] = set()  # ids whose lines are in the file, and whose position is not committed
+        self._tried: Outgoing | None = None  # the only record of a transaction
+        self._failed_alone = -1  # the offset of the last one that failed as the only record
+
+    def _new_producer(self) -> Producer:
+        options = self._options
+        properties = options.client_properties(
+            transactional_id=f"timeball.{options.name}", acks="all", linger_ms=0, partitioner="murmur2_random",
+            message_max_bytes=16 * 1024 * 1024, queue_buffering_max_messages=100_000, transaction_timeout_ms=60_000,
+            # A batch larger than its topic's limit is refused, though each of its records is smaller.
+            batch_size=64 * 1024,
+            # A record without an answer fails well before its transaction, which can still be aborted then.
+            message_timeout_ms=20_000,
+            # A topic that was deleted is unknown at once, and not after 30 s.
+            topic_metadata_propagation_max_ms=1_000,
+        )  # fmt: skip
+        return Producer(properties, logger=logger)
 
     def open(self, stop: threading.Event) -> None:
         """End what another process of this name has begun, and learn where to go on; raise SetupError."""
         options = self._options
+        self._file.check()
         own = (options.position_topic, options.dead)
         make_topics(options, {name: 1 for name in own if self._topics.has(name)})
         if options.out is not None and not self._topics.has(options.out):
@@ -121,23 +182,56 @@ class Delivery:
                     self._deliver(rows, stop)
                 failures, wrote_ms = 0, self._clock.wall_ms()
             except KafkaException as error:
-                self._abort(error, stop)
+                self._begin_anew(error, stop)
                 failures += 1
-                # The first failure may have been Kafka's; behind the second, a record's own is looked for.
-                self._rows_max = max(1, rows.num_rows // 2) if failures > 1 else ROWS_MAX
-                if stop.wait(FAILED_WAIT_S):
+                is_of_a_record = self._narrow(error.args[0], rows.num_rows, failures, stop)
+                if not is_of_a_record and stop.wait(FAILED_WAIT_S):
                     return
+
+    def _narrow(self, error: KafkaError, rows: int, failures: int, stop: threading.Event) -> bool:
+        """Conclude from a failed transaction of so many rows; return whether a record is to blame, so no wait helps."""
+        told, self._told = self._told, None
+        # The first failure without a lasting reason may be Kafka's own, as of a broker that restarts.
+        is_lasting = told is not None or error.code() in LASTING
+        if rows > 1:
+            self._rows_max = max(1, rows // 2) if is_lasting or failures > 1 else ROWS_MAX
+            return is_lasting
+        is_again, self._failed_alone = self._failed_alone == self._offset, self._offset
+        if rows and (is_lasting or is_again) and (told is not None or self._is_well(stop)):
+            reason = f"Kafka: {(told or error).str()}"
+            self._reasons.append(reason)
+            self._remember((told or error).code(), reason)
+            return True
+        return False
+
+    def _is_well(self, stop: threading.Event) -> bool:
+        """Return whether Kafka takes a transaction with the position alone."""
+        try:
+            self._write([], self._offset, stop)
+            return True
+        except KafkaException as error:
+            self._begin_anew(error, stop)
+            return False
+
+    def _remember(self, code: int, reason: str) -> None:
+        """Have the next records of the refused one's topic not fail for the same reason."""
+        if (one := self._tried) is None or code not in OF_SIZE | OF_A_TOPIC:
+            return
+        until_ms = self._clock.boot_ms() + REFUSAL_KEPT_MS
+        size_bytes = one.size_bytes if code in OF_SIZE else 0
+        self._refusals[one.envelope.topic] = Refusal(size_bytes, reason, until_ms)
 
     def _pull(self) -> pa.RecordBatch:
         try:
-            # The one that was refused, and no other.
-            rows = self._rows_max if self._refusal is None else 1
+            # With the one that was refused goes no other.
+            rows = 1 if self._reasons else self._rows_max
             return self._queue.pull(self._offset, rows, WAIT_MS)
         except OutOfRange:
             first = self._queue.span().min
             logger.error("messages let go before they were delivered messages=%d", first - self._offset)
             self._counts.lost += max(0, first - self._offset)
             self._offset = first
+            self._reasons.clear()
             return self._queue.pull(self._offset, self._rows_max, 0)
 
     # ---- one transaction --------------------------------------------------------------------------------
@@ -145,19 +239,22 @@ class Delivery:
     def _deliver(self, rows: pa.RecordBatch, stop: threading.Event) -> None:
         names = ("unique_key", "body", "properties", "due_ms")
         columns = [rows.column(name).to_pylist() for name in names]
-        found = [self._outgoing(*values) for values in zip(*columns, strict=True)]
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            found = [self._refused(found[0], f"Kafka: {refusal.str()}")]
+        messages = [self._outgoing(*values) for values in zip(*columns, strict=True)]
+        self._limits.look({one.envelope.topic for one in messages})
+        found = [self._way(one) for one in messages]
+        written = [one for one in found if one is not None]
+        self._tried = found[0] if len(found) == 1 else None
         end = self._offset + rows.num_rows
-        self._write(found, end, stop)
+        self._write(written, end, stop)
         now_ms, counts = self._clock.wall_ms(), self._counts
         self._offset = end
+        self._reasons.clear()
         self._rows_max = min(ROWS_MAX, 2 * self._rows_max)
-        counts.delivered += len(found)
+        counts.delivered += len(written)
+        self._filed.clear()
         counts.transactions += 1
-        counts.undeliverable += sum(one.is_dead for one in found)
-        first_due_ms = min((one.due_ms for one in found if one.due_ms is not None), default=now_ms)
+        counts.undeliverable += sum(one.is_dead for one in written)
+        first_due_ms = min((one.due_ms for one in written if one.due_ms is not None), default=now_ms)
         counts.late_ms = max(counts.late_ms, now_ms - first_due_ms)
 
     def _write(self, found: list[Outgoing], position: int, stop: threading.Event) -> None:
@@ -197,8 +294,9 @@ class Delivery:
                 raise
 
     def _note(self, error: KafkaError | None, message: Message | None) -> None:
-        if error is not None and error.code() in OF_A_RECORD:
-            self._refusal = error
+        # A record that is given up with its transaction is reported as well, with a code of the client's own.
+        if error is not None and error.code() in LASTING:
+            self._told = error
 
     def _commit(self, stop: threading.Event) -> None:
         while True:
@@ -211,24 +309,37 @@ class Delivery:
                 if not error.args[0].retriable() or stop.is_set():
                     raise
 
-    def _abort(self, error: KafkaException, stop: threading.Event) -> None:
-        """End a transaction that has failed; raise what makes a new producer necessary."""
+    def _begin_anew(self, error: KafkaException, stop: threading.Event) -> None:
+        """End a transaction that has failed, and take a new producer. Raises SetupError when fenced, KafkaException."""
         cause = error.args[0]
-        if cause.fatal():
+        if cause.fatal() and cause.code() in FENCED:
             # Not begun anew here: two bridges of one name would fence each other for ever.
             raise SetupError(
                 f"--name {self._options.name}: another bridge of this name has begun, or this one stood still for "
                 f"a minute ({cause.str()})"
             ) from error
         logger.warning("transaction failed reason=%s", cause.str())
+        is_aborted = self._abort(stop)
+        if stop.wait(ABORT_MARKS_S):
+            return
+        self._producer = self._new_producer()
+        self._producer.init_transactions(INIT_S)
+        if not is_aborted:
+            self._offset = read_position(self._options) or 0
+
+    def _abort(self, stop: threading.Event) -> bool:
+        """Return whether the transaction is aborted for sure; if not, `init_transactions` ends it."""
         while True:
             try:
                 self._producer.abort_transaction(COMMIT_S)
-                self._producer.poll(0)  # reports of what was written are of no use any more
-                return
+                return True
             except KafkaException as failure:
+                if failure.args[0].fatal() and failure.args[0].code() in FENCED:
+                    raise SetupError(
+                        f"--name {self._options.name}: another bridge of this name has begun ({failure.args[0].str()})"
+                    ) from failure
                 if not failure.args[0].retriable() or stop.is_set():
-                    raise
+                    return False
 
     # ---- from a message ---------------------------------------------------------------------------------
 
@@ -239,21 +350,70 @@ class Delivery:
         if envelope is None:
             # Of another client of Timeball's: what it is for is not known.
             return self._dead(Outgoing(id, Envelope("", None, None, []), body, due_ms, False), STRANGE)
-        value = None if envelope.is_null else body
-        return Outgoing(id, envelope, value, due_ms, envelope.topic == self._options.dead)
+        one = Outgoing(
+            id, envelope, None if envelope.is_null else body, due_ms, envelope.topic == self._options.dead
+        )
+        refusal = self._rules.refusal(envelope.topic)
+        if refusal is None and not self._topics.has(envelope.topic):
+            refusal = f"Kafka has no topic {envelope.topic[:100]!r}"
+        return one if refusal is None else self._dead(one, refusal)
 
-    def _refused(self, one: Outgoing, reason: str) -> Outgoing:
-        if not one.is_dead:
-            return self._dead(one, reason)
-        # A dead letter that is refused, too, goes without its value: the record is still in the topic of --in.
-        return self._dead(one._replace(value=b""), f"{reason}; {records.LEFT}")
+    def _way(self, one: Outgoing) -> Outgoing | None:
+        """Return the record of a message's first way that is open; None for the last one, which has no record."""
+        reasons, begin = list(self._reasons), SECOND_WAY if one.is_dead else FIRST_WAY
+        while (number := begin + len(reasons)) < LAST_WAY:
+            way = self._record(one, number, reasons)
+            if (reason := self._known_refusal(way)) is None:
+                if number == WAY_WITHOUT_VALUE:
+                    self._file_away(one, reasons)
+                return way
+            reasons.append(reason)
+        self._file_away(one, reasons)
+        return None
+
+    def _known_refusal(self, one: Outgoing) -> str | None:
+        """Return why Kafka refuses a record, as far as it is known before it is written."""
+        known, topic = self._refusals.get(one.envelope.topic), one.envelope.topic
+        if (
+            known is not None
+            and one.size_bytes >= known.size_bytes
+            and known.until_ms > self._clock.boot_ms()
+        ):
+            return known.reason
+        if one.is_dead:  # the others' topics were looked at together
+            self._limits.look((topic,))
+        return self._limits.refusal(topic, one.size_bytes)
+
+    def _record(self, one: Outgoing, number: int, reasons: list[str]) -> Outgoing:
+        """Return the record of the way with this number, behind ways that were refused for these reasons."""
+        if number == FIRST_WAY or not reasons:
+            return one
+        if number == SECOND_WAY:
+            return self._dead(one, reasons[-1])
+        value = None if one.value is None else b""
+        return self._dead(one._replace(value=value), f"{'; '.join(reasons)}; {FILED}")
+
+    def _file_away(self, one: Outgoing, reasons: list[str]) -> None:
+        """Write a message to the local file, unless a transaction that failed since has done so."""
+        if one.id in self._filed:
+            return
+        place, envelope = self._place(one), one.envelope
+        line = Undeliverable(
+            id=one.id, reason="; ".join(reasons), to=envelope.topic, topic=place.topic, partition=place.partition,
+            offset=place.offset, due_ms=one.due_ms, key=envelope.key, value=one.value, headers=envelope.headers,
+        )  # fmt: skip
+        self._file.add(line)
+        self._filed.add(one.id)
 
     def _dead(self, one: Outgoing, reason: str) -> Outgoing:
-        try:
-            place = Place.of(one.id)
-        except ValueError:
-            place = Place(self._queue.topic, 0, self._offset)
         headers = [pair for pair in one.envelope.headers if pair[0] not in records.REASONS]
-        headers += records.reasons(place, reason)
+        headers += records.reasons(self._place(one), reason)
         envelope = Envelope(self._options.dead, None, one.envelope.key, headers, one.value is None)
         return one._replace(envelope=envelope, is_dead=True)
+
+    def _place(self, one: Outgoing) -> Place:
+        """Return the place of the record that a message was made of, or of the message itself."""
+        try:
+            return Place.of(one.id)
+        except ValueError:
+            return Place(self._queue.topic, 0, self._offset)

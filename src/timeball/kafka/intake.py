@@ -19,20 +19,36 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
+from typing import NamedTuple, cast
 
 import pyarrow as pa
-from confluent_kafka import OFFSET_INVALID, Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import (
+    OFFSET_INVALID,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
 
 from timeball import limits
 from timeball.client.source import Source
 from timeball.clock import Clock
-from timeball.errors import Conflict, OverLimit, RequestError, SetupError
+from timeball.errors import (
+    Conflict,
+    Forbidden,
+    NotFound,
+    OverLimit,
+    RequestError,
+    SetupError,
+    Unauthorized,
+)
 from timeball.kafka import records
 from timeball.kafka.counts import Counts
 from timeball.kafka.options import BridgeOptions
 from timeball.kafka.records import Record, Rules, Waiting
 from timeball.kafka.topics import Topics
+from timeball.kafka.undeliverable import Undeliverable, UndeliverableFile
 from timeball.kafka.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -61,6 +77,18 @@ SCHEMA = pa.schema(
 )
 
 Item = tuple[Record, Waiting | None]  # a record, and the message it becomes, if any
+# Refusals that hold for each message of this bridge: to send one alone is of no use.
+OF_THE_BRIDGE = (Conflict, Unauthorized, Forbidden, NotFound)
+
+
+class End(NamedTuple):
+    """The end of a partition as it was read: no record lies between `after`, the last one's offset + 1, and `end`.
+
+    The offsets between them are of aborted transactions, and of the marks at the end of each transaction.
+    """
+
+    after: int
+    end: int
 
 
 class Intake:
@@ -74,13 +102,17 @@ class Intake:
         properties = options.client_properties(
             group_id=options.name, enable_auto_commit=False, auto_offset_reset="error",
             isolation_level="read_committed", fetch_wait_max_ms=100, queued_max_messages_kbytes=32 * 1024,
+            enable_partition_eof=True,
         )  # fmt: skip
         self._consumer = Consumer(properties, logger=logger)
         self._topics = Topics(self._consumer.list_topics, clock)
-        self._rules = Rules(options.own, options.out, options.dead, self._topics.has)
+        self._rules = Rules(options.own, options.out, options.dead, options.position_topic, self._topics.has)
+        self._file = UndeliverableFile(options.undeliverable, counts)
         # Where the log says that each partition goes on. Moved by the thread that sends, partitions are added while it
         # has nothing to do.
         self._stands: dict[int, int] = {}
+        self._read: dict[int, int] = {}  # the offset behind the last record that was read, by partition
+        self._ends: dict[int, End] = {}
         self._sender, self._sending = ThreadPoolExecutor(1, "kafka-send"), Future[None]()
         self._sending.set_result(None)
         self._committed: dict[int, int] = {}
@@ -116,6 +148,7 @@ class Intake:
         start = "earliest" if known else self._options.start
         begins = [self._begin_of(partition, known.get(partition), start) for partition in range(count)]
         self._stands = {partition: known.get(partition, at) for partition, at in enumerate(begins)}
+        self._read = dict(self._stands)
         # Kept before the first record is taken: a bridge that begins at the end must not skip what comes meanwhile.
         if added := {partition: at for partition, at in self._stands.items() if partition not in known}:
             self._source.send(self._batch([]), added, added)
@@ -148,9 +181,15 @@ class Intake:
         if first is None:
             return
         for message in (first, *self._consumer.consume(BATCH_ROWS - 1, self._linger_s)):
-            if (error := message.error()) is not None:
+            if (error := message.error()) is None:
+                record = self._record(message)
+                self._read[record.partition] = record.offset + 1
+                yield record
+            elif error.code() == KafkaError._PARTITION_EOF:
+                partition = message.partition() or 0
+                self._ends[partition] = End(self._read[partition], message.offset() or 0)
+            else:
                 raise KafkaException(error)
-            yield self._record(message)
 
     def _record(self, message: Message) -> Record:
         at_ms = message.timestamp()[1]
@@ -179,7 +218,7 @@ class Intake:
         cancels: set[str] = set()
         for record in found:
             if not records.is_cancel(record):
-                message = records.message_of(record, self._rules, now_ms)
+                message = self._message(record, now_ms)
                 first_ms = min(first_ms, message.due_ms or now_ms)
                 if message.keys:
                     by_key.setdefault(message.keys, []).append(len(items))
@@ -198,6 +237,14 @@ class Intake:
             self._counts.cancelled += self._queue.cancel(sorted(cancels))
         return items
 
+    def _message(self, record: Record, now_ms: int) -> Waiting:
+        try:
+            return records.message_of(record, self._rules, now_ms)
+        # A record holds any bytes, and none of them may keep those behind it from being taken.
+        except Exception as error:
+            logger.exception("record not understood place=%s", record.place.id)
+            return records.dead_letter(record._replace(key=None, headers=[]), self._options.dead, repr(error))
+
     def _send(self, items: Sequence[Item], stop: threading.Event) -> None:
         """Send the messages of these records; one that Timeball refuses becomes a dead letter. Not after a stop."""
         # The batch before may not have been sent: the position behind this one would pass over its records.
@@ -214,7 +261,7 @@ class Intake:
                 logger.warning("Timeball takes no more now reason=%s", error)
                 if stop.wait(FULL_WAIT_S):
                     return
-            except Conflict:
+            except OF_THE_BRIDGE:
                 raise
             except RequestError as error:
                 self._send_apart(items, error, stop)
@@ -230,9 +277,24 @@ class Intake:
             self._send(items[middle:], stop)
             return
         ((record, message),) = items
-        if message is None or message.is_dead:
-            raise error  # not the record's fault
-        self._send([(record, records.dead_letter(record, self._options.dead, f"Timeball: {error}"))], stop)
+        if message is None:
+            raise error  # of the position alone, so not the record's fault
+        reason = f"Timeball: {error}"
+        if not message.is_dead:
+            self._send([(record, records.dead_letter(record, self._options.dead, reason))], stop)
+            return
+        self._file_away(record, reason)
+        self._send([(record, None)], stop)
+
+    def _file_away(self, record: Record, reason: str) -> None:
+        """Write a record to the local file, as Timeball takes no dead letter of it either."""
+        self._file.add(
+            Undeliverable(
+                id=record.place.id, reason=reason, to=self._options.dead, topic=record.topic,
+                partition=record.partition, offset=record.offset, due_ms=None, key=record.key, value=record.value,
+                headers=record.headers,
+            )
+        )  # fmt: skip
 
     def _batch(self, messages: Sequence[Waiting]) -> pa.RecordBatch:
         names = ("id", "body", "keys", "properties", "born_ms", "due_ms")
@@ -265,7 +327,11 @@ class Intake:
         known = self._consumer.get_watermark_offsets(
             TopicPartition(self._options.own, partition), cached=True
         )
-        return 0 if known is None or known[1] == OFFSET_INVALID else max(0, known[1] - stands)
+        if known is None or known[1] == OFFSET_INVALID:
+            return 0
+        end = self._ends.get(partition)
+        passed = end.end if end is not None and stands >= end.after else stands
+        return max(0, known[1] - passed)
 
 
 def pieces(items: Sequence[Item]) -> Iterator[Sequence[Item]]:

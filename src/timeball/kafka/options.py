@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from timeball.errors import SetupError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-# What exactly once rests on; a properties file may not say otherwise.
+# A record's id names topic, partition and offset, and has at most 255 bytes in Timeball.
+TOPIC_CHARACTERS_MAX = 200
+# Properties that exactly once rests on; a properties file may not set them.
 FIXED = frozenset(
     {
         "acks", "allow.auto.create.topics", "auto.offset.reset", "bootstrap.servers", "enable.auto.commit",
@@ -24,7 +27,10 @@ Value = str | int | float | bool  # of a property of Kafka's client
 
 @dataclass(frozen=True)
 class BridgeOptions:
-    """`own`: the topic it reads; `client`: properties of Kafka's client, for TLS and accounts."""
+    """`own`: the topic it reads; `client`: properties of Kafka's client, for TLS and accounts.
+
+    `undeliverable`: the file for records that Kafka takes neither as they are nor as dead letters.
+    """
 
     bootstrap: str
     own: str
@@ -32,16 +38,23 @@ class BridgeOptions:
     dead: str
     name: str
     position_topic: str
+    undeliverable: Path
     start: str = "earliest"
     client: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise SetupError(f"--name {self.name}: 1 to 100 letters, digits, dots, dashes and underscores")
+        if len(self.own) > TOPIC_CHARACTERS_MAX:
+            raise SetupError(f"--in {self.own}: at most {TOPIC_CHARACTERS_MAX} characters")
         if self.start not in ("earliest", "latest"):
             raise SetupError(f"--from {self.start}: earliest or latest")
         if self.out == self.own:
             raise SetupError(f"--out {self.out}: the topic of --in; records would go round for ever")
+        if self.out == self.position_topic:
+            raise SetupError(
+                f"--out {self.out}: the topic of --position-topic; it is for the bridge's position alone"
+            )
         if self.dead in (self.own, self.position_topic):
             raise SetupError(f"--dead {self.dead}: a topic of its own, not that of --in or --position-topic")
         if wrong := sorted(FIXED & self.client.keys()):

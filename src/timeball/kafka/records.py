@@ -15,6 +15,7 @@ exactly once. Its headers then say why.
 from __future__ import annotations
 
 import hashlib
+import re
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,6 +36,7 @@ KEY_BYTES_MAX = 200  # of a Kafka key that is a name in Timeball as it is; a lon
 VALUE_BYTES_MAX = limits.BODY_BYTES_MAX
 REASON_CHARACTERS_MAX = 500
 LEFT = "the value is left where it was"
+POSITION_TOPIC = re.compile(r"timeball\..+\.position")  # of any bridge, unless --position-topic names another
 
 Headers = list[tuple[str, bytes | None]]
 
@@ -107,7 +109,17 @@ class Rules(NamedTuple):
     own: str
     out: str | None
     dead: str
+    position: str
     is_there: Callable[[str], bool]
+
+    def refusal(self, topic: str) -> str | None:
+        """Return why no record may be delivered to a topic; None for one that is allowed."""
+        if topic == self.own:
+            return f"{topic!r} is the topic it came from"
+        # A record there would be read as a bridge's position, or by Kafka itself.
+        if topic == self.position or POSITION_TOPIC.fullmatch(topic) or topic.startswith("__"):
+            return f"{topic!r} is a topic for positions or of Kafka itself"
+        return None
 
 
 _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Envelope)
@@ -227,8 +239,8 @@ def _destination(record: Record, rules: Rules) -> str:
             topic = rules.out if value is None else value.decode(errors="replace")
     if not topic:
         raise Refused(f"no header {TO} says the topic, and the bridge has no --out")
-    if topic == rules.own:
-        raise Refused(f"header {TO}: {topic!r} is the topic it came from")
+    if (reason := rules.refusal(topic)) is not None:
+        raise Refused(f"header {TO}: {reason}")
     if not rules.is_there(topic):
         raise Refused(f"Kafka has no topic {topic[:100]!r}")
     return topic
