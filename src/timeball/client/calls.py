@@ -301,6 +301,8 @@ def _each_endpoint(endpoint: str) -> list[str]:
 # ---- Flight's errors as ours ------------------------------------------------------------------------------
 
 # gRPC's own words; it says them before the broker sees a request.
+NO_FLIGHT = "/arrow.flight.protocol.FlightService/"  # a server of gRPC names the call that it has not
+PORTS = "Timeball's clients connect to --port (7400 by default); 8081 is for RocketMQ 5's gRPC clients"
 TOO_LONG = "Received message larger than max"
 # And these of a call that has not left: none of its connections was made, or the broker's GOAWAY has left it out.
 NOT_CONNECTED = "failed to connect to all addresses"
@@ -331,6 +333,8 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
         return kind(f"no broker answers at {endpoint}; is `timeball serve` running there? ({reason})")
     if isinstance(error, flight.FlightError):
         return Unavailable(f"the connection to {endpoint} failed: {text}")
+    if NO_FLIGHT in text:
+        return Unavailable(f"{endpoint} speaks gRPC, but not Arrow Flight. {PORTS}")
     return TimeballError(f"{endpoint} answered with something else than a broker would: {text}")
 
 

@@ -87,7 +87,9 @@ class FlightEdge:
             SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
-        self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False), broker.parts.settings.codec)
+        self._server = Server(
+            self, Bounds(FRAME_BYTES_MAX, ages=False, edge="flight"), broker.parts.settings.codec
+        )
         self._watch: asyncio.Task[None] | None = None
         self.port = -1
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS, protocol_of
+
+_BEGIN_BYTES = 64
 HEAD_BYTES_MAX = 32 * 1024
 LAST_BYTES_S = 5.0  # for a client to take what is left when its connection is closed
 HEAD_S = 20.0  # for a head, from the connection or its first byte on
@@ -74,6 +77,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
+        self._begin = b""  # of a head, to name the protocol of a client that speaks another
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -89,6 +93,8 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head that is not complete."""
         if self._deadline is not None:
+            if not self._head_bytes:
+                self._begin = data[:_BEGIN_BYTES]
             self._head_bytes += len(data)
         super().data_received(data)
         if (
@@ -97,6 +103,13 @@ class BoundedHttp(HttpToolsProtocol):
             and not self.transport.is_closing()
         ):
             self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP/1; name what it is in the broker's log."""
+        if protocol_of(self._begin) != "HTTP/1":
+            peer = self.client[0] if self.client else ""
+            WRONG_PROTOCOLS.note("http", self._begin, peer, self.loop.time())
+        super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         """Begin to wait for the rest of a head."""

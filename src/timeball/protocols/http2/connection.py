@@ -69,6 +69,7 @@ from timeball.protocols.http2.frames import (
 from timeball.protocols.http2.header_blocks import HeaderDecoder, Headers, Jh2Decoder
 from timeball.protocols.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
 from timeball.protocols.shared_limit import exceeds_share
+from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Bounds:
         FRAME_BYTES_MAX  # of DATA and headers; other frames, and padded ones, have FRAME_BYTES_MAX
     )
     ages: bool = True
+    edge: str = "grpc"  # as the log names it
 
     def greeting(self) -> bytes:
         """Return the frames that a connection begins with."""
@@ -188,7 +190,11 @@ class Connection(asyncio.Protocol):
             if self._reader.broken is not None:
                 raise self._reader.broken
         except BrokenRule as error:
-            logger.warning("connection closed peer=%s reason=%s", self.streams.peer, error)
+            is_named = not self._reader.is_greeted and WRONG_PROTOCOLS.note(
+                self._bounds.edge, data, self.streams.peer, self.heard_s
+            )
+            if not is_named:
+                logger.warning("connection closed peer=%s reason=%s", self.streams.peer, error)
             self.close(error.fault, str(error))
 
     def pause_writing(self) -> None:

@@ -40,6 +40,7 @@ from timeball.protocols.remoting.codec.frame import (
 from timeball.protocols.remoting.codec.records import Host
 from timeball.protocols.sessions import Session
 from timeball.protocols.shared_limit import exceeds_share
+from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,8 @@ class Connection(asyncio.Protocol):
             if frames:
                 self._receive(frames)
         except BadFrame as error:
-            logger.warning("connection closed peer=%s reason=%s", self.name, error)
+            if not WRONG_PROTOCOLS.note("remoting", data, self.name, self.heard_s):
+                logger.warning("connection closed peer=%s reason=%s", self.name, error)
             self.close()
             return
         awaited_bytes, held_bytes = self._splitter.awaited_bytes, self._splitter.held_bytes
