@@ -251,7 +251,7 @@ class _FlightClient:
         self._ball = ball
 
     def send(self, ids: list[str]) -> None:
-        rows = [{"topic": TOPIC, "body": b"tick", "unique_key": one, "after": DELAY_S} for one in ids]
+        rows = [{"topic": TOPIC, "body": b"tick", "unique_key": one, "after": f"{DELAY_S}s"} for one in ids]
         self._ball.send_many(rows)
 
     def close(self) -> None:
