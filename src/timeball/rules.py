@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits
+from timeball import reserved_topics as reserved
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths, encode_properties
 
@@ -50,7 +51,7 @@ _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # of pipeline and broker
 
 
-Shape = Literal["name", "present", "longest", "words", "between"]
+Shape = Literal["name", "reserved", "present", "longest", "words", "between", "pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Rule:
     `in_column` gives True for each row that breaks it, False for a null; `in_value` says the same of one value. Both
     are given the instant by which a due instant is measured. Only a text of `needs_bytes` bytes, or more, can break it.
     `shape` and the bounds say the same as data, for an engine that runs neither: numbers lie
-    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces.
+    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces. A rule of "pairs" is about
+    maps, which neither a column of texts nor one text can break.
     """
 
     column: str
@@ -114,6 +116,16 @@ def _bad_topics(values: pa.Array, _: int) -> BoolArray:
     return ~np.asarray(good.take(topics.indices))
 
 
+def _reserved_topics(values: pa.Array, _: int) -> BoolArray:
+    topics = values.fill_null("").dictionary_encode()
+    is_reserved = pa.array([_is_reserved(name, 0) for name in topics.dictionary.to_pylist()], pa.bool_())
+    return np.asarray(is_reserved.take(topics.indices))
+
+
+def _is_reserved(value: str, _: int) -> bool:
+    return value in reserved.NOT_SCHEDULED or value.startswith(reserved.NOT_SCHEDULED_PREFIXES)
+
+
 def _is_bad_topic(value: str | None, _: int) -> bool:
     return not value or len(value) > limits.TOPIC_BYTES_MAX or not limits.NAME.fullmatch(value)
 
@@ -125,6 +137,14 @@ RULES: tuple[Rule, ...] = (
         _bad_topics,
         _is_bad_topic,
         "name",
+    ),
+    # The writer's alone: for a send the policy decides, which knows the groups.
+    Rule(
+        "topic",
+        "topic: belongs to the broker, or to the retries and dead letters of a group",
+        _reserved_topics,
+        _is_reserved,
+        "reserved",
     ),
     Rule(
         "body",
@@ -148,6 +168,14 @@ RULES: tuple[Rule, ...] = (
     ),
     _longest("unique_key"),
     _longest("properties"),
+    # Of a property map; RocketMQ's text form has these characters between the properties. `map_faults` finds it.
+    Rule(
+        "properties",
+        "properties: a name is empty, or a name or value has the character U+0001 or U+0002",
+        lambda values, _: np.zeros(len(values), np.bool_),
+        lambda value, _: False,
+        "pairs",
+    ),
     _between(
         "queue_id",
         f"queue_id: not between 0 and {limits.QUEUES_PER_TOPIC_MAX - 1}",
@@ -240,6 +268,27 @@ def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_
         if column is not None and column.null_count:
             row = first_row + pc.index(column.is_null(), True).as_py()
             raise InvalidDelay(f"{name} of row {row} is null; leave the column out to deliver at once")
+
+
+def map_faults(column: pa.Array) -> BoolArray:
+    """Return for each row of a map<string, string> column whether its pairs cannot be properties: see the rule "pairs".
+
+    A separator within a name or a value would add properties of another name, such as a due time.
+    """
+    if not pa.types.is_map(column.type):
+        return np.zeros(len(column), np.bool_)
+    marks = f"[{PROPERTY_NAME_END}{PROPERTY_END}]"
+    wrong = pc.or_kleene(
+        pc.equal(pc.binary_length(column.keys), 0), pc.match_substring_regex(column.keys, marks)
+    )
+    wrong = pc.or_(wrong, pc.fill_null(pc.match_substring_regex(column.items, marks), False))
+    before = np.concatenate([[0], np.cumsum(np.asarray(wrong))])
+    # `offsets` and the pairs of a slice are those of the whole column.
+    offsets = np.asarray(column.offsets)
+    return np.asarray(before[offsets[1:]] > before[offsets[:-1]], dtype=np.bool_)
+
+
+RULE_OF_MAPS = next(index for index, rule in enumerate(RULES) if rule.shape == "pairs")
 
 
 # ---- single values ------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from timeball import limits
+from timeball import reserved_topics as reserved
 from timeball.access import ANONYMOUS, Caller, Verb
-from timeball.broker.registry import reserved_topics as reserved
 from timeball.broker.registry.groups import Groups, SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic

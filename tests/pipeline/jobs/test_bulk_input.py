@@ -15,7 +15,7 @@ from timeball import limits, rules
 from timeball.errors import InvalidMessage
 from timeball.message import decode_properties
 from timeball.pipeline.jobs import bulk_input
-from timeball.pipeline.jobs.bulk_input import Columns, screen
+from timeball.pipeline.jobs.bulk_input import Columns, check, screen
 from timeball.pipeline.source import promise_columns
 
 NOW_MS = 1_800_000_000_000
@@ -24,7 +24,22 @@ KEYS, KEYS_BYTES = limits.KEYS_PER_MESSAGE_MAX, limits.KEYS_BYTES_MAX
 
 # Around the edge of every rule; the first of each is fine.
 EDGES: dict[str, list[object]] = {
-    "topic": ["t", None, "", "a b", "ä", "a\n", "a\n\n", "t" * 127, "t" * 128, "%|a-Z_9"],
+    "topic": [
+        "t",
+        None,
+        "",
+        "SCHEDULE_TOPIC_XXXX",
+        "%DLQ%g",
+        "rmq_sys_x",
+        "x%DLQ%",
+        "a b",
+        "ä",
+        "a\n",
+        "a\n\n",
+        "t" * 127,
+        "t" * 128,
+        "%|a-Z_9",
+    ],
     "body": [b"x", None, b"", b"x" * limits.BODY_BYTES_MAX, b"x" * (limits.BODY_BYTES_MAX + 1)],
     "due_ms": [NOW_MS, 0, -1, NOW_MS - 5, MAX_DUE_MS, MAX_DUE_MS + 1, limits.INSTANT_MS_MAX + 1, 2**62],
     "tag": [None, "", "t" * 255, "t" * 256, "ß" * 127, "ß" * 128],
@@ -75,13 +90,45 @@ COLUMNS = Columns(
 def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
     """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""
     rows = edge_rows()
-    broken = promise_columns.first_broken(promise_columns.normalise(rows, NOW_MS), NOW_MS)
+    broken = promise_columns.first_broken(rows, promise_columns.normalise(rows, NOW_MS), NOW_MS)
     wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
     found = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
     assert found["reason"] == wanted
     assert (
-        len(set(wanted)) == len(rules.RULES) - 2 + 1
-    )  # each but that of the queue and of a missing time, and none
+        len(set(wanted)) == len(rules.RULES) - 3 + 1
+    )  # each but that of the queue, of a missing time and of maps, and none
+
+
+PAIRS: list[list[tuple[str, str | None]] | None] = [
+    None, [], [("a", "1")], [("a", None)], [("", "1")], [("a", "1"), ("b\x01c", "1")], [("a", "\x02TIMING\x011")],
+]  # fmt: skip
+
+
+@pytest.mark.spark
+def test_maps_whose_pairs_cannot_be_properties_are_found_as_in_the_sink(spark: SparkSession) -> None:
+    count = len(PAIRS)
+    rows = pa.table(
+        {
+            "topic": ["t"] * count, "body": pa.array([b"b"] * count), "due_ms": [NOW_MS] * count,
+            "properties": pa.array(PAIRS, pa.map_(pa.string(), pa.string())),
+        }
+    )  # fmt: skip
+    broken = promise_columns.first_broken(rows, promise_columns.normalise(rows, NOW_MS), NOW_MS)
+    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
+    assert [text is None for text in wanted] == [True, True, True, True, False, False, False]
+    columns = Columns(due="due_ms", topic="topic", properties="properties")
+    frame = spark.createDataFrame(rows)
+    assert screen(frame, columns, NOW_MS).select("reason").toArrow().to_pydict()["reason"] == wanted
+
+
+@pytest.mark.spark
+def test_a_column_that_is_there_twice_is_named(spark: SparkSession) -> None:
+    frame = spark.sql("select 1 as a, 2 as A, 'b' as body, current_timestamp() as due")
+    check(frame.schema, Columns(topic_name="t"))  # neither is used
+    with pytest.raises(InvalidMessage, match="column A, a: there twice"):
+        check(frame.schema, Columns(topic_name="t", body=None))
+    with pytest.raises(InvalidMessage, match="column a: there twice"):
+        check(frame.schema, Columns(topic_name="t", keys="a"))
 
 
 @pytest.mark.spark

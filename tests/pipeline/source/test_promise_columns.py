@@ -44,8 +44,9 @@ def schema(ddl: str) -> StructType:
 
 
 def first_broken(**columns: object) -> str | None:
-    rows = promise_columns.normalise(table(**columns), NOW_MS)
-    index = promise_columns.first_broken(rows, NOW_MS)[0]
+    given = table(**columns)
+    rows = promise_columns.normalise(given, NOW_MS)
+    index = promise_columns.first_broken(given, rows, NOW_MS)[0]
     return None if index < 0 else rules.RULES[index].text
 
 
@@ -189,3 +190,56 @@ def test_each_column_counts(name: str) -> None:
 def test_each_number_counts(name: str) -> None:
     numbers = [pa.array(values, pa.int32()) for values in ([1, 2], [1, 3])]
     assert summed(**{name: numbers[0]}) != summed(**{name: numbers[1]})
+
+
+# ---- what send refuses, a DataFrame cannot bring in either ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "topic", ["SCHEDULE_TOPIC_XXXX", "RMQ_SYS_TRANS_HALF_TOPIC", "rmq_sys_wheel_timer", "%RETRY%g", "%DLQ%g"]
+)
+def test_topics_of_the_broker_are_refused(topic: str) -> None:
+    assert "belongs to the broker" in (first_broken(topic=[topic]) or "")
+    assert first_broken(topic=["schedule_topic_xxxx"]) is None
+
+
+def property_map(*pairs: tuple[str, str | None]) -> pa.Array:
+    return pa.array([list(pairs)], pa.map_(pa.string(), pa.string()))
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("a", "b\x02TIMER_DELIVER_MS\x011")],
+        [("ok", "1"), ("a\x01b", "")],
+        [("a\x02", None)],
+        [("", "nameless")],
+    ],
+)
+def test_a_pair_that_would_be_other_properties_is_refused(pairs: list[tuple[str, str | None]]) -> None:
+    assert "U+0001" in (first_broken(properties=property_map(*pairs)) or "")
+
+
+def test_only_the_rows_with_such_pairs_are_refused_in_slices_too() -> None:
+    good, bad = [("a", "1"), ("b", None)], [("a", "\x01")]
+    column = pa.array([good, bad, None, [], bad, good], pa.map_(pa.string(), pa.string()))
+    for start in range(6):
+        wrong = rules.map_faults(column.slice(start))
+        assert wrong.tolist() == [False, True, False, False, True, False][start:]
+    assert not rules.map_faults(pa.array(["a\x011\x02"])).any()  # RocketMQ's text form
+
+
+@pytest.mark.parametrize("number", [-3, 1024, 2**31, 2**32, -(2**40), 2**63 - 1])
+def test_a_queue_out_of_range_is_refused_and_not_wrapped(number: int) -> None:
+    assert "queue_id: not between" in (first_broken(queue_id=pa.array([number], pa.int64())) or "")
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int32(), pa.int64()])
+def test_a_queue_of_any_integer_type_is_kept(kind: pa.DataType) -> None:
+    rows = promise_columns.normalise(table(queue_id=pa.array([7], kind)), NOW_MS)
+    assert rows.column("queue_id").to_pylist() == [7]
+
+
+def test_a_column_that_is_there_twice_is_named() -> None:
+    with pytest.raises(InvalidMessage, match="column body: there twice"):
+        promise_columns.check_columns(schema("topic string,body binary,body string"))

@@ -25,6 +25,7 @@ from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import StructType
 
 from timeball import limits, rules
+from timeball import reserved_topics as reserved
 from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.local_time import zone_named
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, int64
@@ -75,6 +76,7 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
         _body(frame, columns).alias("body"),
         _due_ms(frame, columns).alias("due_ms"),
         _no_zone(frame, columns).alias("_no_zone"),
+        _bad_pairs(frame, columns.properties).alias("_bad_pairs"),
         *[
             _text(frame, column).alias(name)
             for name in ("keys", "tag", "unique_key")
@@ -82,7 +84,7 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
         ],
         *([] if columns.properties is None else [_properties(frame, columns.properties).alias("properties")]),
     )
-    return found.withColumn(REASON, reason(found, now_ms)).drop("_no_zone")
+    return found.withColumn(REASON, reason(found, now_ms)).drop("_no_zone", "_bad_pairs")
 
 
 def check(schema: StructType, columns: Columns) -> None:
@@ -91,6 +93,10 @@ def check(schema: StructType, columns: Columns) -> None:
     for name in columns.taken:
         if name not in names:
             raise InvalidMessage(f"column {name}: there is none; there are {', '.join(names)}")
+    used = names if columns.body is None else columns.taken
+    known = [name.lower() for name in names]  # Spark takes columns by their names in any case
+    if twice := sorted({name for name in used if known.count(name.lower()) > 1}):
+        raise InvalidMessage(f"column {', '.join(twice)}: there twice; drop or rename one of them")
     if (columns.topic is None) == (columns.topic_name is None):
         raise InvalidMessage("name either a topic or the column that holds it")
     if columns.body is None and not set(names) - set(columns.taken):
@@ -156,6 +162,21 @@ def _properties(frame: DataFrame, name: str) -> Column:
     )
     # concat_ws would make an empty text of no map at all.
     return f.when(_column(name).isNotNull(), f.concat_ws("", texts))
+
+
+def _bad_pairs(frame: DataFrame, name: str | None) -> Column:
+    """Return whether a row's map has a pair that cannot be a property: see rules.map_faults."""
+    if name is None or _kind(frame.schema, name) == "string":
+        return f.lit(False)
+    marks = f"[{PROPERTY_NAME_END}{PROPERTY_END}]"
+    entries = f.map_entries(_column(name).cast("map<string,string>"))
+    wrong = f.exists(
+        entries,
+        lambda e: (
+            (e["key"] == "") | e["key"].rlike(marks) | f.coalesce(e["value"].rlike(marks), f.lit(False))
+        ),
+    )
+    return f.coalesce(wrong, f.lit(False))
 
 
 # ---- the instant ------------------------------------------------------------------------------------------
@@ -231,6 +252,13 @@ def breaks(rule: rules.Rule, now_ms: int) -> Column:
             name = f.coalesce(column, f.lit(""))
             pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ would let a line end pass
             return ~name.rlike(pattern) | (f.octet_length(name) > limits.TOPIC_BYTES_MAX)
+        case "reserved":
+            is_reserved = column.isin(list(reserved.NOT_SCHEDULED))
+            for prefix in reserved.NOT_SCHEDULED_PREFIXES:
+                is_reserved |= column.startswith(prefix)
+            return is_reserved
+        case "pairs":
+            return f.col("_bad_pairs")
         case "present":
             return column.isNull()
         case "longest":

@@ -47,12 +47,15 @@ _SPARK_TYPES: dict[str, tuple[str, ...]] = {
 _SUMMED = ("topic", "tag", "keys", "unique_key", "properties", "queue_id", "flag", "sys_flag")
 _BETWEEN = pa.scalar(b"\x1f", pa.large_binary())
 CHECKSUM_ROWS = 65_536  # joined at a time, so that a run's bodies are not copied whole
+_QUEUES_END = 32_767  # more queues than a topic may have; it fits into each type of queue_id but tinyint
 _TEXT_COLUMNS = ("topic", "tag", "keys", "unique_key")
 
 
 def check_columns(schema: StructType) -> None:
     """Refuse a DataFrame whose columns cannot be promises; InvalidMessage names the column."""
     names = schema.fieldNames()
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidMessage(f"column {', '.join(twice)}: there twice; drop or rename one of them")
     for field in schema.fields:
         types = _SPARK_TYPES.get(field.name)
         if types is None:
@@ -78,8 +81,9 @@ def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
     columns["due_ms"] = _due_ms(given, count, now_ms)
     if "properties" in given:
         columns["properties"] = _properties(given["properties"])
-    queue = given.get("queue_id", pa.nulls(count, pa.int32()))
-    columns["queue_id"] = queue.cast(pa.int32()).fill_null(rules.ANY_QUEUE)
+    queue = given.get("queue_id", pa.nulls(count, pa.int32())).fill_null(rules.ANY_QUEUE)
+    # A number beyond 32 bits becomes one that breaks the rule, as it does.
+    columns["queue_id"] = pc.min_element_wise(pc.max_element_wise(queue, -2), _QUEUES_END).cast(pa.int32())
     for name in ("born_ms", "accepted_ms"):
         columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
     for name in ("flag", "sys_flag", "reconsume_times"):
@@ -157,10 +161,17 @@ def checksum(rows: pa.Table) -> int:
     return total & (1 << 64) - 1
 
 
-def first_broken(rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
-    """Return for each row of `normalise`d columns the index in rules.RULES of the first rule it breaks, or -1."""
+def first_broken(given: pa.Table, rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
+    """Return for each row the index in rules.RULES of the first rule it breaks, or -1.
+
+    `given`: the columns of the DataFrame, `rows`: the same rows `normalise`d, in which a map of properties is a text.
+    """
     columns = {name: rows.column(name).combine_chunks() for name in rows.column_names}
-    return rules.first_broken(columns, rows.num_rows, now_ms)
+    broken = rules.first_broken(columns, rows.num_rows, now_ms)
+    if "properties" in given.column_names:
+        wrong = rules.map_faults(given.column("properties").combine_chunks())
+        broken[(broken < 0) & wrong] = rules.RULE_OF_MAPS
+    return broken
 
 
 def due_order(rows: pa.Table) -> Int64Array:

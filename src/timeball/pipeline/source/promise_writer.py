@@ -76,11 +76,11 @@ class PromiseTask:
 
     def _write_run(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
         now_ms = endpoint.status().now_ms
-        rows = promise_columns.normalise(rows, now_ms)
+        given, rows = rows, promise_columns.normalise(rows, now_ms)
         written.given += rows.num_rows
         if self.summed:
             written.checksum += promise_columns.checksum(rows)
-        broken = promise_columns.first_broken(rows, now_ms)
+        broken = promise_columns.first_broken(given, rows, now_ms)
         bad = int(np.count_nonzero(broken >= 0))
         if bad:
             if self.options.on_invalid == "fail":

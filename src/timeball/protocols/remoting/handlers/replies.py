@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from timeball.broker.registry.reserved_topics import reply_topic
 from timeball.errors import Unavailable
 from timeball.message import decode_properties
 from timeball.protocols.error_codes import Refused
@@ -21,6 +20,7 @@ from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, text
 from timeball.protocols.remoting.codec.sends import TRACED, LongFields, SendFields
 from timeball.protocols.remoting.connection import Connection
+from timeball.reserved_topics import reply_topic
 
 REPLY_TO = "REPLY_TO_CLIENT"
 PUSH_S = 3.0  # a client takes a reply when it can look at it at all; producers wait 3 s by default

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.registry.reserved_topics import AUTO_CREATE_TOPIC
 from timeball.broker.registry.topic import INHERIT, READ, WRITE
 from timeball.broker.registry.topics import check_topic
 from timeball.message import RETRY_PREFIX
@@ -18,6 +17,7 @@ from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, R
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.handlers.admin.topics import order_conf
+from timeball.reserved_topics import AUTO_CREATE_TOPIC
 
 MASTER_ID = "0"
 

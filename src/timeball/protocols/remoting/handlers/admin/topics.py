@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from timeball import reserved_topics as reserved
 from timeball.broker.administration import TopicChange
-from timeball.broker.registry import reserved_topics as reserved
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
 from timeball.broker.shares import shares

@@ -8,7 +8,7 @@ a topic that does not exist here is refused as well (`rmq_sys_wheel_timer`: our 
 
 from __future__ import annotations
 
-from timeball.message import SCHEDULE_TOPIC
+from timeball.message import DLQ_PREFIX, RETRY_PREFIX, SCHEDULE_TOPIC
 
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 OP_HALF_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
@@ -29,6 +29,11 @@ _NOT_WRITABLE = frozenset(
 )  # fmt: skip
 _SYSTEM = _NOT_WRITABLE | {AUTO_CREATE_TOPIC, BENCHMARK_TOPIC, TRACE_TOPIC}
 SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # what tools leave out of lists
+
+
+# Topics that only RocketMQ's own clients write, as a part of their retries. Nothing that is scheduled goes there.
+NOT_SCHEDULED = tuple(sorted(_NOT_WRITABLE))
+NOT_SCHEDULED_PREFIXES = (SYSTEM_PREFIX, RETRY_PREFIX, DLQ_PREFIX)
 
 
 def reply_topic(cluster_name: str) -> str:
