@@ -262,6 +262,15 @@ def int64(column: pa.Array) -> Int64Array:
     return np.asarray(column.to_numpy(zero_copy_only=True), dtype=np.int64)
 
 
+def lateness_ms(due_ms: int, accepted_ms: int | None, store_ms: int) -> int:
+    """Return how late a message was that became visible at `store_ms`; what was due before it was accepted is on time.
+
+    >>> lateness_ms(1_000, 500, 1_007), lateness_ms(1_000, 5_000, 5_002)
+    (7, 2)
+    """
+    return max(0, store_ms - max(due_ms, accepted_ms or 0))
+
+
 def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
     """Return LOG_SCHEMA rows as READ_SCHEMA rows: the sequence numbers become a column."""
     seq = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))

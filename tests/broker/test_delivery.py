@@ -11,16 +11,17 @@ import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.broker.on_node import on_node
+from tests.broker.on_node import batch, on_node
 from tests.broker.revoking.test_cancel import delivered, said
 from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import eventually, running_node
 
 from timeball import limits
-from timeball.broker.delivery import Brought, Lateness, in_frames, moved_rows, release_rows
+from timeball.broker.delivery import FEW_ROWS, Brought, Lateness, in_frames, moved_rows, release_rows
 from timeball.clock import ManualClock
 from timeball.errors import InvalidMessage, OutOfRange, OverLimit
-from timeball.message import TABLE_SCHEMA, Kind, build_rows, with_seq
+from timeball.limits import DAY_MS
+from timeball.message import TABLE_SCHEMA, Kind, build_rows, lateness_ms, with_seq
 from timeball.schedule.locations import as_promises
 
 
@@ -110,6 +111,20 @@ def test_more_bytes_due_at_once_than_a_frame_holds_are_delivered(
         assert sum(high - low for low, high in node.broker.queues("large").values()) == 100
         with pytest.raises(OverLimit, match="split it"):
             node.run(node.broker.send(sent(14)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS + 1])
+@on_node()
+async def test_what_was_due_before_it_was_accepted_is_not_late(world: World, rows: int) -> None:
+    due_ms = pa.array([world.clock.wall - DAY_MS] * rows, pa.int64())
+    await world.broker.send(batch(rows, due_ms=due_ms))
+    await world.until(lambda: world.broker.lateness.released == rows, "all are released")
+    assert world.broker.lateness.max_ms == world.broker.lateness.sum_ms == 0
+    seqs = world.broker.parts.reader
+    told = [row for part in world.broker.read_log(1, seqs.next_seq) for row in part.to_pylist()]
+    released = [row for row in told if row["kind"] == Kind.RELEASE]
+    assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # it stays the one that was asked for
+    assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
 
 
 # ---- releases by a dispatcher --------------------------------------------------------------------------------------

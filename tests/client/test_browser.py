@@ -11,6 +11,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from timeball import Timeball
 from timeball.client.messages import Message
 from timeball.errors import NotFound, RequestError
+from timeball.limits import DAY_MS, HOUR_MS
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
@@ -66,6 +67,15 @@ def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
     assert message.body == b"later" and message.id == receipt.id and message.promise_seq == receipt.seq
     assert message.due_ms == receipt.due_ms
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
+
+
+def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode, ball: Timeball) -> None:
+    past_ms = ball.status()["now_ms"] - DAY_MS
+    ball.send("overdue", b"x", at=past_ms)
+    (message,) = ball.browse("overdue", "g", wait="60s")
+    assert message.due_ms == past_ms  # as it was asked for
+    assert message.lateness_ms is not None and message.lateness_ms < HOUR_MS
+    assert ball.status()["lateness"]["max_ms"] < HOUR_MS
 
 
 def test_queues_added_later_are_found(ball: Timeball) -> None:

@@ -17,6 +17,7 @@ from timeball.broker.delivery import Lateness
 from timeball.broker.rates import Stat
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.clock import BOUNDS_NS
+from timeball.limits import DAY_MS
 from timeball.monitoring import metrics
 from timeball.monitoring.metrics import OTHERS
 
@@ -32,6 +33,15 @@ async def samples(world: World) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+@on_node()
+async def test_a_due_time_in_the_past_pages_no_operator(world: World) -> None:
+    await world.broker.send(batch(1, due_ms=[world.clock.wall - DAY_MS]))
+    await world.until(lambda: world.broker.lateness.released == 1, "it is released")
+    found = await samples(world)
+    assert found["timeball_release_lateness_seconds_bucket", "0.0"] == 1
+    assert found["timeball_release_lateness_seconds_sum",] == 0
 
 
 @on_node()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pytest
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import log_rows, send
 
@@ -59,6 +60,16 @@ def test_a_release_says_where_and_how_late() -> None:
             "at_ms": 1_007, "lateness_ms": 7, "queue_id": 2, "queue_offset": 9, "attempt": 2, "event_seq": 1,
         }
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accepted_ms", "late_ms"), [(None, 7), (900, 7), (1_005, 2), (1_007, 0), (1_100, 0)]
+)
+def test_a_release_is_late_from_its_acceptance_on(accepted_ms: int | None, late_ms: int) -> None:
+    rows = log_rows(
+        Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, accepted_ms=accepted_ms
+    )
+    assert [event["lateness_ms"] for event in events(rows)] == [late_ms]
 
 
 def test_a_half_message_and_its_end_are_no_events() -> None:

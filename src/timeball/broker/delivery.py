@@ -41,7 +41,9 @@ from timeball.schedule.level_cascade.timing_list import without_list
 FEW_ROWS = 64  # from there on columns cost less
 FEW_BYTES = limits.REQUEST_BYTES_MAX // 64
 _RELEASE = int(Kind.RELEASE)
-_BODY, _PROPERTIES = READ_SCHEMA.get_field_index("body"), READ_SCHEMA.get_field_index("properties")
+_BODY, _PROPERTIES, _DUE_MS, _STORE_MS = map(
+    READ_SCHEMA.get_field_index, ("body", "properties", "due_ms", "store_ms")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,10 @@ class Delivery:
         parts, pairs = self._parts, pairs_of(promises)
         few, places = few_release_rows(values, parts.topics, now_ms, self._build)
         first_seq = parts.writer.next_seq
+        # Not earlier than it was accepted: an instant that had passed then is none that the broker missed.
+        begin_ms = np.array([max(row[_DUE_MS], row[_STORE_MS]) for row in values], dtype=np.int64)
         durable = parts.writer.append(
-            few, on_durable=lambda: self._released(promises, pairs, first_seq, places)
+            few, on_durable=lambda: self._released(promises, pairs, begin_ms, first_seq, places)
         )[1]
         places.give_out()  # without a pause behind the append, so that no other row gets these places
         return durable
@@ -96,8 +100,9 @@ class Delivery:
             promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
         first_seq, pairs = parts.writer.next_seq, pairs_of(promises)
+        begin_ms = np.maximum(pairs[0], int64(promises.column("store_ms")))  # as in `_release_few`
         return parts.writer.append(
-            rows, on_durable=lambda: self._released(promises, pairs, first_seq, placement)
+            rows, on_durable=lambda: self._released(promises, pairs, begin_ms, first_seq, placement)
         )[1]
 
     def rewrite(self, promises: pa.RecordBatch, now_ms: int) -> None:
@@ -120,10 +125,11 @@ class Delivery:
         self,
         promises: ReadRows,
         pairs: Pairs,
+        begin_ms: Int64Array,
         first_seq: int,
         placement: Placement | FewPlaces,
     ) -> None:
-        due_ms, seq = pairs
+        seq = pairs[1]
         placement.index(first_seq)
         placement.count(self._parts.rates, released=True)
         now_ms = self._parts.clock.now_ms()
@@ -134,7 +140,7 @@ class Delivery:
             numbers = seq if isinstance(promises, NumberedRows) else names(promises)[0].to_numpy()
             self._parts.lease_counts.end(numbers)
         self._on_visible(placement.queues())
-        self._lateness.add(np.maximum(0, now_ms - due_ms))
+        self._lateness.add(np.maximum(0, now_ms - begin_ms))
         if self._traces is not None:
             self._traces.released(read_batch(promises), now_ms)
 

@@ -15,7 +15,7 @@ from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.errors import RequestError
 from timeball.instants import After, delay_ms
-from timeball.message import NACK_REASON, decode_properties
+from timeball.message import NACK_REASON, decode_properties, lateness_ms
 
 
 class Member:
@@ -161,9 +161,12 @@ class Leased:
 
     @property
     def lateness_ms(self) -> int | None:
-        """How long after its instant it became visible; None if it was not delayed. Never negative."""
+        """How long after its instant it became visible; None if it was not delayed. Never negative.
+
+        The lateness of a message that was due before it was accepted counts from its acceptance.
+        """
         due_ms = self.due_ms
-        return None if due_ms is None else self.store_ms - due_ms
+        return None if due_ms is None else lateness_ms(due_ms, self._value("accepted_ms"), self.store_ms)
 
     @property
     def attempts(self) -> int:

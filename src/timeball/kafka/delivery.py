@@ -80,12 +80,16 @@ FENCED = frozenset(
 
 
 class Outgoing(NamedTuple):
-    """A record to be written, a message's or its dead letter; `id` is the message's."""
+    """A record to be written, a message's or its dead letter; `id` is the message's.
+
+    `begin_ms`: from when on it is late, its instant or its acceptance behind that.
+    """
 
     id: str
     envelope: Envelope
     value: bytes | None
     due_ms: int | None
+    begin_ms: int | None
     is_dead: bool
 
     @property
@@ -237,7 +241,7 @@ class Delivery:
     # ---- one transaction --------------------------------------------------------------------------------
 
     def _deliver(self, rows: pa.RecordBatch, stop: threading.Event) -> None:
-        names = ("unique_key", "body", "properties", "due_ms")
+        names = ("unique_key", "body", "properties", "due_ms", "accepted_ms")
         columns = [rows.column(name).to_pylist() for name in names]
         messages = [self._outgoing(*values) for values in zip(*columns, strict=True)]
         self._limits.look({one.envelope.topic for one in messages})
@@ -254,8 +258,8 @@ class Delivery:
         self._filed.clear()
         counts.transactions += 1
         counts.undeliverable += sum(one.is_dead for one in written)
-        first_due_ms = min((one.due_ms for one in written if one.due_ms is not None), default=now_ms)
-        counts.late_ms = max(counts.late_ms, now_ms - first_due_ms)
+        first_ms = min((one.begin_ms for one in written if one.begin_ms is not None), default=now_ms)
+        counts.late_ms = max(counts.late_ms, now_ms - first_ms)
 
     def _write(self, found: list[Outgoing], position: int, stop: threading.Event) -> None:
         """Write records and the position behind them, all or none."""
@@ -344,15 +348,24 @@ class Delivery:
     # ---- from a message ---------------------------------------------------------------------------------
 
     def _outgoing(
-        self, name: str | None, body: bytes, properties: str | None, due_ms: int | None
+        self,
+        name: str | None,
+        body: bytes,
+        properties: str | None,
+        due_ms: int | None,
+        accepted_ms: int | None,
     ) -> Outgoing:
+        begin_ms = None if due_ms is None else max(due_ms, accepted_ms or 0)
         envelope, id = records.envelope_of(properties), name or ""
         if envelope is None:
             # Of another client of Timeball's: what it is for is not known.
-            return self._dead(Outgoing(id, Envelope("", None, None, []), body, due_ms, False), STRANGE)
+            return self._dead(
+                Outgoing(id, Envelope("", None, None, []), body, due_ms, begin_ms, False), STRANGE
+            )
         one = Outgoing(
-            id, envelope, None if envelope.is_null else body, due_ms, envelope.topic == self._options.dead
-        )
+            id, envelope, None if envelope.is_null else body, due_ms, begin_ms,
+            envelope.topic == self._options.dead,
+        )  # fmt: skip
         refusal = self._rules.refusal(envelope.topic)
         if refusal is None and not self._topics.has(envelope.topic):
             refusal = f"Kafka has no topic {envelope.topic[:100]!r}"

@@ -39,7 +39,14 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from timeball.broker.components import Accepting, R
 from timeball.clock import Clock
 from timeball.errors import SetupError
-from timeball.message import SEND_NAMES, SMALL_ROWS, SendBatch, decode_properties, encode_properties
+from timeball.message import (
+    SEND_NAMES,
+    SMALL_ROWS,
+    SendBatch,
+    decode_properties,
+    encode_properties,
+    lateness_ms,
+)
 from timeball.trace_context import has_context, have_context, with_contexts
 
 SPANS_PER_S = 500  # of each operation
@@ -165,7 +172,10 @@ class Traces:
             parent = self._context_of(row["properties"])
             span = self._begin("release", SpanKind.INTERNAL, parent, begin_ns, row["topic"])
             if span.is_recording():
-                late = {"timeball.due_ms": due_ms, "timeball.lateness_ms": max(0, now_ms - due_ms)}
+                late = {
+                    "timeball.due_ms": due_ms,
+                    "timeball.lateness_ms": lateness_ms(due_ms, row["store_ms"], now_ms),
+                }
                 span.set_attributes(_of_row(row) | late)
                 self._end(span, max(begin_ns, now_ms * _MS_NS))
 

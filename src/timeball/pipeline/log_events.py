@@ -53,7 +53,7 @@ ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 _KINDS = (Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL)
 _COLUMNS = (
     "seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
-    "reconsume_times", "from_due_ms",
+    "reconsume_times", "from_due_ms", "accepted_ms",
 )  # fmt: skip
 _EVENTS = pa.array(["accepted", "moved", "released", "cancelled"])
 
@@ -83,7 +83,9 @@ def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
     accepted_by_move = pc.fill_null(pc.equal(from_due_ms, NO_INSTANT_MS), False)
     kinds = np.where(accepted_by_move.to_numpy(zero_copy_only=False), int(Kind.PROMISE), kind.to_numpy())
     which = np.searchsorted([int(each) for each in (Kind.PROMISE, Kind.MOVED, Kind.RELEASE)], kinds)
-    lateness_ms = pc.subtract(rows.column("store_ms"), rows.column("due_ms"))
+    # As message.lateness_ms: from its acceptance on, if it was due before.
+    begin_ms = pc.max_element_wise(rows.column("due_ms"), rows.column("accepted_ms"))
+    lateness_ms = pc.max_element_wise(pc.subtract(rows.column("store_ms"), begin_ms), 0)
     attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
     columns = {
         "event": _EVENTS.take(pa.array(which)),

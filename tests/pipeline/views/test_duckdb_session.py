@@ -11,11 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.node_fixture import RunningNode, running_node
-from tests.pipeline.traffic import send, send_due_now
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.pipeline.traffic import send, send_due_now, visible
 
 from timeball import Timeball
 from timeball.errors import NotFound, OverLimit, RequestError
+from timeball.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.views import due_histogram
 from timeball.pipeline.views.duckdb_session import SqlSession
 
@@ -33,6 +34,23 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
             ball.send("plain", b"at once")
         node.run(node.broker.cancel(seqs=[4]))
         yield node
+
+
+def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode) -> None:
+    with Timeball(node.endpoint) as ball:
+        past_ms = ball.status()["now_ms"] - DAY_MS
+        ball.send("overdue", b"x", at=past_ms)
+        eventually(lambda: visible(ball, "overdue") == 1, "it is released")
+    ((due_ms, past, late),) = ask(
+        node, "select due_ms, past_ms, lateness_ms from promises where topic = 'overdue'"
+    )
+    assert due_ms == past_ms and past >= DAY_MS and late < HOUR_MS
+    ((late,),) = ask(node, "select lateness_ms from ledger where topic = 'overdue' and event = 'released'")
+    assert late < HOUR_MS
+    ((late,),) = ask(
+        node, "select store_ms - greatest(due_ms, accepted_ms) from log where topic = 'overdue' and kind = 4"
+    )
+    assert late < HOUR_MS
 
 
 def ask(node: RunningNode, text: str, **options: Any) -> list[tuple[Any, ...]]:

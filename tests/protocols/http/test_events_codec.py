@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from timeball.errors import InvalidMessage
+from timeball.limits import DAY_MS
 from timeball.message import READ_SCHEMA
 from timeball.protocols.http import events_codec
 
@@ -34,6 +35,15 @@ def test_each_event_has_the_position_behind_it() -> None:
         "due": "2026-01-01T00:00:00.000Z", "lateness_ms": 5,
     }  # fmt: skip
     assert json.loads(second.split("data: ")[1])["base64"] == "/w=="
+
+
+def test_what_was_due_before_it_was_accepted_is_not_late() -> None:
+    now_ms = 1_767_225_600_005
+    found = rows(
+        {"seq": 5, "queue_id": 0, "queue_offset": 0, "due_ms": now_ms - DAY_MS, "accepted_ms": now_ms - 3}
+    )
+    event = json.loads(events_codec.events(found, (0,)).decode().split("data: ")[1])
+    assert (event["due"], event["lateness_ms"]) == ("2025-12-31T00:00:00.005Z", 3)
 
 
 def test_an_id_is_read_again() -> None:

@@ -13,17 +13,18 @@ Where the two dialects differ, `_SPELLINGS` or a macro has the difference. So a 
 
 Each column of milliseconds since 1970 has a twin that is an instant in UTC: due_ms and due, accepted_ms and accepted.
 
-Lateness is told by stage, from the log alone; the four add up to `lateness_ms`:
+Lateness counts from the instant, or from the acceptance of a promise that was due before: `past_ms` before it. Of a
+bulk job, the promises are accepted when the files are attached. Lateness is told by stage, from the log alone; the
+three add up to `lateness_ms`:
 
     due ---- accepted ---- the log was down ---- others were being released ---- its own release
-        late_accept_ms      late_outage_ms            late_burst_ms              late_broker_ms
+        past_ms             late_outage_ms            late_burst_ms              late_broker_ms
 
-    accept   it was due before it was accepted; of a bulk job, before the files were attached
     outage   the broker did not run: between the last row of one life and the first of the next
     burst    the broker was busy releasing others up to the instant of the release before
     broker   all other causes: gathering, the group commit before, a stall
 
-`cause` names the largest of the four, and is null for a promise that was on time, waits or was cancelled. The log does
+`cause` names the largest of the three, and is null for a promise that was on time, waits or was cancelled. The log does
 not know what happened behind the queue, in consumers.
 """
 
@@ -222,8 +223,8 @@ def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
 # ---- one row a promise --------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "seq", "topic", "unique_key", "accepted_ms", "due_ms", "released_ms", "cancelled_ms", "lateness_ms",
-    "late_accept_ms", "late_outage_ms", "late_burst_ms", "late_broker_ms", "cause", "attempts",
+    "seq", "topic", "unique_key", "accepted_ms", "due_ms", "released_ms", "cancelled_ms", "past_ms", "lateness_ms",
+    "late_outage_ms", "late_burst_ms", "late_broker_ms", "cause", "attempts",
 )  # fmt: skip
 
 # Where the two engines spell it differently: the numbers of a range; the list of outages, and its overlap with the
@@ -267,33 +268,37 @@ instants AS (
     FROM (SELECT DISTINCT at_ms FROM {events} WHERE event = 'released') AS releases
 ),
 outages AS (SELECT {stops} AS stops FROM {events} WHERE event = 'started'),
+timed AS (
+    SELECT *, greatest(due_ms, coalesce(accepted_ms, due_ms)) AS begin_ms FROM folded
+),
 begun AS (
-    SELECT folded.*, stops, previous_ms,
-           greatest(0, least(lateness_ms, coalesce(accepted_ms, due_ms) - due_ms)) AS late_accept_ms,
-           greatest(due_ms, coalesce(accepted_ms, due_ms)) AS begin_ms
-    FROM folded CROSS JOIN outages LEFT JOIN instants ON folded.released_ms = instants.at_ms
+    SELECT seq, topic, unique_key, accepted_ms, due_ms, released_ms, cancelled_ms, attempts, begin_ms,
+           greatest(0, begin_ms - due_ms) AS past_ms,
+           CASE WHEN lateness_ms IS NOT NULL
+                THEN greatest(0, least(lateness_ms, timed.released_ms - begin_ms)) END AS lateness_ms,
+           stops, previous_ms
+    FROM timed CROSS JOIN outages LEFT JOIN instants ON timed.released_ms = instants.at_ms
 ),
 down AS (
-    SELECT *, CASE WHEN lateness_ms > 0 THEN least(lateness_ms - late_accept_ms, {down}) END AS late_outage_ms
-    FROM begun
+    SELECT *, CASE WHEN lateness_ms > 0 THEN least(lateness_ms, {down}) END AS late_outage_ms FROM begun
 ),
 busy AS (
-    SELECT *, least(lateness_ms - late_accept_ms - late_outage_ms,
+    SELECT *, least(lateness_ms - late_outage_ms,
                     greatest(0, coalesce(previous_ms, 0) - begin_ms - late_outage_ms)) AS late_burst_ms
     FROM down
 ),
 told AS (
-    SELECT *, lateness_ms - late_accept_ms - late_outage_ms - late_burst_ms AS late_broker_ms FROM busy
+    SELECT *, lateness_ms - late_outage_ms - late_burst_ms AS late_broker_ms FROM busy
 )
-SELECT seq, topic, unique_key, accepted_ms, due_ms, released_ms, cancelled_ms, lateness_ms,
-       CASE WHEN lateness_ms > 0 THEN late_accept_ms END AS late_accept_ms,
+SELECT seq, topic, unique_key, accepted_ms, due_ms, released_ms, cancelled_ms,
+       CAST(past_ms AS BIGINT) AS past_ms,
+       CAST(lateness_ms AS BIGINT) AS lateness_ms,
        CAST(late_outage_ms AS BIGINT) AS late_outage_ms,
        CASE WHEN lateness_ms > 0 THEN CAST(late_burst_ms AS BIGINT) END AS late_burst_ms,
        CASE WHEN lateness_ms > 0 THEN CAST(late_broker_ms AS BIGINT) END AS late_broker_ms,
        CASE WHEN lateness_ms > 0 THEN
-            CASE greatest(late_accept_ms, late_outage_ms, late_burst_ms, late_broker_ms)
-                 WHEN late_accept_ms THEN 'accept' WHEN late_outage_ms THEN 'outage'
-                 WHEN late_burst_ms THEN 'burst' ELSE 'broker' END
+            CASE greatest(late_outage_ms, late_burst_ms, late_broker_ms)
+                 WHEN late_outage_ms THEN 'outage' WHEN late_burst_ms THEN 'burst' ELSE 'broker' END
        END AS cause,
        attempts
 FROM told

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from timeball import instants, limits
 from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
-from timeball.message import decode_properties
+from timeball.message import decode_properties, lateness_ms
 from timeball.protocols.error_codes import Refused
 from timeball.rules import with_valid_fields
 
@@ -228,19 +228,21 @@ def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMa
     """Return what was handed out, under the topic that was asked for: some of it may come from a retry topic."""
     names = (
         "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys",
-        "properties", "due_ms",
+        "properties", "due_ms", "accepted_ms",
     )  # fmt: skip
     values = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
     found = []
     for handle, row in zip(handles, values, strict=True):
-        seq, queue, offset, store_ms, times, unique_key, body, tag, keys, properties, due_ms = row
+        seq, queue, offset, store_ms, times, unique_key, body, tag, keys, properties, due_ms, accepted_ms = (
+            row
+        )
         text, raw = shown(body or b"")
         one = Leased(
             handle, topic, 1 + (times or 0), seq, queue, offset, instant_text(store_ms), unique_key, text, raw,
             tag, (keys or "").split(), decode_properties(properties or ""),
         )  # fmt: skip
         if due_ms is not None:
-            one.due, one.lateness_ms = instant_text(due_ms), store_ms - due_ms
+            one.due, one.lateness_ms = instant_text(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
         found.append(one)
     return LeasedMany(found)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from timeball import limits
 from timeball.errors import InvalidMessage
-from timeball.message import decode_properties
+from timeball.message import decode_properties, lateness_ms
 from timeball.protocols.http.codec import encode, instant_text, shown
 
 EVENTS = "text/event-stream"
@@ -23,6 +23,7 @@ RETRY_MS = 1_000  # after which a browser connects again
 _ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})*")
 _COLUMNS = (
     "seq", "queue_id", "queue_offset", "store_ms", "unique_key", "body", "tag", "keys", "properties", "due_ms",
+    "accepted_ms",
 )  # fmt: skip
 
 
@@ -65,14 +66,14 @@ def events(rows: pa.RecordBatch, offsets: Sequence[int]) -> bytes:
     """Return READ_SCHEMA rows of queues as events, each with the position behind it; `offsets`: the one before."""
     position, parts = list(offsets), []
     for values in zip(*(rows.column(name).to_pylist() for name in _COLUMNS), strict=True):
-        seq, queue, offset, store_ms, unique_key, body, tag, keys, properties, due_ms = values
+        seq, queue, offset, store_ms, unique_key, body, tag, keys, properties, due_ms, accepted_ms = values
         text, raw = shown(body or b"")
         event = Event(
             seq, queue, offset, instant_text(store_ms), unique_key, text, raw, tag, (keys or "").split(),
             decode_properties(properties or ""),
         )  # fmt: skip
         if due_ms is not None:
-            event.due, event.lateness_ms = instant_text(due_ms), store_ms - due_ms
+            event.due, event.lateness_ms = instant_text(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
         position[queue] = offset + 1
         parts.append(b"id: %s\ndata: %s\n\n" % (id_of(position), encode(event)))
     return b"".join(parts)

@@ -13,6 +13,8 @@ from tests.node_fixture import RunningNode
 from tests.protocols.arrow_types import ROWS, TYPES, column
 from tests.protocols.http.client import Client
 
+from timeball.limits import DAY_MS, HOUR_MS
+
 
 def test_a_message_for_now_is_received_and_acknowledged(client: Client) -> None:
     sent = client.send("now", {"body": "hello", "key": "order-7", "tag": "new", "properties": {"a": "1"}})
@@ -52,6 +54,13 @@ def test_a_delay_is_read_in_each_form(client: Client, node: RunningNode, after: 
     sent = client.send("later", {"body": "x", "after": after})
     assert sent.status == 201, sent
     assert before_ms + 1_800_000 <= sent.value["due_ms"] <= node.broker.parts.clock.now_ms() + 1_800_000
+
+
+def test_a_due_time_in_the_past_is_no_lateness(client: Client, node: RunningNode) -> None:
+    past_ms = node.broker.parts.clock.now_ms() - DAY_MS
+    assert client.send("overdue", {"body": "x", "at": past_ms}).status == 201
+    (got,) = client.receive("overdue", wait="30s").value["messages"]
+    assert got["lateness_ms"] < HOUR_MS and node.broker.lateness.max_ms < HOUR_MS
 
 
 @pytest.mark.parametrize("at", ["2031-01-31T09:00:00Z", "2031-01-31T10:00:00.000+01:00", 1_927_616_400_000])
