@@ -2,6 +2,7 @@
 
 import io
 import struct
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -11,8 +12,9 @@ from tests.accounts import ACCESS_FILE
 from tests.protocols.arrow_types import TYPES
 
 from timeball import limits
-from timeball.access import ANONYMOUS, Access, parse
+from timeball.access import Access, parse
 from timeball.broker.few_sends import rows_in
+from timeball.broker.policy import Policy
 from timeball.errors import Forbidden, InvalidDelay, InvalidMessage, OverLimit
 from timeball.log.few_rows import MessageEncoder
 from timeball.message import SendRow
@@ -21,7 +23,7 @@ from timeball.protocols.arrow_columns import SEND_SCHEMA, SendColumns
 
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
-    return SendColumns(batch.schema).adopt(batch, ANONYMOUS)
+    return SendColumns(batch.schema).adopt(batch, None)
 
 
 def batch(**columns: object) -> pa.RecordBatch:
@@ -129,16 +131,16 @@ def test_a_column_has_one_of_the_types_that_are_listed(kind: pa.DataType) -> Non
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
 def test_topics_are_decided_about_before_other_columns_are_read(kind: pa.DataType) -> None:
     access = Access(parse(ACCESS_FILE.encode(), "access.toml"))
-    caller = access.named("shop")  # may send to `orders`
+    allow = partial(Policy.allow, access.named("shop"))  # who may send to `orders`
     offsets = pa.py_buffer(struct.pack("<3i", 0, 9, 1))  # not sound: the second text runs backwards
     unsound = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"lying-one"))
     for topics, error in ((["orders", "news"], Forbidden), (["orders", "orders"], InvalidMessage)):
         columns = {"topic": pa.array(topics, kind), "body": [b"x"] * 2, "tag": unsound}
         with pytest.raises(error, match="topic 'news'" if error is Forbidden else "not a sound"):
             rows = batch(**columns)
-            SendColumns(rows.schema).adopt(rows, caller)
+            SendColumns(rows.schema).adopt(rows, allow)
     sound = batch(topic=pa.array(["orders"], kind))
-    assert SendColumns(sound.schema).adopt(sound, caller).num_rows == 1
+    assert SendColumns(sound.schema).adopt(sound, allow).num_rows == 1
 
 
 @pytest.mark.parametrize("due_ms", [1_800_000_000, 20_300_131, 0, -5])
@@ -243,9 +245,7 @@ def read(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
 
 
 def reference(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | None:
-    return rows_in(
-        SendColumns(schema).adopt(ipc.batch(memoryview(header), memoryview(body), schema), ANONYMOUS)
-    )
+    return rows_in(SendColumns(schema).adopt(ipc.batch(memoryview(header), memoryview(body), schema), None))
 
 
 @compiled

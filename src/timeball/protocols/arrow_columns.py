@@ -16,7 +16,7 @@ before another column is read or converted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball import limits, rules
-from timeball.access import ANONYMOUS, Caller, Verb
+from timeball.access import Verb
 from timeball.config import CodecChoice
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.log.few_rows import encoder_of
@@ -35,6 +35,8 @@ SEND_SCHEMA = pa.schema(
     [(name, kind) for name, kind in SEND_COLUMNS.items() if name not in ("born_host", "delay_level")]
 )
 REQUIRED = ("topic", "body")
+# The policy's decision about one caller: `allow(verb, topic=...)` raises Forbidden or Unauthorized.
+Allow = Callable[..., None]
 _TEXTS = (pa.string(), pa.large_string())
 _INTEGERS = (
     pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()
@@ -97,16 +99,16 @@ class SendColumns:
             return found
         return None  # `adopt` names the row
 
-    def adopt(self, batch: pa.RecordBatch, caller: Caller) -> pa.RecordBatch:
+    def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden.
 
-        `caller`: must have the right to send to the topics; ANONYMOUS has it.
+        `allow`: decides about the topics before other columns are read; None when that is decided already.
         """
         if not self.rows_min <= batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             _refuse_rows(batch.num_rows)
         try:
-            if caller is not ANONYMOUS:
-                self._check_topics(batch, caller)
+            if allow is not None:
+                self._check_topics(batch, allow)
             batch.validate(full=True)
             if not (self._exact and _is_small(batch)):
                 check_bytes(sum(column.nbytes for column in batch.columns))
@@ -122,11 +124,11 @@ class SendColumns:
             rules.check_due_times(batch.column("due_ms"))
         return batch
 
-    def _check_topics(self, batch: pa.RecordBatch, caller: Caller) -> None:
+    def _check_topics(self, batch: pa.RecordBatch, allow: Allow) -> None:
         topics = batch.column(self._required[REQUIRED.index("topic")])
         topics.validate(full=True)
         for topic in topics.drop_null().unique():
-            caller.check(Verb.SEND, topic=topic.as_py())
+            allow(Verb.SEND, topic=topic.as_py())
 
 
 class SourceColumns(SendColumns):
@@ -149,9 +151,10 @@ class ReleaseColumns:
         if unknown:
             raise InvalidMessage(f"unknown column {unknown[0][:80]!r}; the table has {TABLE_SCHEMA.names}")
 
-    def adopt(self, batch: pa.RecordBatch, caller: Caller) -> pa.RecordBatch:
+    def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """The batch in TABLE_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden."""
-        caller.check(Verb.ADMIN)
+        if allow is not None:
+            allow(Verb.ADMIN)
         if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             raise OverLimit(
                 f"{batch.num_rows} rows: between 1 and {limits.ROWS_PER_REQUEST_MAX} in one batch"

@@ -15,7 +15,6 @@ from tests.pipeline.due_rows import status
 from tests.protocols.flight.test_exchange import answers
 
 from timeball import limits
-from timeball.access import ANONYMOUS
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import TABLE_SCHEMA
 from timeball.protocols.arrow_columns import ReleaseColumns
@@ -135,7 +134,7 @@ def test_columns_are_those_of_the_table(schema: pa.Schema) -> None:
 def test_columns_may_stand_in_any_order() -> None:
     batch = rows([1, 2], 1)
     turned = batch.select(TABLE_SCHEMA.names[::-1])
-    assert ReleaseColumns(turned.schema).adopt(turned, ANONYMOUS).equals(batch)
+    assert ReleaseColumns(turned.schema).adopt(turned, None).equals(batch)
 
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +142,14 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ROWS_PER_REQUEST_MAX", 2)
     for batch in (rows([1] * 3, 1), rows([], 1)):
         with pytest.raises(OverLimit, match="between 1 and 2"):
-            columns.adopt(batch, ANONYMOUS)
+            columns.adopt(batch, None)
     long = pa.array([b"b" * (limits.BODY_BYTES_MAX + 1)], pa.binary())
     batch = rows([1], 1)
     with pytest.raises(InvalidMessage, match=f"more than {limits.BODY_BYTES_MAX} bytes"):
-        columns.adopt(batch.set_column(batch.schema.get_field_index("body"), "body", long), ANONYMOUS)
+        columns.adopt(batch.set_column(batch.schema.get_field_index("body"), "body", long), None)
     monkeypatch.setattr(limits, "BATCH_BYTES_MAX", 3)
     with pytest.raises(OverLimit, match="smaller"):
-        columns.adopt(rows([1], 1), ANONYMOUS)
+        columns.adopt(rows([1], 1), None)
 
 
 def test_a_stop_answers_what_is_under_way(tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from timeball.access import Caller
+from timeball.access import ANONYMOUS, Caller
 from timeball.errors import InvalidMessage, OverLimit, RequestError, Unavailable
 from timeball.message import SendBatch
 from timeball.protocols import arrow_ipc as ipc
-from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, size_of
+from timeball.protocols.arrow_columns import Allow, ReleaseColumns, SendColumns, size_of
 from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf
 from timeball.protocols.flight.calls import Admit, FlightCall, framed
@@ -59,9 +60,13 @@ Choose = Callable[
 
 
 class Shared(NamedTuple):
-    """Parts of the edge that all its streams share. `choose`: who takes the batches, and how a schema is checked."""
+    """Parts of the edge that all its streams share.
+
+    `choose`: who takes the batches, and how a schema is checked. `allow`: the policy's decision about a caller.
+    """
 
     choose: Choose
+    allow: Allow
     budget: ByteShares
     decoding: Executor
     limit: SharedLimit
@@ -247,9 +252,9 @@ class Upload(FlightCall):
                 rows = self._columns.rows(message.header, message.body)
                 if rows is not None:
                     return _Entry(rows, message.size_bytes, "")
-            batch = self._columns.adopt(
-                ipc.batch(message.header, message.body, self._schema), self.call.caller
-            )
+            caller = self.call.caller
+            allow = None if caller is ANONYMOUS else partial(self._shared.allow, caller)
+            batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema), allow)
             size_bytes = size_of(batch)
             key = codec.metadata_text(message.metadata)
         except Exception as error:  # of any kind: this batch gets an answer and the next one its turn

@@ -72,7 +72,9 @@ class FlightEdge:
         self._send_streams = SharedLimit("send streams", STREAMS_MAX)
         self._decoding = ThreadPoolExecutor(1, "flight-decodes")
         self._uploads: set[Upload] = set()
-        self._shared = Shared(self._choose, self._budget, self._decoding, self._send_streams, self._uploads)
+        self._shared = Shared(
+            self._choose, broker.policy.allow, self._budget, self._decoding, self._send_streams, self._uploads
+        )
         self._is_closing = False
         self._handlers: dict[str, Handler] = {
             "DoAction": self._do_action,

@@ -23,7 +23,6 @@ import msgspec
 import pyarrow as pa
 
 from timeball import limits
-from timeball.access import ANONYMOUS
 from timeball.answers import SentState
 from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.message import SEND_COLUMNS, SendBatch, SendRow
@@ -344,7 +343,7 @@ def _arrow(topic: str, data: bytes) -> Sending:
                 f"more than {limits.ROWS_PER_REQUEST_MAX} rows in one request: send fewer at once"
             )
         # The policy has decided about the topic, which the path names.
-        batches.append(columns.adopt(_with_topic(batch, topic, schema), ANONYMOUS))
+        batches.append(columns.adopt(_with_topic(batch, topic, schema), None))
     if not batches:
         raise InvalidMessage("no record batch: send at least one row")
     whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
