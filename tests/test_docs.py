@@ -165,7 +165,7 @@ def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "listing"),
     [
-        ("docs/decisions", "ARCHITECTURE.md"),
+        ("docs/decisions", "docs/decisions.md"),
         ("docs/formats", "README.md"),
         ("docs/formats", "CHANGELOG.md"),
         ("docs/formats", "docs/operations.md"),

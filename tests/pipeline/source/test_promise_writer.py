@@ -99,7 +99,8 @@ def test_a_repeat_is_known_after_many_others_and_a_restart(
 def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, broker: Endpoint) -> None:
     rows = {"topic": ["fine", "not fine", "worse!"], "body": ["b"] * 3}
     with pytest.raises(
-        InvalidMessage, match=r"2 of 3 rows .*first \(topic 'not fine'\): topic: .*on_invalid=drop"
+        InvalidMessage,
+        match=r"2 of 3 rows .*first \(row 1 of its task, topic 'not fine'\): topic: .*on_invalid=drop",
     ):
         task(node, rows)
     done = task(node, rows, on_invalid="drop")
@@ -180,7 +181,10 @@ def test_a_dataframe_becomes_promises_in_one_attach(
 def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode) -> None:
     now = dt.datetime.now(dt.UTC)
     frame = spark.createDataFrame(
-        [("t", b"at once", None, "k1", {"colour": "red"}), ("t", b"past", now, "k2", {})],
+        [
+            ("t", b"at once", now - dt.timedelta(days=1), "k1", {"colour": "red"}),
+            ("t", b"past", now, "k2", {}),
+        ],
         "topic string, body binary, due timestamp, keys string, properties map<string,string>",
     )
     save(frame, node)
