@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from timeball.errors import InvalidMessage
 from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.protocols.remoting.codec.codes import MessageFlag
+from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON, Codec
 from timeball.protocols.remoting.codec.records import (
     MAGIC_V1,
     MAGIC_V2,
@@ -32,6 +33,8 @@ from timeball.protocols.remoting.codec.records import (
 V4 = Host(bytes([127, 0, 0, 1]), 10911)
 V6 = Host(bytes(15) + b"\x01", 10911)
 NOBODY = Host(bytes(4), 0)
+CODECS = [PYTHON, *([COMPILED] if COMPILED else [])]
+REGION = "MSG_REGION\x01DefaultRegion\x02"
 
 bodies = st.binary(max_size=40)
 properties = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -89,8 +92,25 @@ def test_a_stored_message_says_all_its_fields() -> None:
         "magic": MAGIC_V1, "queue_id": 3, "flag": 5, "queue_offset": 9, "seq": 17, "sys_flag": 1, "born_ms": 1_000,
         "born": (bytes([10, 1, 2, 3]), 4567), "store_ms": 2_000, "store": (V4.address, V4.port),
         "reconsume_times": 2, "prepared_seq": 0, "body": b"close it", "topic": "orders",
-        "properties": "KEYS\x0117\x02TAGS\x01A\x02",
+        "properties": "KEYS\x0117\x02TAGS\x01A\x02" + REGION,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ("", REGION), ("TAGS\x01A", f"TAGS\x01A\x02{REGION}"), ("TAGS\x01A\x02", f"TAGS\x01A\x02{REGION}"),
+        ("MSG_REGION\x01eu\x02", f"MSG_REGION\x01eu\x02{REGION}"),  # the last one counts
+        ("p" * 32_741, "p" * 32_741 + "\x02" + REGION), ("p" * 32_742, "p" * 32_742),
+        ("p" * 32_741 + "\x02", "p" * 32_741 + "\x02" + REGION), ("p" * 32_742 + "\x02", "p" * 32_742 + "\x02"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_a_consumer_is_told_a_region_when_there_is_room(codec: Codec, sent: str, told: str) -> None:
+    """Java's client reads a length above 32,767 as no properties at all."""
+    batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, properties=[sent] * 4)
+    found = decoded(b"".join(codec.encode_each(batch, store_host=V4, born_host=NOBODY)))
+    assert [message["properties"] for message in found] == [told] * 4
 
 
 @pytest.mark.parametrize(
@@ -114,7 +134,25 @@ def test_what_a_timer_has_delivered_says_so(sent: str, has_waited: bool) -> None
         "TIMER_DEQUEUE_MS\x019002\x02"
     )
     end = "" if sent.endswith("\x02") else "\x02"
-    assert message["properties"] == (sent + end + added if has_waited else sent)
+    assert message["properties"] == (sent + end + added if has_waited else sent + end) + REGION
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("column", [None, "t"])
+def test_a_timer_says_nothing_where_there_is_no_room(codec: Codec, column: str | None) -> None:
+    sizes = [32_600, 32_675, 32_676, 32_740, 32_767]
+    sent = [("TIMER_DELAY_SEC\x015\x02" + "p" * size)[:size] for size in sizes]
+    released = rows(
+        seq=[1] * 5, topic=["orders"] * 5, queue_id=[3] * 5, properties=sent, tag=[column] * 5,
+        store_ms=[9_002] * 5, due_ms=[9_000] * 5, accepted_ms=[4_000] * 5,
+    )  # fmt: skip
+    found = codec.encode_each(released, store_host=V4, born_host=NOBODY)
+    assert found == PYTHON.encode_each(released, store_host=V4, born_host=NOBODY)
+    told = [message["properties"] for message in decoded(b"".join(found))]
+    if column is None:
+        assert ["TIMER_OUT_MS" in text for text in told] == [True, True, False, False, False]
+        assert [REGION in text for text in told] == [True, False, True, True, False]
+        assert max(map(len, told)) <= 32_767
 
 
 def test_a_timers_message_that_waits_does_not_say_that_it_was_delivered() -> None:
@@ -123,7 +161,7 @@ def test_a_timers_message_that_waits_does_not_say_that_it_was_delivered() -> Non
         seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[4_000], due_ms=[9_000]
     )
     [message] = decoded(encode_stored(waiting, store_host=V4, born_host=NOBODY))
-    assert message["properties"] == sent
+    assert message["properties"] == sent + REGION
 
 
 def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
@@ -142,7 +180,12 @@ def test_what_a_row_leaves_out_is_zero_or_empty() -> None:
     batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["broker.example"])
     [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert message["born"] == (bytes(4), 0)
-    assert (message["body"], message["properties"], message["store_ms"], message["flag"]) == (b"", "", 0, 0)
+    assert (message["body"], message["properties"], message["store_ms"], message["flag"]) == (
+        b"",
+        REGION,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(("length", "magic"), [(127, MAGIC_V1), (128, MAGIC_V2), (300, MAGIC_V2)])
@@ -170,7 +213,9 @@ def test_many_stored_messages_follow_each_other(messages: list[tuple[bytes, str]
         body=[body for body, _ in messages], properties=[text for _, text in messages],
     )  # fmt: skip
     found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
-    assert [(m["body"], m["properties"]) for m in found] == messages
+    # What a reader makes of it is the text that was sent, and the region behind it.
+    wanted = [(body, text + "\x02" * (text[-1:] not in ("", "\x02")) + REGION) for body, text in messages]
+    assert [(m["body"], m["properties"]) for m in found] == wanted
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------
@@ -270,7 +315,7 @@ def test_back_again(host: Host, topic: str, bodies: list[bytes]) -> None:
     assert (first.store_host, first.born_host, first.properties) == (
         host,
         Host(bytes([1, 2, 3, 4]), 5),
-        {"a": "b"},
+        {"a": "b", "MSG_REGION": "DefaultRegion"},
     )
 
 

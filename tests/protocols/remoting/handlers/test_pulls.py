@@ -176,7 +176,9 @@ def test_what_flight_clients_send_has_the_properties_that_rocketmqs_look_for(
     with Timeball(node.endpoint) as ball:
         ball.send("orders", b"x", tag="A", keys=["k1"], properties={"TAGS2": "no"}, message_id="I" * 32)
     [message] = messages(pulled(wire))
-    assert message.properties == {"TAGS2": "no", "UNIQ_KEY": "I" * 32, "TAGS": "A", "KEYS": "k1"}
+    assert message.properties == {
+        "TAGS2": "no", "UNIQ_KEY": "I" * 32, "TAGS": "A", "KEYS": "k1", "MSG_REGION": "DefaultRegion",
+    }  # fmt: skip
 
 
 def test_only_some_tags(wire: Wire) -> None:

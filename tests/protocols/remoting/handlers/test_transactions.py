@@ -173,6 +173,7 @@ async def test_a_producer_of_the_group_is_asked_with_the_message(world: World) -
         "KEYS": "k",
         "TRANSACTION_CHECK_TIMES": "1",
         "__transactionId__": "A17",
+        "MSG_REGION": "DefaultRegion",
     }
     pair.close()
 

@@ -84,12 +84,14 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_
         if host is None:
             host = hosts[born] = parse_host(born, born_host)
         text = _with_columns(properties or "", tag, keys, unique_key)
+        told = text.encode()
         # A row that says when its promise was accepted is its release.
         if due_ms is not None and accepted_ms is not None and _is_timers(text):
-            text += _timer_properties(text, topic, queue_id, due_ms, accepted_ms, store_ms or 0)
+            told = _added(told, _timer_properties(topic, queue_id, due_ms, accepted_ms, store_ms or 0))
         found.append(
             _stored(
-                seq, topic.encode(), queue_id, offset or 0, body or b"", text.encode(), born_ms or 0, host,
+                seq, topic.encode(), queue_id, offset or 0, body or b"", _added(told, REGION),
+                born_ms or 0, host,
                 store_ms or 0, store_host, flag or 0, sys_flag or 0, times or 0, source or 0,
             )
         )  # fmt: skip
@@ -143,17 +145,27 @@ def _is_timers(properties: str) -> bool:
     return has(TIMER_PREFIX) and not has(TIMER_DONE) and not has(REAL_TOPIC)
 
 
-def _timer_properties(
-    properties: str, topic: str, queue_id: int, due_ms: int, accepted_ms: int, store_ms: int
-) -> str:
+def _timer_properties(topic: str, queue_id: int, due_ms: int, accepted_ms: int, store_ms: int) -> bytes:
     """Return what RocketMQ's timers add to the properties of a message that they have delivered."""
     # When it was due, where it was to go, when it came into the wheel and when it left it.
     added = {
         "TIMER_OUT_MS": due_ms, "REAL_TOPIC": topic, "REAL_QID": queue_id, "TIMER_ENQUEUE_MS": accepted_ms,
         "TIMER_DEQUEUE_MS": store_ms,
     }  # fmt: skip
-    end = "" if properties.endswith("\x02") else "\x02"
-    return end + "".join(f"{name}\x01{value}\x02" for name, value in added.items())
+    return "".join(f"{name}\x01{value}\x02" for name, value in added.items()).encode()
+
+
+# RocketMQ's broker adds its region to each message, and consumers of 5.x trace no message without one. The last
+# property of a name counts: this one, also when a client has sent a region, as with RocketMQ.
+REGION = b"MSG_REGION\x01DefaultRegion\x02"
+PROPERTIES_JAVA_MAX = 32767  # Java's clients read the size as a signed number, and no properties below zero
+
+
+def _added(properties: bytes, more: bytes) -> bytes:
+    """Return these properties and more behind them; without the latter when Java's clients could not read all."""
+    end = b"" if not properties or properties.endswith(b"\x02") else b"\x02"
+    found = properties + end + more
+    return found if len(found) <= PROPERTIES_JAVA_MAX else properties
 
 
 _STORED = [

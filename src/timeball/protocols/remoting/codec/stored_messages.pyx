@@ -51,6 +51,9 @@ cdef bytes _timer = records.TIMER_PREFIX.encode(), _done = records.TIMER_DONE.en
 cdef bytes _real = records.REAL_TOPIC.encode()
 cdef Text TIMER_PREFIX = Text(_timer, len(_timer)), TIMER_DONE = Text(_done, len(_done))
 cdef Text REAL_TOPIC = Text(_real, len(_real))
+cdef bytes _region = b"\x02" + records.REGION
+cdef Text REGION = Text(_region, len(_region))  # with what ends the property before it
+cdef Py_ssize_t PROPERTIES_JAVA_MAX = records.PROPERTIES_JAVA_MAX
 
 
 cdef struct Columns:  # in the order of NAMES
@@ -203,6 +206,7 @@ cdef struct Record:
     Py_ssize_t total
     bint is_v1
     int32_t sys_flag
+    Text region  # what follows the properties
 
 
 cdef class Hosts:
@@ -281,7 +285,7 @@ cdef class Hosts:
         put(added, b"\x02TIMER_DEQUEUE_MS\x01", 18)
         put_number(added, number64(&of.store_ms, row))
         put(added, b"\x02", 1)
-        self.properties = Text(added.data, added.size)
+        self.properties = Text(added.data, added.size if added.size <= PROPERTIES_JAVA_MAX else own.size)
         return 0
 
     cdef bint measure(self, Columns* of, Py_ssize_t row, Record* found) except -1:
@@ -302,12 +306,13 @@ cdef class Hosts:
             self.add_timer(of, row, topic)
         if self.properties.size > PROPERTIES_MAX or topic.size > TOPIC_MAX or not self.born or not self.store:
             return False
+        found.region = region_behind(self.properties)
         found.is_v1 = topic.size <= TOPIC_V1_MAX
         found.sys_flag = number32(&of.sys_flag, row) & ~(BORN_V6 | STORE_V6)
         found.sys_flag |= (BORN_V6 if len(self.born) > 8 else 0) | (STORE_V6 if len(self.store) > 8 else 0)
         found.total = (
             FIXED_BYTES + len(self.born) - 4 + len(self.store) - 4 + text(&of.body, row).size + topic.size
-            + self.properties.size + (not found.is_v1)
+            + self.properties.size + found.region.size + (not found.is_v1)
         )
         return True
 
@@ -316,6 +321,7 @@ cdef class Hosts:
         cdef Text topic = text(&of.topic, row), body = text(&of.body, row)
         cdef char* at = begin
         cdef bint is_committed = record.sys_flag & ENDED == COMMITTED
+        cdef Py_ssize_t properties_size = self.properties.size + record.region.size
         at = _put32(at, record.total)
         at = _put32(at, MAGIC_V1 if record.is_v1 else MAGIC_V2)
         at = _put32(at, checksum(body) & 0x7FFFFFFF)
@@ -337,8 +343,9 @@ cdef class Hosts:
             at += 1
         at[0] = <char> topic.size
         at = _put(at + 1, topic.at, topic.size)
-        at[0], at[1] = <char> (self.properties.size >> 8), <char> self.properties.size
+        at[0], at[1] = <char> (properties_size >> 8), <char> properties_size
         at = _put(at + 2, self.properties.at, self.properties.size)
+        at = _put(at, record.region.at, record.region.size)
         assert at == begin + record.total
         return 0
 
@@ -397,6 +404,14 @@ cdef uint32_t checksum(Text of) noexcept:
         crc = crc >> 8 ^ CRCS[0][(crc ^ at[0]) & 0xFF]
         at += 1
     return ~crc
+
+
+cdef inline Text region_behind(Text properties) noexcept:
+    """Return what names the region behind these properties; see records.py. Empty when it does not fit."""
+    cdef bint is_ended = properties.size == 0 or properties.at[properties.size - 1] == 2
+    if properties.size + REGION.size - is_ended > PROPERTIES_JAVA_MAX:
+        return Text(NULL, 0)
+    return Text(REGION.at + is_ended, REGION.size - is_ended)
 
 
 cdef bint is_timers(Text properties) noexcept:
