@@ -7,6 +7,7 @@ import pytest
 from tests.cli.in_process import run_here
 
 from timeball.cli.units import show_wait
+from timeball.limits import HOUR_MS
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
@@ -79,7 +80,11 @@ def test_an_instant_that_has_passed_is_due_now(endpoint: str) -> None:
     """What --at names is absolute."""
     [receipt] = _json("schedule", "past", "x", "--at", "2020-01-01T00:00:00Z", "--endpoint", endpoint)
     assert receipt["due_ms"] == 1_577_836_800_000
-    assert len(_pull_until(endpoint, "past", 1)) == 1
+    assert receipt["past_ms"] == receipt["store_ms"] - receipt["due_ms"]  # type: ignore[operator]
+    ended = run_here("schedule", "past", "x", "--at", "2020-01-01T00:00:00Z", "--endpoint", endpoint)
+    assert "the due time was in the past: 2020-01-01T00:00:00" in ended.stderr
+    messages = _pull_until(endpoint, "past", 2)
+    assert len(messages) == 2 and all(one["lateness_ms"] < HOUR_MS for one in messages)  # type: ignore[operator]
 
 
 def test_people_are_told_the_instant_and_pipes_only_the_id(endpoint: str) -> None:

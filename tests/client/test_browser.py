@@ -71,7 +71,8 @@ def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
 
 def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode, ball: Timeball) -> None:
     past_ms = ball.status()["now_ms"] - DAY_MS
-    ball.send("overdue", b"x", at=past_ms)
+    assert ball.send("overdue", b"x", at=past_ms).past_ms >= DAY_MS
+    assert ball.send("other", b"x").past_ms == ball.send("other", b"x", after=0).past_ms == 0
     (message,) = ball.browse("overdue", "g", wait="60s")
     assert message.due_ms == past_ms  # as it was asked for
     assert message.lateness_ms is not None and message.lateness_ms < HOUR_MS

@@ -210,7 +210,11 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
         print_json(receipt)
         return
     print_line(receipt.id)
-    if receipt.due_ms is not None:
+    if receipt.due_ms is not None and receipt.past_ms:
+        print_note(
+            f"the due time was in the past: {show_instant(receipt.due_ms)}; the message is delivered now"
+        )
+    elif receipt.due_ms is not None:
         print_note(f"due {show_instant(receipt.due_ms)}, in {show_wait(receipt.due_ms - receipt.store_ms)}")
 
 

@@ -33,7 +33,8 @@ class Receipt(msgspec.Struct, frozen=True):
     """One message is on disk. `due_ms` is None for a message that is visible at once.
 
     `outcome`: "created" by this send; or "exists", as it was sent before under the same message id. `state` is the
-    current state of the message (answers.SentState), and `due_ms` its current due time.
+    current state of the message (answers.SentState), and `due_ms` its current due time. `past_ms`: for how long the due
+    time had passed when the broker accepted the message, which it then delivers at once; 0 for all others.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Receipt(msgspec.Struct, frozen=True):
     store_ms: int
     outcome: str = "created"
     state: str = "waiting"
+    past_ms: int = 0
 
 
 class ExistingRows(msgspec.Struct, frozen=True):

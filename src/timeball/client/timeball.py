@@ -155,7 +155,8 @@ class Timeball(Reader):
         if relative_ms is not None:
             due_ms = ack.store_ms + relative_ms
         state = "visible" if due_ms is None or due_ms <= ack.store_ms else "waiting"
-        return Receipt(key, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state)
+        past_ms = 0 if due_ms is None else max(0, ack.store_ms - due_ms)
+        return Receipt(key, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state, past_ms)
 
     def send_many(
         self,

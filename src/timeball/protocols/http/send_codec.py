@@ -74,7 +74,7 @@ class Sent(msgspec.Struct, omit_defaults=True):
     """The answer to a message that was taken. Without `due` it is in its queue already.
 
     Of a send with an idempotency key, `outcome`: created, or "exists" when it was sent before. Of one that is repeated,
-    `state` and `due`: its current state and due time.
+    `state` and `due`: its current state and due time. `past_ms`: for how long `due` had passed when it was taken.
     """
 
     id: str
@@ -84,6 +84,7 @@ class Sent(msgspec.Struct, omit_defaults=True):
     due_ms: int | None = None
     outcome: str | None = None
     state: str | None = None
+    past_ms: int = 0
 
 
 class SentMany(msgspec.Struct):
@@ -103,11 +104,15 @@ class SentRows(msgspec.Struct, omit_defaults=True):
 
 
 class Place(NamedTuple):
-    """The id of a message and its instant: one of due_ms and delay_ms, or none of them."""
+    """The id of a message and its instant: one of due_ms and delay_ms, or none of them.
+
+    `is_relative`: due_ms was made of a delay, which cannot be in the past.
+    """
 
     message_id: str
     due_ms: int | None
     delay_ms: int | None
+    is_relative: bool = False
 
 
 class Sending(NamedTuple):
@@ -246,14 +251,16 @@ def sent(
         counts = Counter(each.state for each in states)
         return SentRows(first_seq, sending.row_count, durable, outcome, counts)
     answers = []
-    for at, (message_id, due_ms, delay_ms) in enumerate(sending.places):
-        state = None
+    for at, (message_id, due_ms, delay_ms, is_relative) in enumerate(sending.places):
+        state, past_ms = None, 0
         if states:
             state, due_ms = states[at].state, states[at].due_ms
         elif delay_ms is not None:
             due_ms = store_ms + delay_ms
+        elif due_ms is not None and not is_relative:
+            past_ms = max(0, store_ms - due_ms)
         text = None if due_ms is None else instant_text(due_ms)
-        answers.append(Sent(message_id, first_seq + at, durable, text, due_ms, outcome, state))
+        answers.append(Sent(message_id, first_seq + at, durable, text, due_ms, outcome, state, past_ms))
     return answers[0] if sending.is_one else SentMany(answers)
 
 
@@ -273,7 +280,7 @@ def _sending(
     if now_ms is None or len(rows) > FEW:
         return Sending(_columns(topic, rows, places), len(rows), size_bytes, places, is_one)
     places = [
-        place if place.delay_ms is None else Place(place.message_id, now_ms + place.delay_ms, None)
+        place if place.delay_ms is None else Place(place.message_id, now_ms + place.delay_ms, None, True)
         for place in places
     ]
     few: list[SendRow] = [

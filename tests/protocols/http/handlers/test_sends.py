@@ -58,9 +58,17 @@ def test_a_delay_is_read_in_each_form(client: Client, node: RunningNode, after: 
 
 def test_a_due_time_in_the_past_is_no_lateness(client: Client, node: RunningNode) -> None:
     past_ms = node.broker.parts.clock.now_ms() - DAY_MS
-    assert client.send("overdue", {"body": "x", "at": past_ms}).status == 201
+    sent = client.send("overdue", {"body": "x", "at": past_ms})
+    assert sent.value["due_ms"] == past_ms and sent.value["past_ms"] >= DAY_MS
     (got,) = client.receive("overdue", wait="30s").value["messages"]
     assert got["lateness_ms"] < HOUR_MS and node.broker.lateness.max_ms < HOUR_MS
+
+
+@pytest.mark.parametrize("when", [{}, {"after": "0"}, {"after": "1ms"}, {"at": "2031-01-31T09:00:00Z"}])
+def test_only_an_instant_is_told_to_be_in_the_past(client: Client, when: dict[str, object]) -> None:
+    for messages in ([{"body": "x"} | when], [{"body": "x"} | when] * 200):
+        sent = client.send("later", messages).value["messages"]
+        assert not any("past_ms" in one for one in sent)
 
 
 @pytest.mark.parametrize("at", ["2031-01-31T09:00:00Z", "2031-01-31T10:00:00.000+01:00", 1_927_616_400_000])
