@@ -21,7 +21,7 @@ def test_the_receipt_says_what_was_agreed(endpoint: str) -> None:
     ended = run_here("schedule", "agreed", "x", "--after", "1h30m", "--json", "--endpoint", endpoint)
     assert (ended.returncode, ended.stderr) == (0, "")
     receipt = json.loads(ended.stdout)
-    assert receipt.keys() == {"id", "seq", "due_ms", "store_ms", "outcome", "state"}
+    assert receipt.keys() == {"id", "seq", "due_ms", "past_ms", "store_ms", "outcome", "state"}
     assert receipt["due_ms"] - receipt["store_ms"] == 5_400_000
 
 

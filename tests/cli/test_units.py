@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from timeball.cli.units import (
     parse_duration_ms,
     parse_property,
+    parse_setting_ms,
     parse_size_bytes,
     show_bytes,
     show_ms,
@@ -42,7 +43,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "duration_ms"),
     [
-        ("250", 250),
+        ("0", 0),
         ("250ms", 250),
         ("90s", 90_000),
         ("1.5s", 1_500),
@@ -55,15 +56,23 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
     ],
 )
 def test_a_duration_is_read(text: str, duration_ms: int) -> None:
-    """A bare number is milliseconds, as the options' names say."""
-    assert parse_duration_ms(text) == duration_ms
+    """Only 0 needs no unit."""
+    assert parse_duration_ms(text) == parse_setting_ms(text) == duration_ms
+
+
+@pytest.mark.parametrize("text", ["250", " 5 ", "007"])
+def test_a_number_without_a_unit_is_milliseconds_only_where_the_name_says_so(text: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{text.strip()}: add a unit, as in 500ms or 10s$"):
+        parse_duration_ms(text)
+    assert parse_setting_ms(text) == int(text)
 
 
 @pytest.mark.parametrize("text", ["", "h", "1x", "-5s", "1h-30m", "10 minutes", "1.5"])
 def test_a_duration_that_is_none_is_refused(text: str) -> None:
     """Nothing is guessed."""
-    with pytest.raises(RequestError):
-        parse_duration_ms(text)
+    for parse in (parse_duration_ms, parse_setting_ms):
+        with pytest.raises(RequestError):
+            parse(text)
 
 
 @given(st.integers(min_value=0, max_value=10**13))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.units import parse_duration_ms, parse_size_bytes, show_bytes, show_ms
+from timeball.cli.units import parse_setting_ms, parse_size_bytes, show_bytes, show_ms
 from timeball.config import Settings, option_name, types
 from timeball.errors import RequestError, SetupError, Unavailable
 
@@ -115,7 +115,7 @@ def _unit(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] |
     if name.endswith("_bytes"):
         return parse_size_bytes, show_bytes, "SIZE"
     if name.endswith("_ms") or "_ms_" in name:
-        return parse_duration_ms, show_ms, "DURATION"
+        return parse_setting_ms, show_ms, "DURATION"
     return None
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from timeball.client import Timeball
     from timeball.client.sender import Receipt
 
-# A bare number is refused here, since it could be meant as seconds; so it is not advised either.
 AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or an instant with --at"
 CHUNK_LINES = 50_000
 
@@ -151,8 +150,6 @@ def timing(after: str | None, at: str | None) -> dict[str, int | None]:
         assert at is not None
         with naming("--at"):
             return {"due_ms": instant_ms(at), "delay_ms": None}
-    if after.strip().isdecimal():
-        raise InvalidDelay(f"--after {after}: add a unit, such as {after}s or {after}ms")
     with naming("--after"):
         return {"due_ms": None, "delay_ms": parse_duration_ms(after, AFTER_ADVICE)}
 

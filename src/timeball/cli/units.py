@@ -1,15 +1,15 @@
 """Sizes and properties as people write them in options, and sizes, durations and instants as they are shown.
 
-A bare number keeps the unit that the option's name ends in (`--segment-bytes`, `--retention-ms`). Anything
-that does not parse is refused: "10m" must never quietly become ten of something else. Durations with units, and
-instants, are read by `timeball.instants`, as those of a Python program are.
+A bare number keeps the unit that the option's name ends in (`--segment-bytes`, `--retention-ms`); a duration of another
+option needs its unit. Anything that does not parse is refused: "10m" must never quietly become ten of something else.
+Durations with units, and instants, are read by `timeball.instants`, as those of a Python program are.
 """
 
 from __future__ import annotations
 
 import re
 
-from timeball.errors import RequestError
+from timeball.errors import InvalidDelay, RequestError
 from timeball.instants import duration_ms
 
 _SIZE_UNITS = {
@@ -41,10 +41,18 @@ def parse_size_bytes(text: str) -> int:
     return int(size)
 
 
-def parse_duration_ms(text: str, advice: str = "write 500 (milliseconds), 250ms, 90s, 1h30m or 7d") -> int:
-    """Milliseconds in `text`: a whole number of them, or a duration with units such as 72h or 1h30m."""
-    stripped = text.strip()
-    return int(stripped) if stripped.isdecimal() else duration_ms(text, advice)
+def parse_duration_ms(text: str, advice: str = "write 500ms, 10s, 1h30m or 7d") -> int:
+    """Milliseconds in `text`, a duration with units such as 72h or 1h30m; only 0 needs none."""
+    number = text.strip()
+    if number.isdecimal() and number != "0":
+        raise InvalidDelay(f"{number[:100]}: add a unit, as in 500ms or 10s")
+    return duration_ms(text, advice)
+
+
+def parse_setting_ms(text: str) -> int:
+    """Milliseconds in `text`, for an option whose name ends in `-ms`: a whole number of them, or a duration."""
+    number = text.strip()
+    return int(number) if number.isdecimal() else duration_ms(text, "write 500, 500ms, 10s, 1h30m or 7d")
 
 
 def parse_property(text: str) -> tuple[str, str]:
