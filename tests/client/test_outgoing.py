@@ -4,7 +4,8 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
@@ -160,6 +161,28 @@ def test_timestamp_columns_are_never_early(instants: list[datetime], unit: str) 
     for at, ms in zip(instants, due):
         micros = (at.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
         assert 0 <= ms * 1_000 - micros < 1_000
+
+
+def test_both_passes_of_a_repeated_hour_are_sent() -> None:
+    """Python compares and hashes them as equal, so a set or a cache by datetime would lose one."""
+    zone = ZoneInfo("Europe/Berlin")
+    first, second = (datetime(2040, 10, 28, 2, 30, tzinfo=zone, fold=fold) for fold in (0, 1))
+    assert len({first, second}) == 1
+    for passes in ((first, second), (second, first)):
+        batch = from_dicts([{"body": "a", "at": at} for at in passes])
+        one, other = batch.column("due_ms").to_pylist()
+        assert other - one == (3_600_000 if passes[0] is first else -3_600_000)
+
+
+def test_a_datetime_without_a_zone_is_refused_beside_others() -> None:
+    """pyarrow takes both in one array, and reads those without a zone as UTC."""
+    local = datetime(2040, 1, 1, 9)  # noqa: DTZ001
+    zoned = local.replace(tzinfo=timezone(timedelta(hours=-5)))
+    for pair in ((local, zoned), (zoned, local)):
+        with pytest.raises(InvalidDelay, match="without a time zone"):
+            from_dicts([{"body": "a", "at": at} for at in pair])
+    with pytest.raises(InvalidDelay, match="whose noon"):
+        due_column(pa.array([local, zoned]))
 
 
 def test_timestamp_columns_need_a_zone() -> None:

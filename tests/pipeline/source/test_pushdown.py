@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -43,6 +45,8 @@ def test_other_columns_and_filters_narrow_nothing() -> None:
         Not(EqualTo(SEQ, 5)),
         EqualTo(SEQ, True),
         EqualTo(("a", "seq"), 5),
+        GreaterThanOrEqual(SEQ, datetime(2030, 1, 1, tzinfo=UTC)),  # Spark's form of a timestamp
+        LessThan(("due",), datetime(2030, 1, 1, tzinfo=UTC)),
     ]
     assert bounds(filters, "seq") == Bounds()
 

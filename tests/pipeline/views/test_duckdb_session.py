@@ -152,6 +152,14 @@ def test_a_load_of_too_many_seconds_is_counted_coarser(
     assert coarse.width_s > 1 and coarse.total == 10 and coarse.topics == fine.topics
 
 
+def test_hours_are_those_of_utc_wherever_it_runs(story: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DuckDB truncates in the session's zone: in New York the hour of 05:30 UTC would be 06:00 UTC, after it."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    passes_s = [1_793_511_000, 1_793_514_600]  # 01:30 before and after clocks go back
+    hours = ", ".join(f"epoch(date_trunc('hour', to_timestamp({at}))) - {at}" for at in passes_s)
+    assert ask(story, f"select {hours}, current_setting('TimeZone')") == [(-1_800, -1_800, "UTC")]
+
+
 def test_memory_is_bounded(story: RunningNode) -> None:
     text = "select list(i) from range(100000000) t(i)"
     with pytest.raises(OverLimit, match="more than 67,108,864 bytes"):
