@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.grpc.sending import BORN_MS, message, refused, rows, send_request, sent
 from tests.protocols.grpc.wire import Wire
 
-from timeball import limits
+from timeball import Timeball, limits
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.revoking.recall import decode_handle
 from timeball.clock import ManualClock
@@ -61,6 +61,16 @@ def test_messages_of_one_call_go_round_the_queues_and_are_answered_in_order(
     assert len({row["queue_id"] for row in by_id.values()}) == node.settings.queues_per_topic
     seqs = [by_id[e.message_id]["seq"] for e in entries]
     assert seqs == list(range(seqs[0], seqs[0] + 20)), "one piece of the log"
+
+
+def test_delayed_messages_of_one_call_are_taken_together(node: RunningNode, wire: Wire) -> None:
+    """RocketMQ 5.5.0 answers two of them by INTERNAL_SERVER_ERROR."""
+    due_ms = node.broker.parts.clock.now_ms() + 3_600_000
+    one, other = sent(wire, message(b"1", due_ms=due_ms), message(b"2", due_ms=due_ms + 1))
+    assert one.recall_handle and other.recall_handle and one.recall_handle != other.recall_handle
+    with Timeball(node.endpoint) as ball:
+        pending = [ball.get(entry.message_id) for entry in (one, other)]
+    assert [found.due_ms - due_ms for found in pending] == [0, 1]
 
 
 def test_a_compressed_body_is_kept_as_it_is(node: RunningNode, wire: Wire) -> None:
