@@ -12,6 +12,7 @@ from tests.protocols.remoting.wire import Wire
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 QUERY, UPDATE = RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.UPDATE_CONSUMER_OFFSET
+PULL = {"maxMsgNums": 1, "sysFlag": 4, "commitOffset": 0, "subscription": "*", "subVersion": 0}
 
 
 def queue(topic: str = "orders", queue_id: int = 0, **more: object) -> dict[str, object]:
@@ -21,6 +22,7 @@ def queue(topic: str = "orders", queue_id: int = 0, **more: object) -> dict[str,
 def test_what_was_stored_comes_back_after_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         sent(wire)
+        beat(wire, "orders")
         wire.ask_ok(UPDATE, **queue(commitOffset=1))
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "1"
@@ -28,6 +30,7 @@ def test_what_was_stored_comes_back_after_a_restart(tmp_path: Path) -> None:
 
 def test_one_way_is_stored_too(node: RunningNode, wire: Wire) -> None:
     sent(wire)
+    beat(wire, "orders")
     wire.send(UPDATE, one_way=True, **queue(commitOffset=1))
     assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "1"
     assert not wire._answers
@@ -94,7 +97,22 @@ def test_what_retention_has_let_go_is_no_beginning(node: RunningNode, wire: Wire
 @pytest.mark.parametrize("offset", [2, -1, 1 << 40])
 def test_an_offset_beyond_the_queue_is_refused(wire: Wire, offset: int) -> None:
     sent(wire)
+    beat(wire, "orders")
     assert wire.ask(UPDATE, **queue(commitOffset=offset)).code == ResponseCode.INVALID_PARAMETER
+
+
+def test_an_offset_of_an_unknown_group_is_refused(node: RunningNode, wire: Wire) -> None:
+    """A commit makes no group, as in RocketMQ; a pull does, so a client needs no heartbeat before it commits."""
+    sent(wire)
+    for topic in ("orders", "nobody"):
+        answer = wire.ask(UPDATE, **queue(topic, commitOffset=1))
+        assert answer.code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+        assert answer.remark and "'group'" in answer.remark and "updateSubGroup" in answer.remark
+    assert not node.broker.is_group("group")
+    assert wire.ask(RequestCode.PULL_MESSAGE, **queue(queueOffset=0, **PULL)).code == 0
+    wire.ask_ok(UPDATE, **queue(commitOffset=1))
+    wire.ask_ok(RequestCode.DELETE_SUBSCRIPTIONGROUP, groupName="group", cleanOffset=True)
+    assert wire.ask(UPDATE, **queue(commitOffset=1)).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
 
 
 def test_begin_end_and_time(wire: Wire) -> None:
@@ -112,6 +130,7 @@ def test_begin_end_and_time(wire: Wire) -> None:
 @pytest.mark.parametrize("code", [UPDATE, RequestCode.GET_MAX_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP])
 def test_an_unknown_topic_or_queue(wire: Wire, code: int) -> None:
     sent(wire)
+    beat(wire, "orders")
     more = {"commitOffset": 0, "timestamp": 0}
     assert wire.ask(code, **queue("nobody", **more)).code == ResponseCode.TOPIC_NOT_EXIST
     assert wire.ask(code, **queue(queue_id=99, **more)).code == ResponseCode.INVALID_PARAMETER

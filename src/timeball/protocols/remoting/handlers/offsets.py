@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import msgspec
 
+from timeball import limits
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.registry.topics import Queue
+from timeball.errors import GroupNotFound
 from timeball.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
@@ -92,6 +94,12 @@ class Offsets:
 
     def _update(self, call: Call) -> Reply:
         fields = call.fields(_Update)
+        # As in RocketMQ: else a typing error would leave offsets behind that look like a group.
+        if not self._broker.is_group(fields.consumer_group):
+            raise GroupNotFound(
+                f"consumer group {fields.consumer_group[: limits.GROUP_BYTES_MAX]!r} does not exist: its first "
+                "heartbeat, pull or POP makes it, and so does mqadmin updateSubGroup"
+            )
         queue = self._queue(fields)
         self._broker.parts.offsets.commit(
             fields.consumer_group,
