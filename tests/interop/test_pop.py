@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.interop.conversation import JAVA5, Conversation
+from tests.interop.conversation import JAVA5, JAVA5_5, Conversation
 from tests.interop.drivers import Driver
 from tests.interop.stock_broker import StockBroker
 from tests.interop.stock_clients import mqadmin
@@ -32,3 +32,20 @@ def test_pop(client: Driver, broker: StockBroker, name: str) -> None:
     assert client.deliveries(consumers[0], done=False), "some failed, and came again"
     tries = [m for c in consumers for m in client.deliveries(c)]
     assert any("POP_CK" in m["properties"] for m in tries), "they were popped, not pulled"
+
+
+@pytest.mark.parametrize("client", [JAVA5_5], indirect=True)
+def test_priorities(client: Driver, broker: StockBroker, name: str) -> None:
+    """Of what is visible the highest priority comes first, and the order of the sends counts within one."""
+    talk = Conversation(client, broker, name, queues=0)
+    how = ["-r", "4", "-w", "4", "-a", "+message.type=PRIORITY"]
+    mqadmin(broker, "updateTopic", "-b", broker.remoting, "-t", talk.topic, *how)
+    how = ["-t", talk.topic, "-g", talk.group, "-m", "POP", "-q", "8"]
+    mqadmin(broker, "setConsumeMode", "-b", broker.remoting, *how)
+    priorities = [1, 0, 3, 2, 9, 0, 2, 1, 3]  # the topic has four queues: 9 is 3
+    for number, priority in enumerate(priorities):
+        sent = talk.send(f"{number}", priority=priority)
+        assert sent["queue_id"] == min(priority, 3)
+    consumer = talk.listen(server_rebalance=True, threads=1)
+    got = [int(message["body"]) for message in client.wait_deliveries(consumer, len(priorities))]
+    assert got == sorted(range(len(priorities)), key=lambda number: -min(priorities[number], 3))

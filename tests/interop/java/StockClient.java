@@ -180,7 +180,7 @@ public final class StockClient {
         }
     }
 
-    private static Message message(JSONObject r) {
+    private static Message message(JSONObject r) throws ReflectiveOperationException {
         Message message = new Message(r.getString("topic"), r.getString("body").getBytes(StandardCharsets.UTF_8));
         if (r.containsKey("tag")) {
             message.setTags(r.getString("tag"));
@@ -192,10 +192,13 @@ public final class StockClient {
         return message;
     }
 
-    /** Set a delay and user properties. */
-    private static void set(Message message, JSONObject r) {
+    /** Set a priority, a delay and user properties. */
+    private static void set(Message message, JSONObject r) throws ReflectiveOperationException {
         if (r == null) {
             return;
+        }
+        if (r.containsKey("priority")) { // only clients of 5.4 and later have this
+            Message.class.getMethod("setPriority", int.class).invoke(message, r.getIntValue("priority"));
         }
         if (r.containsKey("level")) {
             message.setDelayTimeLevel(r.getIntValue("level"));
@@ -295,6 +298,10 @@ public final class StockClient {
         consumer.setConsumeFromWhere(r.getBooleanValue("from_last")
             ? ConsumeFromWhere.CONSUME_FROM_LAST_OFFSET : ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
         consumer.setConsumeMessageBatchMaxSize(1);
+        if (r.containsKey("threads")) {
+            consumer.setConsumeThreadMin(r.getIntValue("threads"));
+            consumer.setConsumeThreadMax(r.getIntValue("threads"));
+        }
         if (r.containsKey("max_reconsume_times")) {
             consumer.setMaxReconsumeTimes(r.getIntValue("max_reconsume_times"));
         }

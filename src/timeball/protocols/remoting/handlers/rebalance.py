@@ -222,12 +222,13 @@ def assign(
 ) -> list[int] | None:
     """The queues of one member; None when that cannot be said: the client then goes on as before.
 
-    `share_with`: a popping member also gets the queues of so many members after it; 0: it pops from any queue.
+    `share_with`: a popping member also gets the queues of so many members after it. Where these are all, or it is 0,
+    the member pops from any queue in one request. Only so does the broker decide which queue comes first.
     """
     allocate, members = STRATEGIES.get(strategy), sorted(set(client_ids))
     if allocate is None or not members or not queue_ids:
         return None
-    if pops and share_with <= 0:
+    if pops and (share_with <= 0 or share_with >= len(members) - 1):
         return [ANY_QUEUE]
     if client_id not in members:
         return []
