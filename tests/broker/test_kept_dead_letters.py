@@ -116,7 +116,7 @@ async def test_after_their_own_retention_they_go_and_are_counted(
     assert await shown(world) == [] and await lost(world) == len(TEXTS)
     assert "dead letters expired group=g rows=" in caplog.text
     assert world.node is not None
-    text = (await world.node.metrics.text()).decode()
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
     assert 'timeball_expired_dead_letters_total{group="g"} 7.0' in text
     await crashed(world)
     await let_go(world)

@@ -76,7 +76,7 @@ async def test_messages_that_go_unread_are_counted_and_logged(
     state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert [(topic.topic, topic.expired) for topic in state.topics] == [(TOPIC, 4)]
     assert world.node is not None
-    text = (await world.node.metrics.text()).decode()
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
     assert 'timeball_expired_unread_messages_total{group="billing",topic="orders"} 4.0' in text
 
 
@@ -155,3 +155,16 @@ async def test_deleting_a_topic_counts_what_groups_had_not_read(
     assert await unread(world) == (0, 4)
     await world.restart()
     assert await unread(world) == (0, 4)
+
+
+@on_node(**DAYS)
+async def test_a_message_that_waits_for_longer_than_the_retention_is_delivered(world: World) -> None:
+    """NATS 2.15.3 loses a schedule whose stream keeps its messages for a shorter time, and reports no error."""
+    await world.broker.create_topic(TOPIC, 1)
+    await world.send(TOPIC, [5 * HOUR_MS])
+    await filled(world)
+    await let_go(world, 4 * HOUR_MS)
+    assert world.broker.parts.reader.first_seq > 1, "its row in the log has been let go"
+    assert world.broker.queues(TOPIC)[0] == (0, 0)
+    await world.advance(HOUR_MS)
+    assert (await world.broker.pull(TOPIC, {0: 0}, 10, 0)).num_rows == 1
