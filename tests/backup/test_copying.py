@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,10 @@ class Load:
     def _round(self, ball: Timeball, chance: random.Random) -> None:
         for sort, after in [("now", None), ("soon", 0.02), ("far", 7_200.0), ("far", 90_000.0)] * 5:
             rows = [
-                {"body": bytes(200), **({} if after is None else {"after": after + chance.random()})}
+                {
+                    "body": bytes(200),
+                    **({} if after is None else {"after": timedelta(seconds=after + chance.random())}),
+                }
             ] * 20
             summary = ball.send_many(rows, topic="load")
             first = summary.ranges[0][0]
