@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.errors import OverLimit
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.edge import UNREAD_BYTES_MAX
+from timeball.protocols.shared_limits import ByteShares
 
 MAX = 120
 HALF = UNREAD_BYTES_MAX // 2

@@ -12,13 +12,13 @@ from tests.node_fixture import RunningNode, eventually
 from tests.protocols.http2.raw_client import RawClient, fields, message
 
 from timeball.protocols import arrow_ipc as ipc
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import protobuf
 from timeball.protocols.flight.calls import FlightCall, framed
 from timeball.protocols.flight.exchange import READ_AHEAD_BYTES
 from timeball.protocols.flight.server import MESSAGE_BYTES_MAX, SERVICE
 from timeball.protocols.http2.frames import Fault, GrpcStatus
 from timeball.protocols.http2.streams import WINDOW_BYTES
+from timeball.protocols.shared_limits import ByteShares
 
 
 def test_a_message_that_takes_too_long_loses_its_call(

@@ -8,9 +8,9 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.access import ANONYMOUS, Caller
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight.sends import Sends, refusal
 from timeball.protocols.flight.window import Slot, Window
+from timeball.protocols.shared_limits import ByteShares
 
 PLAIN = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 

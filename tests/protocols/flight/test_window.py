@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.bounds import BOUND_S
 
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight.window import Slot, Window
+from timeball.protocols.shared_limits import ByteShares
 
 ONE, OTHER = "10.0.0.1", "10.0.0.2"
 

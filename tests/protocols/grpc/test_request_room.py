@@ -10,10 +10,10 @@ from tests.node_fixture import RunningNode, eventually
 from tests.protocols.grpc.wire import Wire, d, s
 from tests.protocols.http2.raw_client import RawClient, fields, message
 
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
 from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
 from timeball.protocols.http2 import exchange as module
+from timeball.protocols.shared_limits import ByteShares
 
 MIB = 1024 * 1024
 

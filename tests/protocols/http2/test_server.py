@@ -11,13 +11,12 @@ from tests.bounds import BOUND_S
 from tests.protocols.http2.raw_client import fields, message
 
 from timeball.errors import SetupError
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.http2 import frames
 from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server, seconds_of
 from timeball.protocols.http2.streams import Streams
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import ByteShares, SharedLimit
 
 
 class Echo:

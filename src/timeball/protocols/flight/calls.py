@@ -16,7 +16,7 @@ from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.exchange import Exchange, Serve
 from timeball.protocols.http2.frames import PREFIX, RESPONSE, GrpcStatus, Payload, trailers
 from timeball.protocols.http2.streams import Streams
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import SharedLimit
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,6 @@ from timeball.errors import InvalidMessage, OverLimit, RequestError, Unavailable
 from timeball.message import SendBatch
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import Allow, ReleaseColumns, SendColumns, size_of
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf
 from timeball.protocols.flight.calls import Admit, FlightCall, framed
 from timeball.protocols.flight.protobuf import Data
@@ -41,7 +40,7 @@ from timeball.protocols.http2.calls import Call, Room
 from timeball.protocols.http2.exchange import Serve
 from timeball.protocols.http2.frames import Payload
 from timeball.protocols.http2.streams import Streams
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import ByteShares, SharedLimit
 from timeball.wire import END_OF_STREAM
 
 READ_AHEAD_BYTES = 1024 * 1024  # that a client may send behind the message that is received

@@ -17,10 +17,10 @@ from timeball.broker.filters.compiler import FiltersKept
 from timeball.errors import OverLimit
 from timeball.message import READ_SCHEMA
 from timeball.protocols import arrow_ipc as ipc
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.calls import FlightCall, framed, framed_apart
 from timeball.protocols.http2.frames import Payload
+from timeball.protocols.shared_limits import ByteShares
 
 ANSWER_PART_BYTES = 4 * 1024 * 1024
 ANSWERS_BYTES_MAX = (

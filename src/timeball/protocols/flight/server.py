@@ -24,7 +24,6 @@ from timeball.broker.service import Broker
 from timeball.errors import NotFound, RequestError, Unavailable
 from timeball.message import READ_SCHEMA
 from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, SourceColumns
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.calls import FlightCall, framed
 from timeball.protocols.flight.exchange import Columns, Shared, Upload
@@ -36,7 +35,7 @@ from timeball.protocols.http2.connection import Bounds
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import ByteShares, SharedLimit
 from timeball.security import OPEN, Security
 from timeball.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 

@@ -18,7 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from timeball.protocols.byte_shares import ByteShares
+from timeball.protocols.shared_limits import ByteShares
 
 BATCHES_MAX = 1_024
 BYTES_MAX = 16 * 1024 * 1024

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 from timeball.broker.service import Broker
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc import needs
 from timeball.protocols.grpc.calls import Call, Consuming
 from timeball.protocols.grpc.dispatch import Dispatch
@@ -23,6 +22,7 @@ from timeball.protocols.grpc.session import EXPIRY_MS, Client
 from timeball.protocols.http2.server import Server
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.protocols.sessions import EdgeContext, Sessions
+from timeball.protocols.shared_limits import ByteShares
 from timeball.security import OPEN, Security
 
 EXPIRE_LOOK_S = 5.0

@@ -13,14 +13,13 @@ from google.protobuf.message import DecodeError
 
 from timeball import limits
 from timeball.errors import OverLimit, TimeballError
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
 from timeball.protocols.http2.calls import Method, Room
 from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.frames import GrpcStatus
 from timeball.protocols.http2.streams import Streams
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import ByteShares, SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,11 @@ class GrpcExchange(Exchange):
         if self.dispatch.admit is not None:
             try:
                 self.dispatch.admit(self.call)
-                self._account = self.call.caller.name
-                self._room.calls.name(self._account)
-                if text := self._room.calls.excess(self.call.peer, self._account):
+                calls, self._account = self._room.calls, self.call.caller.name
+                if self._account:
+                    calls.name(self._account)
+                # Below half of the limit every caller gets a place, so there is nothing to count.
+                if calls.taken > calls.limit // 2 and (text := calls.excess(self.call.peer, self._account)):
                     raise OverLimit(text)
             except TimeballError as error:
                 self.refuse(error)

@@ -21,12 +21,11 @@ from timeball import limits
 from timeball.access import Caller, Verb
 from timeball.broker.policy import Policy
 from timeball.errors import OverLimit, RequestError
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.http.codec import JSON, Nothing, check_type, decode, encode
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.problems import Answer, problem, problem_of
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import ByteShares, SharedLimit
 from timeball.rules import valid
 from timeball.security import Security
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from timeball.access import ANONYMOUS, Caller
-from timeball.protocols.byte_shares import ByteShares
-from timeball.protocols.shared_limit import SharedLimit
+from timeball.protocols.shared_limits import ByteShares, SharedLimit
 
 
 class Method(NamedTuple):

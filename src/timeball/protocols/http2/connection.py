@@ -68,7 +68,7 @@ from timeball.protocols.http2.frames import (
 )
 from timeball.protocols.http2.header_blocks import HeaderDecoder, Headers, Jh2Decoder
 from timeball.protocols.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
-from timeball.protocols.shared_limit import exceeds_share
+from timeball.protocols.shared_limits import exceeds_share
 from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)

@@ -364,8 +364,8 @@ class Exchange(Stream):
         """Give back what the call holds of what all share."""
         if not self._is_released:
             self._is_released = True
-            self._room.calls.give_back(self.call.peer, self._account)
             self._give_back()
+            self._room.calls.give_back(self.call.peer, self._account)
             if self._over is not None:
                 self._over.set_result(None)
 

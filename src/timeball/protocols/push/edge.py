@@ -18,8 +18,8 @@ from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
 from timeball.errors import RequestError
 from timeball.monitoring.push_figures import PushFigures
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.push.worker import Worker
+from timeball.protocols.shared_limits import ByteShares
 
 if TYPE_CHECKING:
     from timeball.protocols.push.sender import Names, Receiver

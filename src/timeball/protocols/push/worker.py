@@ -25,9 +25,9 @@ from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
 from timeball.errors import NotFound, TimeballError
 from timeball.monitoring.push_figures import PushFigures
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.push.codec import Answer, Delivery, deliveries, signed
 from timeball.protocols.push.pace import Pace
+from timeball.protocols.shared_limits import ByteShares
 
 if TYPE_CHECKING:  # the library behind it is imported with the first subscription
     from timeball.protocols.push.sender import Receiver

@@ -26,7 +26,6 @@ from typing import Any, cast
 
 from timeball.access import ANONYMOUS, Caller
 from timeball.errors import Unavailable
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag
 from timeball.protocols.remoting.codec.frame import (
     FRAME_BYTES_MAX,
@@ -39,7 +38,7 @@ from timeball.protocols.remoting.codec.frame import (
 )
 from timeball.protocols.remoting.codec.records import Host
 from timeball.protocols.sessions import Session
-from timeball.protocols.shared_limit import exceeds_share
+from timeball.protocols.shared_limits import ByteShares, exceeds_share
 from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from timeball.broker.consuming.pull import FilteredPull
 from timeball.broker.filters import Filter
 from timeball.broker.registry.topics import Queue, Topic
 from timeball.errors import OutOfRange
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageQueue, QueryOffsetPolicy
 from timeball.protocols.grpc._generated.service_pb2 import (
@@ -48,6 +47,7 @@ from timeball.protocols.grpc.calls import (
 )
 from timeball.protocols.grpc.codec.messages_out import messages
 from timeball.protocols.grpc.session import GrpcContext
+from timeball.protocols.shared_limits import ByteShares
 
 INSTANT_SECONDS_MAX = limits.INSTANT_MS_MAX // limits.SECOND_MS
 

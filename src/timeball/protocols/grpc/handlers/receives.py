@@ -6,7 +6,7 @@
 A consumer gets messages of any queue, as with RocketMQ's proxy: it takes turns around the queues of a route, and would
 wait at an empty one while its message lies in another. Only a push consumer in order keeps to the queue it names, which
 it has been assigned. A client that goes away before it has its messages has them given back at once, and one that
-does not read holds up itself alone (byte_shares.py).
+does not read holds up itself alone (shared_limits.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Iterator
 from timeball import limits
 from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.log.few_rows import read_bytes
-from timeball.protocols.byte_shares import ByteShares
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse
@@ -35,6 +34,7 @@ from timeball.protocols.grpc.codec.messages_out import HandedOut, messages, time
 from timeball.protocols.grpc.handlers.renewals import FIRST_MS, Renewals
 from timeball.protocols.grpc.session import GrpcContext
 from timeball.protocols.receipt_handles import ReceiptHandles
+from timeball.protocols.shared_limits import ByteShares
 
 ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order; a UUID has 36
 INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ asks for ten; its clients may ask for less here

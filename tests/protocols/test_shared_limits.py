@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.errors import OverLimit
-from timeball.protocols.shared_limit import SharedLimit, exceeds_share
+from timeball.protocols.shared_limits import SharedLimit, exceeds_share
 
 
 def admitted(limit: SharedLimit, address: str, account: str = "") -> int:
