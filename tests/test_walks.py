@@ -28,8 +28,7 @@ from timeball.schedule import scheduler
 # Compiled, a send does not pass by codec/sends.py, broker/few_sends.py and message.py.
 # Three or four changes of each are the timing of a commit and of its sync (clock.py).
 SEND_MAX = (20, 48) if COMPILED is not None else (24, 54)
-# Two changes of a receive count the call for its address and its account before its request is read.
-RECEIVE_MAX = (34, 126) if COMPILED is not None else (35, 130)
+RECEIVE_MAX = (34, 124) if COMPILED is not None else (35, 128)
 RELEASE_MAX = (21, 61)  # one file and three changes only while the log keeps leases
 
 TRIES = 10  # the node's own upkeep, or a busy machine, may lengthen some of them

@@ -50,7 +50,7 @@ def test_an_account_is_counted_once_it_is_known() -> None:
         assert (limit.excess(f"10.0.0.{at}", "shop") is not None) == (at == 2)
     for at in range(3):
         limit.give_back(f"10.0.0.{at}", "shop")
-    assert not limit.taken and not limit._by_address and not limit._by_account
+    assert not limit.taken and not limit.by_address and not limit._by_account
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", "x", "y"])), max_size=80))
@@ -65,7 +65,7 @@ def test_never_more_than_the_limit_and_all_is_given_back(asked: list[tuple[str, 
     assert limit.taken == len(held) <= 10
     for one in held:
         limit.give_back(*one)
-    assert (limit.taken, limit._by_address, limit._by_account) == (0, {}, {})
+    assert (limit.taken, limit.by_address, limit._by_account) == (0, {}, {})
 
 
 def test_connections_have_shares_too() -> None:

@@ -20,7 +20,7 @@ makes a caller wait. It refuses at once, before a byte of a request is received.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -159,14 +159,15 @@ class SharedLimit:
 
     def __init__(self, what: str, limit: int) -> None:
         self._what, self.limit = what, limit
-        self.taken = 0
-        self._by_address: dict[str, int] = {}
+        # A call over HTTP/2 adds to these two in place (http2/exchange.py): a function costs it more than the sums.
+        self.taken = 0  # the sum of by_address
+        self.by_address: defaultdict[str, int] = defaultdict(int)  # no zeros: its length says how many share
         self._by_account: dict[str, int] = {}
 
     def take(self, address: str, account: str = "") -> None:
         """Count one more, whether it fits or not. `account`: "" for a caller without one."""
         self.taken += 1
-        self._by_address[address] = self._by_address.get(address, 0) + 1
+        self.by_address[address] += 1
         self.name(account)
 
     def name(self, account: str) -> None:
@@ -177,7 +178,7 @@ class SharedLimit:
     def give_back(self, address: str, account: str = "") -> None:
         """Count one less."""
         self.taken -= 1
-        _subtract(self._by_address, address)
+        _subtract(self.by_address, address)
         if account:
             _subtract(self._by_account, account)
 
@@ -186,7 +187,7 @@ class SharedLimit:
         if self.taken > self.limit:
             return f"{self.limit} {self._what} are open; close some, or try again later"
         if self.taken > self.limit // 2:
-            for holder, counts in ((address, self._by_address), (account, self._by_account)):
+            for holder, counts in ((address, self.by_address), (account, self._by_account)):
                 share = share_of(self.limit, len(counts))
                 if counts.get(holder, 0) > share:
                     return (

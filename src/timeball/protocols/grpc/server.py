@@ -37,26 +37,32 @@ class GrpcExchange(Exchange):
 
     dispatch: Dispatch
 
-    def begin(self, method: Method) -> Exchange | None:
-        """See Exchange: who calls is asked with the headers, before a byte of a request is received."""
-        self.method = method
-        if self.dispatch.admit is not None:
-            try:
-                self.dispatch.admit(self.call)
-                calls, self._account = self._room.calls, self.call.caller.name
-                if self._account:
-                    calls.name(self._account)
-                # Below half of the limit every caller gets a place, so there is nothing to count.
-                if calls.taken > calls.limit // 2 and (text := calls.excess(self.call.peer, self._account)):
-                    raise OverLimit(text)
-            except TimeballError as error:
-                self.refuse(error)
-                return None
-        return super().begin(method)
-
     def refuse(self, error: BaseException) -> None:
         """See Reply."""
         self.answer(self.method.encode(self.dispatch.failed(self.method.name, error)))
+
+
+class AdmittedExchange(GrpcExchange):
+    """A call where callers sign: who calls is asked with the headers, before a byte of a request is received."""
+
+    __slots__ = ()
+
+    def begin(self, method: Method) -> Exchange | None:
+        """See Exchange."""
+        self.method = method
+        assert self.dispatch.admit is not None
+        try:
+            self.dispatch.admit(self.call)
+            calls, self._account = self._room.calls, self.call.caller.name
+            if self._account:
+                calls.name(self._account)
+            # Below half of the limit every caller gets a place, so there is nothing to count.
+            if calls.taken > calls.limit // 2 and (text := calls.excess(self.call.peer, self._account)):
+                raise OverLimit(text)
+        except TimeballError as error:
+            self.refuse(error)
+            return None
+        return super().begin(method)
 
 
 class GrpcService:
@@ -66,6 +72,7 @@ class GrpcService:
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
+        self._exchange = GrpcExchange if dispatch.admit is None else AdmittedExchange
         self.room = Room(
             ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX),
             REQUEST_BYTES_MAX,
@@ -93,7 +100,7 @@ class GrpcService:
         now_s: float,
     ) -> Exchange:
         """See http2.server.Service."""
-        exchange = GrpcExchange(streams, number, is_heard, call, self.room, self._serve, now_s)
+        exchange = self._exchange(streams, number, is_heard, call, self.room, self._serve, now_s)
         exchange.dispatch = self._dispatch
         return exchange
 

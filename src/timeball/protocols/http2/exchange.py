@@ -92,7 +92,8 @@ class Exchange(Stream):
         self._account = ""  # for which the call counts, too
         self._since_s: float | None = now_s  # since when its client owes the rest of a request
         self.deadline_s = None if call.remaining_s is None else now_s + call.remaining_s
-        room.calls.take(call.peer)
+        room.calls.taken += 1
+        room.calls.by_address[call.peer] += 1
 
     def begin(self, method: Method) -> Exchange | None:
         """Await the request, or begin with the stream of them; return None when the call has ended already."""

@@ -165,7 +165,7 @@ class Server:
         remaining_s = None if timeout is None else seconds_of(timeout)
         service, path = self._service, headers.get(":path", "")
         method = service.methods.get(path)
-        call = service.call(headers, streams.peer, remaining_s)
+        call, calls = service.call(headers, streams.peer, remaining_s), service.room.calls
         exchange = service.open(method, streams, number, is_heard, call, now_s)
         if method is None:
             exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")
@@ -173,7 +173,7 @@ class Server:
             exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
         elif size_bytes > HEADERS_BYTES_MAX:
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")
-        elif text := service.room.calls.excess(call.peer):
+        elif calls.taken > calls.limit // 2 and (text := calls.excess(call.peer)):
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, text)
         else:
             return exchange.begin(method)
