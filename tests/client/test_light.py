@@ -87,7 +87,7 @@ TALK = {
     "pull": ["pull", "light", "--group", "other"],
     "topics": ["topics"],
     "groups": ["groups"],
-    "dead-letters": ["dead-letters", "list", "g"],
+    "dead-letters": ["dead-letters", "list", "other"],
     "status": ["status"],
 }
 NEED = {
