@@ -14,12 +14,13 @@ from multiprocessing.synchronize import Event
 import pytest
 from tests.attacks.beside import AttackedBroker, attacked_broker, steady_stream
 from tests.protocols.http2.raw_client import RawClient, fields
+from tests.rounds import rounds
 
 from timeball.protocols.http2 import frames
 from timeball.protocols.http2.connection import CALLS_PER_CONNECTION_MAX
 from timeball.protocols.http2.frames import Fault, frame
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.siege]
 
 ENDS = frames.END_HEADERS | frames.END_STREAM
 ATTACKERS = 2
@@ -133,7 +134,7 @@ def test_a_flood_fails_no_call_of_another_client(
     broker: AttackedBroker, flood: Callable[[RawClient], None]
 ) -> None:
     with steady_stream(broker) as figures, attackers(broker.grpc, flood):
-        figures.wait_rounds(40)
+        figures.wait_rounds(rounds(10, 40))
     print(f"{flood.__name__}: {figures}")
     figures.check(peak_mib_max=600)
 
@@ -142,6 +143,6 @@ def test_the_same_floods_over_flight(broker: AttackedBroker) -> None:
     address = broker.endpoint.partition("://")[2]
     for flood in (settings, rapid_reset, slow_read):
         with steady_stream(broker) as figures, attackers(address, flood):
-            figures.wait_rounds(20)
+            figures.wait_rounds(rounds(10, 40))
         print(f"{flood.__name__} over Flight: {figures}")
         figures.check(peak_mib_max=600)

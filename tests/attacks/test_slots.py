@@ -18,6 +18,7 @@ from tests.accounts import ACCESS_FILE
 from tests.attacks.beside import AttackedBroker, attacked_broker, steady_stream
 from tests.bounds import BOUND_S
 from tests.protocols.http2.raw_client import RawClient, fields, message
+from tests.rounds import rounds
 
 from timeball.protocols import arrow_ipc
 from timeball.protocols.flight import protobuf
@@ -25,13 +26,13 @@ from timeball.protocols.flight.calls import framed
 from timeball.protocols.flight.server import SERVICE
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.siege]
 
 NO_GRANTS = '\n[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secret 4"\n'
 NOTHING, SHOP = "Bearer nothing:nothing secret 4", "Bearer shop:shop secret 1"
 ATTACKER = "127.0.0.2"  # the steady stream comes from 127.0.0.1
 PEAK_MIB_MAX = 600
-ROUNDS = 50  # of the steady stream, while places are held: five seconds at least
+ROUNDS = rounds(10, 50)  # of the steady stream, while places are held: a tenth of a second each, at least
 
 
 @pytest.fixture(scope="module")
