@@ -134,7 +134,7 @@ def cases() -> list[object]:
     return [
         pytest.param(
             operation, stage, id=f"{operation}, {stage}",
-            marks=() if (operation, stage) in FAST else (pytest.mark.slow, pytest.mark.siege),
+            marks=() if (operation, stage) in FAST else pytest.mark.slow,
         )
         for row, stage in enumerate(STAGES)
         for column, operation in enumerate(OPERATIONS)
@@ -189,6 +189,7 @@ def _merges_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "FILES_MIN", 2)
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize(("operation", "stage"), cases())
 def test_nothing_is_lost_doubled_or_early(tmp_path: Path, operation: str, stage: str) -> None:
     lived(tmp_path, lambda world: _life(world, OPERATIONS[operation], STAGES[stage]))
