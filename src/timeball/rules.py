@@ -24,7 +24,14 @@ import pyarrow.compute as pc
 from timeball import limits
 from timeball import reserved_topics as reserved
 from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths, encode_properties
+from timeball.message import (
+    PROPERTY_END,
+    PROPERTY_NAME_END,
+    Int64Array,
+    byte_lengths,
+    encode_properties,
+    filled,
+)
 
 BoolArray = npt.NDArray[np.bool_]
 Keys: TypeAlias = str | Iterable[str]
@@ -256,6 +263,13 @@ def check_due_times(due_ms: pa.Array) -> None:
     if (least := pc.min(due_ms).as_py()) is not None and least < limits.DUE_MS_MIN:
         row = pc.index(due_ms, pa.scalar(least, due_ms.type)).as_py()
         raise InvalidDelay(f"due_ms {least} of row {row}: {limits.NO_MILLISECONDS}")
+
+
+def past_due(due_ms: pa.Array, store_ms: int) -> tuple[int, int]:
+    """Return how many rows were due before the broker accepted them, and for how long the oldest of them had been."""
+    times = filled(pc.cast(due_ms, pa.int64()), store_ms).to_numpy()
+    rows = int(np.count_nonzero(times < store_ms))
+    return rows, store_ms - int(times.min()) if rows else 0
 
 
 def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_row: int = 0) -> None:

@@ -68,6 +68,17 @@ def test_every_line_of_a_file_waits(endpoint: str, tmp_path: Path) -> None:
         assert [verdict.verdict for verdict in ball.cancel(key="lines-7d")] == ["cancelled"] * 5
 
 
+def test_lines_that_were_due_in_the_past_are_said_to_be(endpoint: str, tmp_path: Path) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("one\ntwo")
+    options = ["--lines", str(file), "--at", "2020-01-31T09:00:00Z", "--endpoint", endpoint]
+    told = run_here("schedule", "past-lines", *options)
+    assert told.stdout == "2 messages sent\n"
+    assert "the due time was in the past" in told.stderr and "delivered now" in told.stderr
+    document = json.loads(run_here("schedule", "past-lines", "--json", *options).stdout)
+    assert (document["sent"], document["past_rows"]) == (2, 2) and document["past_ms"] > DAY_MS
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

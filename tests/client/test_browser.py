@@ -79,6 +79,20 @@ def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode, ball: Timeball
     assert ball.status()["lateness"]["max_ms"] < HOUR_MS
 
 
+def test_send_many_counts_the_rows_that_were_due_in_the_past(node: RunningNode, ball: Timeball) -> None:
+    now_ms = ball.status()["now_ms"]
+    rows: list[dict[str, object]] = [{"body": b"x", "at": now_ms - HOUR_MS * at} for at in (1, 24)]
+    rows += [{"body": b"x"}, {"body": b"x", "after": "0ms"}, {"body": b"x", "at": now_ms + DAY_MS}]
+    summary = ball.send_many(rows, topic="overdue-many", retry=True)
+    assert summary.past_rows == 2 and DAY_MS <= summary.past_ms < DAY_MS + HOUR_MS
+    parts = ball.send_many(rows, topic="overdue-many", batch_rows=1)
+    assert (parts.past_rows, parts.past_ms >= DAY_MS) == (2, True)
+    plain = ball.send_many([{"body": b"x"}], topic="overdue-many")
+    assert (plain.past_rows, plain.past_ms) == (0, 0)
+    assert len(ball.browse("overdue-many", "g", wait="60s")) > 0
+    assert ball.status()["lateness"]["max_ms"] < HOUR_MS
+
+
 def test_queues_added_later_are_found(ball: Timeball) -> None:
     ball.create_topic("grown", 1)
     assert ball.browse("grown", "g", wait=0) == []

@@ -177,18 +177,23 @@ def only_lines(lines: Path | None, body: str | None, message_id: str | None) -> 
 
 def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:
     """Send every line of `file`, each with the same `columns` beside its body, and say how many."""
-    sent = 0
+    sent = past_rows = past_ms = 0
     source = sys.stdin.buffer if str(file) == "-" else _open(file)
     with source, progress_bar(quiet=as_json) as progress:
         task = progress.add_task("sending", total=None)
         for batch in _batches(source, columns):
             try:
-                ball.send_many(batch)
+                summary = ball.send_many(batch)
             except TimeballError as error:
                 raise _of_lines(error, file, sent, batch.num_rows) from error
             sent += batch.num_rows
+            past_rows, past_ms = past_rows + summary.past_rows, max(past_ms, summary.past_ms)
             progress.update(task, completed=sent)
-    show({"sent": sent}, [f"{sent:,} messages sent"], as_json=as_json)
+    past = {"past_rows": past_rows, "past_ms": past_ms} if past_rows else {}
+    show({"sent": sent, **past}, [f"{sent:,} messages sent"], as_json=as_json)
+    due_ms = columns.get("due_ms")
+    if past and isinstance(due_ms, int) and not as_json:
+        print_note(f"the due time was in the past: {show_instant(due_ms)}; the messages are delivered now")
 
 
 def _of_lines(error: TimeballError, file: Path, sent: int, count: int) -> TimeballError:

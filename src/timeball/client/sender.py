@@ -23,6 +23,7 @@ from timeball.client.exchange import Lost, SendExchange
 from timeball.client.outgoing import IDENTIFIERS, ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
 from timeball.errors import RequestError, TimeballError, Unavailable
+from timeball.rules import past_due
 from timeball.wire import EXISTS, SendAck, SendKey, SentState
 
 IfSettled = Literal["keep", "send"]
@@ -78,7 +79,9 @@ class SendSummary(msgspec.Struct, frozen=True):
     unknown     their answer was lost: the broker may or may not have them
     existing    of the accepted rows those that were sent before, by a call with the same ids and `retry=True`
 
-    `rows`: read from the caller so far, of which each is in accepted, refused or unknown.
+    `rows`: read from the caller so far, of which each is in accepted, refused or unknown. `past_rows`: accepted rows
+    that were due before the broker accepted them; it delivers them at once. `past_ms`: for how long the oldest had been
+    due.
     """
 
     rows: int
@@ -87,6 +90,8 @@ class SendSummary(msgspec.Struct, frozen=True):
     ids: pa.ChunkedArray  # one string per row given, accepted or not
     existing: list[ExistingRows] = []
     unknown: list[RefusedRows] = []
+    past_rows: int = 0
+    past_ms: int = 0
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -220,6 +225,7 @@ class _Run:
         self._unknown: list[RefusedRows] = []
         self._ids: list[pa.Array] = []
         self._existing: list[ExistingRows] = []
+        self._past_rows = self._past_ms = 0
 
     def put(self, batch: pa.RecordBatch) -> None:
         """Send a batch, after waiting for room in the window."""
@@ -259,7 +265,16 @@ class _Run:
 
     def _summary(self) -> SendSummary:
         ids = pa.chunked_array(self._ids, pa.string()) if self._ids else pa.chunked_array([], pa.string())
-        return SendSummary(self._rows, self._accepted, self._refused, ids, self._existing, self._unknown)
+        return SendSummary(
+            self._rows,
+            self._accepted,
+            self._refused,
+            ids,
+            self._existing,
+            self._unknown,
+            self._past_rows,
+            self._past_ms,
+        )
 
     def _progress(self) -> str:
         """Return which of the rows are accepted, as people read it."""
@@ -345,6 +360,10 @@ class _Run:
             self._accepted.append(AcceptedRows(first_row, ack.rows, ack.first_seq))
             if ack.outcome == EXISTS:
                 self._existing.append(ExistingRows(first_row, ack.first_seq, ack.states))
+            if "due_ms" in batch.schema.names and not ack.states:
+                past_rows, past_ms = past_due(batch.column("due_ms"), ack.store_ms)
+                self._past_rows += past_rows
+                self._past_ms = max(self._past_ms, past_ms)
 
 
 def spans(parts: Iterable[AcceptedRows | RefusedRows]) -> str:

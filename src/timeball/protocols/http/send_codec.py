@@ -36,6 +36,7 @@ from timeball.rules import (
     check_no_nulls,
     key_faults,
     keys_text,
+    past_due,
     properties_text,
 )
 
@@ -94,13 +95,18 @@ class SentMany(msgspec.Struct):
 
 
 class SentRows(msgspec.Struct, omit_defaults=True):
-    """The answer to columns: their rows stand side by side. `states`: how many are in each, of those sent before."""
+    """The answer to columns: their rows stand side by side. `states`: how many are in each, of those sent before.
+
+    `past_rows`: how many rows were due before they were taken. `past_ms`: for how long the oldest of them had been.
+    """
 
     first_seq: int
     rows: int
     durable: bool
     outcome: str | None = None
     states: dict[str, int] = {}
+    past_rows: int = 0
+    past_ms: int = 0
 
 
 class Place(NamedTuple):
@@ -249,7 +255,8 @@ def sent(
     outcome, states = keyed or (None, ())
     if sending.places is None:
         counts = Counter(each.state for each in states)
-        return SentRows(first_seq, sending.row_count, durable, outcome, counts)
+        past = (0, 0) if states else _past_due(sending.rows, store_ms)
+        return SentRows(first_seq, sending.row_count, durable, outcome, counts, *past)
     answers = []
     for at, (message_id, due_ms, delay_ms, is_relative) in enumerate(sending.places):
         state, past_ms = None, 0
@@ -262,6 +269,13 @@ def sent(
         text = None if due_ms is None else instant_text(due_ms)
         answers.append(Sent(message_id, first_seq + at, durable, text, due_ms, outcome, state, past_ms))
     return answers[0] if sending.is_one else SentMany(answers)
+
+
+def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
+    """Return `past_rows` and `past_ms` of columns that the broker has taken."""
+    if not isinstance(rows, pa.RecordBatch) or "due_ms" not in rows.schema.names:
+        return 0, 0
+    return past_due(rows.column("due_ms"), store_ms)
 
 
 # ---- JSON -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,13 @@ from tests.protocols.http.client import Client
 from timeball.limits import DAY_MS, HOUR_MS
 
 
+def _stream(rows: pa.RecordBatch) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    return sink.getvalue()
+
+
 def test_a_message_for_now_is_received_and_acknowledged(client: Client) -> None:
     sent = client.send("now", {"body": "hello", "key": "order-7", "tag": "new", "properties": {"a": "1"}})
     assert sent.status == 201
@@ -62,6 +69,22 @@ def test_a_due_time_in_the_past_is_no_lateness(client: Client, node: RunningNode
     assert sent.value["due_ms"] == past_ms and sent.value["past_ms"] >= DAY_MS
     (got,) = client.receive("overdue", wait="30s").value["messages"]
     assert got["lateness_ms"] < HOUR_MS and node.broker.lateness.max_ms < HOUR_MS
+
+
+def test_columns_say_how_many_rows_were_due_in_the_past(client: Client, node: RunningNode) -> None:
+    now_ms = node.broker.parts.clock.now_ms()
+    due_ms = pa.array([now_ms - DAY_MS, now_ms - HOUR_MS, now_ms + DAY_MS], pa.uint64())
+    rows = pa.RecordBatch.from_arrays([pa.array([b"a", b"b", b"c"]), due_ms], names=["body", "due_ms"])
+    arrow = {"content_type": "application/vnd.apache.arrow.stream"}
+    sent = client.send("past-columns", _stream(rows), **arrow, idempotency_key="past")
+    assert sent.value["past_rows"] == 2 and DAY_MS <= sent.value["past_ms"] < DAY_MS + HOUR_MS
+    again = client.send("past-columns", _stream(rows), **arrow, idempotency_key="past")
+    assert again.value["states"] and "past_rows" not in again.value
+    relative = pa.RecordBatch.from_arrays([pa.array([b"d"]), pa.array([0])], names=["body", "delay_ms"])
+    assert "past_rows" not in client.send("past-columns", _stream(relative), **arrow).value
+    got = client.receive("past-columns", wait="30s").value["messages"]
+    assert got and all(one.get("lateness_ms", 0) < HOUR_MS for one in got)
+    assert node.broker.lateness.max_ms < HOUR_MS
 
 
 @pytest.mark.parametrize("when", [{}, {"after": "0"}, {"after": "1ms"}, {"at": "2031-01-31T09:00:00Z"}])
