@@ -53,7 +53,7 @@ def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
     headers=st.lists(
         st.tuples(st.text(max_size=20).filter(lambda name: name not in (
             records.AT, records.AFTER, *records.OLD_NAMES, records.TO, records.CANCEL,
-        )), st.none() | st.binary(max_size=50)),
+        ) and not name.lower().startswith(records.OURS)), st.none() | st.binary(max_size=50)),
         max_size=5,
     ),
     partition=st.integers(0, 1_000),
@@ -68,6 +68,11 @@ def test_key_value_headers_and_partition_stay(
     assert (envelope.topic, envelope.partition, envelope.key) == ("out", partition, key)
     assert [tuple(pair) for pair in envelope.headers] == given_headers
     assert (None if envelope.is_null else message.body) == value
+
+
+def test_a_dead_letter_may_be_sent_again() -> None:
+    dead = records.reasons(Place("in", 3, 17), "no reason")
+    assert not taken([("after", b"1s"), *dead, ("delivered-by", b"van"), ("x-timeball", b"1")]).is_dead
 
 
 def test_a_header_names_the_topic() -> None:
@@ -85,6 +90,14 @@ def test_a_header_names_the_topic() -> None:
         ([("at", b"1800000000")], "header at: at=1800000000: milliseconds since 1970 are meant"),
         ([("delay", b"1s")], "header delay is called after"),
         ([("deliver-at", b"2030-01-31T09:00:00Z")], "header deliver-at is called at"),
+        ([("after", b"1s"), ("deliver-at", b"2030-01-31T09:00:00Z")], "header deliver-at is called at"),
+        (
+            [("after", b"1s"), ("deliver-too", b"elsewhere")],
+            "header 'deliver-too' is not known; valid are at, after, deliver-to and cancel",
+        ),
+        ([("at", b"1795000600000"), ("Deliver-To", b"elsewhere")], "header 'Deliver-To' is not known"),
+        ([("deliver-att", b"1795000600000")], "header 'deliver-att' is not known"),
+        ([("after", b"1s"), ("timeball-key", b"k")], "header 'timeball-key' is not known"),
         ([("after", None)], "header after"),
         ([("after", b"\xff")], "header after"),
         ([("at", b"2030-01-31T09:00:00")], "without a time zone"),

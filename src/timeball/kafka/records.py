@@ -30,6 +30,7 @@ from timeball.message import PROPERTY_END, PROPERTY_NAME_END
 
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
 OLD_NAMES = {"deliver-at": AT, "delay": AFTER}
+OURS = ("deliver-", "timeball-")  # how names begin that no other program's headers have
 REASONS = ("timeball-reason", "timeball-topic", "timeball-partition", "timeball-offset")
 PROPERTY = "kafka"
 KEY_BYTES_MAX = 200  # of a Kafka key that is a name in Timeball as it is; a longer one is by its hash
@@ -150,6 +151,7 @@ def key_name(topic: str, key: bytes) -> str:
 def message_of(record: Record, rules: Rules, now_ms: int) -> Waiting:
     """Return the message that a record becomes; a dead letter when the record cannot be taken."""
     try:
+        _check_names(record.headers)
         due_ms = _due_ms(record, now_ms)
         topic = _destination(record, rules)
         properties = _properties(
@@ -212,6 +214,19 @@ def _properties(envelope: Envelope) -> str:
             f"key and headers take {len(text)} bytes, in base64; at most {limits.PROPERTIES_BYTES_MAX}"
         )
     return text
+
+
+def _check_names(headers: Headers) -> None:
+    """Raise Refused for a header that is named as ours are, and that the bridge does not know.
+
+    A record with a slip in such a name would be delivered to the wrong topic. The headers of a dead letter are known, so
+    it can be sent again.
+    """
+    for name, _ in headers:
+        if name.lower().startswith(OURS) and name != TO and name not in REASONS:
+            if name in OLD_NAMES:
+                raise Refused(f"header {name} is called {OLD_NAMES[name]}")
+            raise Refused(f"header {name[:80]!r} is not known; valid are {AT}, {AFTER}, {TO} and {CANCEL}")
 
 
 def _due_ms(record: Record, now_ms: int) -> int:
