@@ -219,8 +219,8 @@ def _properties(envelope: Envelope) -> str:
 def _check_names(headers: Headers) -> None:
     """Raise Refused for a header that is named as ours are, and that the bridge does not know.
 
-    A record with a slip in such a name would be delivered to the wrong topic. The headers of a dead letter are known, so
-    it can be sent again.
+    A record with a slip in such a name would be delivered to the wrong topic. The headers of a dead letter are known,
+    so it can be sent again.
     """
     for name, _ in headers:
         if name.lower().startswith(OURS) and name != TO and name not in REASONS:
