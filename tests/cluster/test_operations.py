@@ -61,6 +61,25 @@ def test_a_group_begins_in_the_greatest_epoch_that_its_replicas_have_promised() 
     run(scenario)
 
 
+def test_the_first_record_can_be_asked_for_again() -> None:
+    """A deployment repeats its commands; the record stays, whatever its leader is by now."""
+
+    async def scenario(world: World, operations: Operations) -> None:
+        for replica in ("a/1", "b/1", "c/1"):
+            await join(world, replica)
+        record = await operations.plan_first(["a", "b", "c"], WAIT_S)
+        await operations.begin(record)
+        await operations.begin(record)
+        led = replace(record, epoch=1, leader="b/1")
+        view = await world.coordinator("b").read("g1")
+        await world.coordinator("b").change("g1", view.revision, led)
+        again = await operations.plan_first(["c", "b", "a"], WAIT_S)
+        await operations.begin(again)
+        assert again == led == (await operations._group_record())[1]
+
+    run(scenario)
+
+
 def test_a_node_that_registers_later_is_waited_for() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await join(world, "a/1")

@@ -57,8 +57,8 @@ def init(
     """Make a group of nodes that run.
 
     Waits until all of them have registered with etcd, which has 10 s of that if it is being started, and writes the
-    group's first record; a group that has one is left as it is. Nodes with data and nodes without are not mixed: make
-    the group of those with data, then add the others.
+    group's first record. A group that has a record of these nodes is left as it is, so the command can be repeated.
+    Nodes with data and nodes without are not mixed: make the group of those with data, then add the others.
 
     \b
     Examples:

@@ -31,11 +31,16 @@ class Operations:
     # -- the first record --------------------------------------------------------------------------------------------
 
     async def plan_first(self, names: Sequence[str], wait_s: float) -> Record:
-        """Return the record of a new group, once these nodes have registered; raises Conflict, Unavailable."""
+        """Return the record of a new group, once these nodes have registered; raises Conflict, Unavailable.
+
+        A group that has a record of these nodes keeps it: a deployment gives its commands again.
+        """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
         view = await self._first_view(min(wait_s, ETCD_START_S))
         if view.record is not None:
+            if {node_of(replica) for replica in view.record.replicas} == set(names):
+                return view.record
             raise Conflict(
                 f"group {self._group} has a record already, with replicas {_nodes(view.record.replicas)}: change them "
                 "with 'timeball cluster add-replica' and 'remove-replica'"
@@ -57,9 +62,12 @@ class Operations:
         return Record(max(node.promised for node in nodes), "", tuple(node.replica for node in nodes))
 
     async def begin(self, record: Record) -> None:
-        """Write the first record; raises Conflict when another command was faster."""
+        """Write the first record; raises Conflict when another command was faster, with other replicas."""
         swap = await self._coordinator.change(self._group, 0, record)
         if not swap.won:
+            found = (await self._coordinator.read(self._group)).record
+            if found is not None and set(found.replicas) == set(record.replicas):
+                return
             raise Conflict(
                 f"group {self._group} has got a record meanwhile: look with 'timeball cluster status'"
             )
