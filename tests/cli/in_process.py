@@ -23,7 +23,7 @@ WIDTH = "100"  # of the terminal that help and errors are folded for
 def run_here(*arguments: str, text: str | bytes = "", **more: str) -> subprocess.CompletedProcess[str]:
     """Run one command to its end; `text` is its stdin, `more` its environment beside the usual one."""
     out, err = io.StringIO(), io.StringIO()
-    with _stdin(text), _environment(**more), redirect_stdout(out), redirect_stderr(err):
+    with _stdin(text), in_environment(**more), redirect_stdout(out), redirect_stderr(err):
         try:
             main(list(arguments))
         except SystemExit as end:
@@ -43,7 +43,7 @@ def _stdin(text: str | bytes) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**more: str) -> Iterator[None]:
+def in_environment(**more: str) -> Iterator[None]:
     """Like that of a process, in as few changes as it takes: a broker's threads may be reading it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TIMEBALL_")]:

@@ -71,6 +71,20 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
     assert not [name for name in kept if not (ROOT / name).exists()]
 
 
+def locked(name: str) -> dict[str, str]:
+    """Return the packages of a lock file with their versions."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    return dict(re.findall(r"^([a-z0-9][\w.-]*)==([^ ;\\]+)", text, re.M))
+
+
+def test_the_image_has_the_brokers_packages_and_kafkas_client() -> None:
+    broker, image, everything = locked("broker"), locked("image"), locked("all")
+    assert len(broker) > 40 and set(image) - set(broker) == {"confluent-kafka"}
+    assert {name: image[name] for name in broker} == broker, "the same versions"
+    assert image["confluent-kafka"] == everything["confluent-kafka"], "that is tested"
+    assert "-r requirements/image.txt" in DOCKERFILE
+
+
 def test_environment_names_settings() -> None:
     named = re.findall(r"TIMEBALL_(\w+)=", LAST_STAGE) + [
         name.removeprefix("TIMEBALL_") for name in BROKER["environment"]
