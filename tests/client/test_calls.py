@@ -182,6 +182,34 @@ def test_another_server_is_named_as_such() -> None:
     assert type(ours) is TimeballError and "something else than a broker" in str(ours)
 
 
+def test_a_web_server_that_speaks_http_2_is_no_broker() -> None:
+    settings, not_found = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), bytes((0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D))
+
+    def serve(listening: socket.socket) -> None:
+        for _ in range(10):
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(settings)
+                heard = b""
+                while b"DoAction" not in heard and (data := connection.recv(4_096)):
+                    heard += data
+                connection.sendall(not_found)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(4_096):
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        endpoint = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
+        with Timeball(endpoint, timeout_ms=5_000) as ball, pytest.raises(Unavailable) as told:
+            ball.status()
+        assert endpoint in str(told.value) and "7400" in str(told.value)
+
+
 def test_ours_pass_and_others_are_left_alone() -> None:
     with pytest.raises(NotFound), translated(ENDPOINT):
         raise NotFound("x")

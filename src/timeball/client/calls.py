@@ -303,6 +303,7 @@ def _each_endpoint(endpoint: str) -> list[str]:
 # gRPC's own words; it says them before the broker sees a request.
 NO_FLIGHT = "/arrow.flight.protocol.FlightService/"  # a server of gRPC names the call that it has not
 PORTS = "Timeball's clients connect to --port (7400 by default); 8081 is for RocketMQ 5's gRPC clients"
+NO_GRPC = "Received http2 header with status"  # another server, or a proxy, that speaks HTTP/2
 TOO_LONG = "Received message larger than max"
 # And these of a call that has not left: none of its connections was made, or the broker's GOAWAY has left it out.
 NOT_CONNECTED = "failed to connect to all addresses"
@@ -335,6 +336,8 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
         return Unavailable(f"the connection to {endpoint} failed: {text}")
     if NO_FLIGHT in text:
         return Unavailable(f"{endpoint} speaks gRPC, but not Arrow Flight. {PORTS}")
+    if NO_GRPC in text:
+        return Unavailable(f"{endpoint} is no broker: it speaks HTTP/2, but not gRPC ({text}). {PORTS}")
     return TimeballError(f"{endpoint} answered with something else than a broker would: {text}")
 
 

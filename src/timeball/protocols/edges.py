@@ -23,6 +23,7 @@ from timeball.protocols.http.handlers.operators import Status
 from timeball.protocols.http.recovering import Recovering
 from timeball.protocols.push.edge import PushEdge
 from timeball.protocols.remoting.edge import RemotingEdge
+from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 from timeball.security import Security
 
 
@@ -34,6 +35,7 @@ class Edges:
         self.remoting, self.grpc = RemotingEdge(broker, security), GrpcEdge(broker, security)
         self.http = HttpEdge(broker, metrics, status, security)
         self.push = PushEdge(broker, metrics.push)
+        self._has_tls = security.tls is not None
 
     async def start(self, recovering: Recovering) -> None:
         """Listen on all ports, on HTTP's in place of `recovering`, and begin to deliver to URLs.
@@ -48,6 +50,7 @@ class Edges:
             for edge in (self.grpc, self.remoting, self.flight):
                 await edge.close()
             raise
+        WRONG_PROTOCOLS.listens(self.ports, has_tls=self._has_tls)
         await self.push.start()
 
     async def close(self) -> None:

@@ -1,12 +1,14 @@
-"""Names the protocol of a client that has come to the wrong port, and logs one line a minute about it. No I/O.
+"""Logs clients that come to the wrong port or send broken frames, one line a minute for each kind. No I/O.
 
 A client that dials a wrong port usually tries again without end, so that a line for each attempt would fill the log.
+The line names the protocol that the client speaks, and the ports of this broker that speak it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +38,53 @@ def protocol_of(begin: bytes) -> str:
     return ""
 
 
+# The edges that speak a protocol, and the settings of their ports.
+_PORTS = {
+    "HTTP/1": (("http", "http_port"),),
+    "HTTP/2": (("flight", "port"), ("grpc", "grpc_port")),
+    "remoting": (("remoting", "remoting_port"), ("name_server", "name_server_port")),
+}
+
+
 class WrongProtocols:
     """The times of the last lines, by edge and protocol. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}  # when, and how often since then
+        self._ports: Mapping[str, int] = {}
+        self._has_tls = False
 
-    def note(self, edge: str, begin: bytes, peer: str, now_s: float) -> bool:
-        """Log a client whose connection begins so, unless it was logged just now; return whether it is known."""
+    def listens(self, ports: Mapping[str, int], *, has_tls: bool) -> None:
+        """Take the ports that the broker listens on, by edge, for the hints in later lines."""
+        self._ports, self._has_tls = ports, has_tls
+
+    def note(self, edge: str, begin: bytes, peer: str, now_s: float, reason: str = "") -> None:
+        """Log a client whose connection is refused and begins so, unless one of its kind was logged just now.
+
+        `reason`: logged when the protocol is unknown. Without a reason such a client is not logged.
+        """
         protocol = protocol_of(begin)
-        if not protocol:
-            return False
+        if not (protocol or reason):
+            return
         logged_s, more = self._logged.get((edge, protocol), (now_s - PAUSE_S, 0))
         if now_s - logged_s < PAUSE_S:
             self._logged[edge, protocol] = logged_s, more + 1
-            return True
+            return
         self._logged[edge, protocol] = now_s, 0
+        if not protocol:
+            logger.warning(
+                "connection closed edge=%s peer=%s reason=%s not_logged=%d", edge, peer, reason, more
+            )
+            return
         logger.warning(
-            "client of another protocol edge=%s speaks=%s peer=%s not_logged=%d", edge, protocol, peer, more
-        )
-        return True
+            "client of another protocol edge=%s tls=%s speaks=%s peer=%s not_logged=%d right_port=%s",
+            edge, "on" if self._has_tls else "off", protocol, peer, more, self._hint(protocol),
+        )  # fmt: skip
+
+    def _hint(self, protocol: str) -> str:
+        """Return the settings and numbers of the ports that speak a protocol."""
+        found = [(name, self._ports.get(edge, -1)) for edge, name in _PORTS.get(protocol, ())]
+        return ",".join(f"{name}:{port}" for name, port in found if port > 0) or "none"
 
 
 WRONG_PROTOCOLS = WrongProtocols()

@@ -104,7 +104,7 @@ def test_with_a_certificate_tls_is_spoken_and_plain_text_to_this_machine_alone(t
         with grpc.secure_channel(address, credentials) as channel:
             answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
             assert answer.status.code == d.Code.OK
-        # From another machine: tests/protocols/http2/test_first_byte.py.
+        # From another machine: tests/protocols/test_first_byte.py.
         with grpc.insecure_channel(address) as channel:
             answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
             assert answer.status.code == d.Code.OK

@@ -14,6 +14,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.wire import Wire
 
 from timeball.errors import SetupError
+from timeball.protocols import first_byte
 from timeball.protocols.remoting import edge
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.sends import SEND_CODES
@@ -132,11 +133,15 @@ def test_a_large_answer_and_many_requests_over_tls(tmp_path: Path) -> None:
 
 
 def test_who_never_finishes_a_handshake_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(first_byte, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(first_byte, "HANDSHAKE_S", 0.2)
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
         with Wire(node.node.remoting_port) as silent:
             assert silent.is_closed()
+        with Wire(node.node.remoting_port) as half:
+            half.send_bytes(first_byte.TLS_RECORD)
+            assert half.is_closed()
 
 
 class SecureWire(Wire):

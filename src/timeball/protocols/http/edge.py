@@ -10,13 +10,14 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.routing import BaseRoute, Route, Router
 
 from timeball.broker.service import Broker
 from timeball.monitoring.metrics import Metrics
+from timeball.protocols.first_byte import FirstByteServer
 from timeball.protocols.http.connection import BoundedHttp
 from timeball.protocols.http.dashboard import Dashboard
 from timeball.protocols.http.foreign_pages import ForeignPages
@@ -35,7 +36,21 @@ LAST_ANSWERS_S = 1  # at a stop: long polls that wait then end without an answer
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: the node has its own."""
+    """uvicorn without signal handlers, as the node has its own, and with our port for TLS."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; a client without TLS is named in the log, which uvicorn has no place for."""
+        tls = self.config.ssl
+        await super().startup(sockets=sockets if tls is None else [])
+        if tls is None or sockets is None:
+            return
+
+        def connection() -> BoundedHttp:
+            return BoundedHttp(self.config, self.server_state, self.lifespan.state)
+
+        server = FirstByteServer(connection, tls, edge="http")
+        server.listen_on(sockets, BACKLOG)
+        self.servers.append(cast(asyncio.Server, server))  # it closes as one does
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

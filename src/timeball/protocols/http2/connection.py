@@ -190,11 +190,8 @@ class Connection(asyncio.Protocol):
             if self._reader.broken is not None:
                 raise self._reader.broken
         except BrokenRule as error:
-            is_named = not self._reader.is_greeted and WRONG_PROTOCOLS.note(
-                self._bounds.edge, data, self.streams.peer, self.heard_s
-            )
-            if not is_named:
-                logger.warning("connection closed peer=%s reason=%s", self.streams.peer, error)
+            begin = b"" if self._reader.is_greeted else data
+            WRONG_PROTOCOLS.note(self._bounds.edge, begin, self.streams.peer, self.heard_s, str(error))
             self.close(error.fault, str(error))
 
     def pause_writing(self) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from timeball.config import CodecChoice
 from timeball.errors import SetupError
+from timeball.protocols import first_byte
+from timeball.protocols.first_byte import Listening, PlainFrom
 from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
 from timeball.protocols.http2.exchange import Exchange
-from timeball.protocols.http2.first_byte import FirstByteServer
 from timeball.protocols.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -34,9 +35,7 @@ from timeball.security import Tls
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
-HANDSHAKE_S = 10.0
 LOOK_S = 0.25
-PlainFrom = Literal["nobody", "this machine", "all"]
 LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
 
 TIMEOUT_DIGITS_MAX = 8
@@ -76,7 +75,7 @@ class Server:
     ) -> None:
         self._service, self._bounds, self._decoder = service, bounds, decoder_of(codec)
         self._connections: set[Connection] = set()
-        self._server: asyncio.Server | FirstByteServer | None = None
+        self._server: Listening | None = None
 
     async def start(
         self, host: str, port: int, tls: Tls | None, option: str, *, plain_from: PlainFrom = "nobody"
@@ -92,21 +91,10 @@ class Server:
             return Connection(self._begin, self._connections, loop, self._bounds, self._decoder, flushes)
 
         try:
-            if tls and plain_from != "nobody":
-                both = FirstByteServer(
-                    connection, tls.context, HANDSHAKE_S, plain_from_others=plain_from == "all"
-                )
-                await both.listen(host, port, BACKLOG)
-                self._server = both
-            else:
-                self._server = await loop.create_server(
-                    connection,
-                    host,
-                    port,
-                    backlog=BACKLOG,
-                    ssl=tls.context if tls else None,
-                    ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-                )
+            self._server = await first_byte.listen(
+                connection, host, port, BACKLOG, tls.context if tls else None,
+                edge=self._bounds.edge, plain_from=plain_from,
+            )  # fmt: skip
         except OSError as error:
             raise SetupError(
                 f"{option} {port}: {error.strerror or error}; another broker may be running, choose another port"

@@ -175,8 +175,13 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         room: Room | None = None,
         cut: Cut = cut,
+        edge: str = "remoting",
     ) -> None:
-        """`room`: the memory that it shares with the others of its edge. `cut` makes what `receiver` gets."""
+        """`room`: the memory that it shares with the others of its edge. `cut` makes what `receiver` gets.
+
+        `edge`: as the log names it.
+        """
+        self._edge = edge
         self._receiver, self._opened, self._loop = receiver, opened, loop
         self.flow = Flow(room or Room())
         self._splitter = Splitter(cut=cut)
@@ -244,8 +249,7 @@ class Connection(asyncio.Protocol):
             if frames:
                 self._receive(frames)
         except BadFrame as error:
-            if not WRONG_PROTOCOLS.note("remoting", data, self.name, self.heard_s):
-                logger.warning("connection closed peer=%s reason=%s", self.name, error)
+            WRONG_PROTOCOLS.note(self._edge, data, self.name, self.heard_s, str(error))
             self.close()
             return
         awaited_bytes, held_bytes = self._splitter.awaited_bytes, self._splitter.held_bytes

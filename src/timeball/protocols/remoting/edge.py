@@ -16,6 +16,8 @@ from typing import Any
 from timeball.access import Access
 from timeball.broker.service import Broker
 from timeball.errors import SetupError, TimeballError
+from timeball.protocols import first_byte
+from timeball.protocols.first_byte import Listening
 from timeball.protocols.remoting import needs
 from timeball.protocols.remoting.calls import check_advertised
 from timeball.protocols.remoting.codec.frame import BadHeader, Frame, cut, decode
@@ -46,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 DEADLINES_LOOK_S = 1.0
 BACKLOG = 1_024
-HANDSHAKE_S = 10.0  # of TLS; who takes longer has no connection yet that would be counted
 LAST_ANSWERS_S = 2.0  # at a stop, for clients that are slow to take them
 
 
@@ -88,36 +89,36 @@ class RemotingEdge:
         )
         self._connections: set[Connection] = set()
         self._room = Room()
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[Listening] = []
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen; raises SetupError when a port is taken, or the advertised name is none."""
         settings = self._settings
         check_advertised(settings.advertise)
-        self.context.name_server_port = await self._listen("--name-server-port", settings.name_server_port)
-        self.context.port = await self._listen("--remoting-port", settings.remoting_port)
+        self.context.name_server_port = await self._listen("name_server", settings.name_server_port)
+        self.context.port = await self._listen("remoting", settings.remoting_port)
         self._watch = self.context.start_watch(self._watch_deadlines())
 
-    async def _listen(self, option: str, port: int) -> int:
+    async def _listen(self, edge: str, port: int) -> int:
         if port < 0:
             return port
         loop, access, tls = asyncio.get_running_loop(), self._security.access, self._security.tls
         receive = self._receive if access is None else partial(self._receive_signed, access)
         cuts = self.codec.cut if access is None else cut  # each frame alone, to see who has signed it
+
+        def connection() -> Connection:
+            return Connection(receive, self._connections, loop, self._room, cuts, edge)
+
         try:
-            server = await loop.create_server(
-                lambda: Connection(receive, self._connections, loop, self._room, cuts),
-                self._settings.host,
-                port,
-                backlog=BACKLOG,
-                ssl=tls.context if tls else None,
-                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+            server = await first_byte.listen(
+                connection, self._settings.host, port, BACKLOG, tls.context if tls else None, edge=edge
             )
         except OSError as error:
             await self.close()
             raise SetupError(
-                f"{option} {port}: {error.strerror or error}; another broker may be running, choose another port"
+                f"--{edge.replace('_', '-')}-port {port}: {error.strerror or error}; another broker may be running, "
+                "choose another port"
             ) from error
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])

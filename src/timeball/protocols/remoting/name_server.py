@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from timeball.errors import SetupError, TimeballError, Unavailable
+from timeball.protocols import first_byte
+from timeball.protocols.first_byte import Listening
 from timeball.protocols.remoting.calls import Call
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BadHeader, Command, Frame, decode
@@ -27,6 +29,7 @@ from timeball.protocols.remoting.dispatch import failure
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 1_024
 ASK_S = 3.0  # a leader has for its answer; RocketMQ's clients wait as long for theirs
 REMEMBERED_MAX = 20_000  # answers, for groups that have no leader for a while
 MASTER_ID = "0"
@@ -53,7 +56,7 @@ class NameServer:
         tls_to_brokers: ssl.SSLContext | None = None,
     ) -> None:
         self._groups, self._tls, self._tls_to_brokers = groups, tls, tls_to_brokers
-        self._server: asyncio.Server | None = None
+        self._server: Listening | None = None
         self._opened: set[Connection] = set()
         self._room = Room()
         self._brokers: dict[Address, Connection] = {}
@@ -64,9 +67,10 @@ class NameServer:
         """Listen, and return the port; raises SetupError."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                lambda: Connection(self._receive, self._opened, loop, self._room), host, port, ssl=self._tls
-            )
+            self._server = await first_byte.listen(
+                lambda: Connection(self._receive, self._opened, loop, self._room, edge="name_server"),
+                host, port, BACKLOG, self._tls, edge="name_server",
+            )  # fmt: skip
         except OSError as error:
             raise SetupError(
                 f"--name-server-port {port}: {error.strerror or error}; choose another port"

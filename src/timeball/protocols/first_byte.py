@@ -1,7 +1,7 @@
-"""A listening port whose clients speak TLS or not, told apart by the first byte that each sends.
+"""A listening port of a broker with a certificate, whose clients are told apart by the first byte that each sends.
 
     0x16         a TLS handshake record: the connection goes on with TLS
-    other bytes  HTTP/2 without TLS ("PRI * …"), where that is allowed; else the connection is closed
+    other bytes  no TLS, where that is allowed; else the connection is closed, and the log names its protocol
 
 The byte is looked at and left in the socket, so that the transport reads it again. Until it has come, a connection
 costs a descriptor and an entry here, and no task.
@@ -13,14 +13,19 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
 
 from timeball.config import is_loopback
+from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)
 
+PlainFrom = Literal["nobody", "this machine", "all"]
 TLS_RECORD = b"\x16"
-FIRST_BYTE_S = 10.0  # as long as a handshake may take
+BEGIN_BYTES = 64  # looked at to name another protocol
+HANDSHAKE_S = 10.0
+FIRST_BYTE_S = 10.0
 SILENT_MAX = 1_024  # connections that have sent nothing yet; the next ones are closed
 PAUSE_S = 1.0  # when no descriptor is free, as asyncio's own servers pause
 
@@ -32,14 +37,14 @@ class FirstByteServer:
         self,
         factory: Callable[[], asyncio.Protocol],
         tls: ssl.SSLContext,
-        handshake_s: float,
         *,
-        plain_from_others: bool,
+        edge: str,
+        plain_from: PlainFrom = "nobody",
     ) -> None:
-        """`plain_from_others`: take connections without TLS from other machines too, not from this one alone."""
+        """`edge`: as the log names it. `plain_from`: who may connect without TLS."""
         self._loop = asyncio.get_running_loop()
-        self._factory, self._tls, self._handshake_s = factory, tls, handshake_s
-        self._plain_from_others = plain_from_others
+        self._factory, self._tls = factory, tls
+        self._edge, self._plain_from = edge, plain_from
         self.sockets: list[socket.socket] = []
         self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -51,16 +56,22 @@ class FirstByteServer:
             for family, kind, protocol, _, address in dict.fromkeys(found):
                 listening = socket.socket(family, kind, protocol)
                 self.sockets.append(listening)
-                listening.setblocking(False)
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 listening.bind(address)
                 listening.listen(backlog)
-                self._loop.add_reader(listening.fileno(), self._accept, listening, backlog)
         except OSError:
             self.close()
             raise
+        self.listen_on(self.sockets, backlog)
+
+    def listen_on(self, sockets: Iterable[socket.socket], backlog: int) -> None:
+        """Take connections from sockets that listen."""
+        self.sockets = list(sockets)
+        for listening in self.sockets:
+            listening.setblocking(False)
+            self._loop.add_reader(listening.fileno(), self._accept, listening, backlog)
 
     def close(self) -> None:
         """Take no more connections, and let those go that have sent nothing yet."""
@@ -110,17 +121,22 @@ class FirstByteServer:
         """Hand on a connection by which something has come, or its end."""
         self._forget(connection)
         try:
-            first, peer = connection.recv(1, socket.MSG_PEEK), connection.getpeername()[0]
+            begin, peer = connection.recv(BEGIN_BYTES, socket.MSG_PEEK), connection.getpeername()[0]
         except OSError:
             connection.close()
             return
-        is_tls = first == TLS_RECORD
-        if not first or not (is_tls or self._plain_from_others or is_loopback(peer)):
+        is_tls = begin[:1] == TLS_RECORD
+        if not begin or not (is_tls or self._may_be_plain(peer)):
+            if begin:
+                WRONG_PROTOCOLS.note(self._edge, begin, peer, self._loop.time(), "no TLS")
             connection.close()
             return
         task = self._loop.create_task(self._connect(connection, is_tls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _may_be_plain(self, peer: str) -> bool:
+        return self._plain_from == "all" or (self._plain_from == "this machine" and is_loopback(peer))
 
     async def _connect(self, connection: socket.socket, is_tls: bool) -> None:
         try:
@@ -128,7 +144,28 @@ class FirstByteServer:
                 self._factory,
                 connection,
                 ssl=self._tls if is_tls else None,
-                ssl_handshake_timeout=self._handshake_s if is_tls else None,
+                ssl_handshake_timeout=HANDSHAKE_S if is_tls else None,
             )
         except (OSError, ssl.SSLError) as error:  # a handshake that failed: its client knows why
             logger.debug("connection not made reason=%s", error)
+
+
+Listening: TypeAlias = asyncio.Server | FirstByteServer
+
+
+async def listen(
+    factory: Callable[[], asyncio.Protocol],
+    host: str,
+    port: int,
+    backlog: int,
+    tls: ssl.SSLContext | None,
+    *,
+    edge: str,
+    plain_from: PlainFrom = "nobody",
+) -> Listening:
+    """Listen, with TLS if there is a context; raise OSError. `edge`, `plain_from`: see FirstByteServer."""
+    if tls is None:
+        return await asyncio.get_running_loop().create_server(factory, host, port, backlog=backlog)
+    server = FirstByteServer(factory, tls, edge=edge, plain_from=plain_from)
+    await server.listen(host, port, backlog)
+    return server

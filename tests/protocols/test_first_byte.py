@@ -12,8 +12,8 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.certificates import Certificate, certificate
 
-from timeball.protocols.http2 import first_byte
-from timeball.protocols.http2.first_byte import FirstByteServer
+from timeball.protocols import first_byte
+from timeball.protocols.first_byte import FirstByteServer, PlainFrom
 from timeball.security import load_tls
 
 
@@ -27,9 +27,9 @@ class Echo(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def listening(issued: Certificate, *, plain_from_others: bool = True) -> AsyncIterator[int]:
+async def listening(issued: Certificate, *, plain_from: PlainFrom = "all") -> AsyncIterator[int]:
     context = load_tls(issued.cert, issued.key).context
-    server = FirstByteServer(Echo, context, BOUND_S, plain_from_others=plain_from_others)
+    server = FirstByteServer(Echo, context, edge="grpc", plain_from=plain_from)
     await server.listen("127.0.0.1", 0, 100)
     try:
         yield server.sockets[0].getsockname()[1]
@@ -72,7 +72,7 @@ def test_plain_text_from_elsewhere_is_closed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(first_byte, "is_loopback", lambda peer: False)
 
     async def check(issued: Certificate) -> None:
-        async with listening(issued, plain_from_others=False) as port:
+        async with listening(issued, plain_from="this machine") as port:
             assert await answer(port, b"PRI") == b""
             assert await answer(port, b"PRI", issued.roots) == b"PRI"
         async with listening(issued) as port:
