@@ -19,6 +19,7 @@ FIELD_NAME, FIELD_TYPE_KIND, FIELD_TYPE, FIELD_DICTIONARY = 0, 2, 3, 4
 INT_BITS, INT_IS_SIGNED = 0, 1
 FIXED_WIDTH = 0
 # Fields, by Arrow's format/Message.fbs.
+VERSION_5 = 4  # of Arrow 1.0; an older one has another way to say that a body is compressed
 MESSAGE_VERSION, MESSAGE_HEADER_TYPE, MESSAGE_HEADER, MESSAGE_BODY_BYTES = 0, 1, 2, 3
 BATCH_ROWS, BATCH_NODES, BATCH_BUFFERS, BATCH_COMPRESSION = 0, 1, 2, 3
 

@@ -75,3 +75,25 @@ def test_what_is_no_transfer_is_refused() -> None:
     for data in (b"", b"nothing", other.getvalue().to_pybytes(), empty.getvalue().to_pybytes()):
         with pytest.raises(InvalidMessage):
             decode_sent(data)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_compressed_transfer_is_refused(codec: str) -> None:
+    with pa.ipc.open_stream(encode_sent(handed_rows(promises([None] * 1_000), "g1", 9))) as reader:
+        rows = reader.read_all()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SENT, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_table(rows)
+    with pytest.raises(InvalidMessage, match="compressed"):
+        decode_sent(sink.getvalue().to_pybytes())
+
+
+@given(st.data())
+def test_a_damaged_transfer_is_refused_or_sound(data: st.DataObject) -> None:
+    sent = bytearray(encode_sent(handed_rows(promises(PROPERTIES), "g1", 9)))
+    at = data.draw(st.integers(0, len(sent) - 1))
+    sent[at] ^= data.draw(st.integers(1, 255))
+    try:
+        assert decode_sent(bytes(sent)).schema == SENT
+    except InvalidMessage:
+        pass

@@ -10,10 +10,13 @@ pending table may be rewritten meanwhile.
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball import flatbuffer as fb
 from timeball.broker.delivery import names, without_lists
 from timeball.errors import InvalidMessage
 from timeball.message import (
@@ -36,7 +39,6 @@ SENT = pa.schema(
         )
     ]
 )  # fmt: skip
-_COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 _MARK = f"{HANDED_TO}{PROPERTY_NAME_END}"
 
 
@@ -81,7 +83,7 @@ def encode_sent(handed: pa.RecordBatch) -> bytes:
         [said if name == "properties" else handed.column(name) for name in SENT.names], schema=SENT
     )
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SENT, options=_COMPRESSED) as writer:
+    with pa.ipc.new_stream(sink, SENT) as writer:
         writer.write_batch(rows)
     data: bytes = sink.getvalue().to_pybytes()
     return data
@@ -90,18 +92,29 @@ def encode_sent(handed: pa.RecordBatch) -> bytes:
 def decode_sent(data: bytes) -> pa.RecordBatch:
     """Return the rows of a transfer, in the schema `SENT`; raise InvalidMessage on anything else."""
     try:
-        with pa.ipc.open_stream(data) as reader:
-            if reader.schema != SENT:
-                raise InvalidMessage(
-                    "the columns of a transfer are others: use the same version on all nodes"
-                )
-            rows = reader.read_next_batch()
+        reader = pa.ipc.MessageReader.open_stream(data)
+        if pa.ipc.read_schema(reader.read_next_message()) != SENT:
+            raise InvalidMessage("the columns of a transfer are others: use the same version on all nodes")
+        message = reader.read_next_message()
+        if _may_be_compressed(message.metadata):
+            # A few kilobytes may unfold into gigabytes.
+            raise InvalidMessage("a transfer is compressed: use the same version on all nodes")
+        rows = pa.ipc.read_record_batch(message, SENT)
         rows.validate(full=True)
-    except (pa.ArrowException, StopIteration, OSError) as error:
+    except (pa.ArrowException, StopIteration, OSError, struct.error, LookupError) as error:
         raise InvalidMessage(f"not the rows of a transfer: {error}") from error
     if not rows.num_rows or rows.column("topic").null_count or rows.column("due_ms").null_count:
         raise InvalidMessage("a transfer without rows, or with one that lacks its topic or instant")
     return rows
+
+
+def _may_be_compressed(metadata: pa.Buffer) -> bool:
+    header = memoryview(metadata)
+    root = fb.target(header, 0)
+    version, inner = (fb.field(header, root, number) for number in (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER))
+    if version is None or inner is None or struct.unpack_from("<h", header, version)[0] < fb.VERSION_5:
+        return True
+    return fb.field(header, fb.target(header, inner), fb.BATCH_COMPRESSION) is not None
 
 
 def adopted_rows(sent: pa.RecordBatch, *, now_ms: int, host: str) -> pa.RecordBatch:

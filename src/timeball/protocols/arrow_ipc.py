@@ -29,7 +29,6 @@ COLUMNS_MAX = 64
 _DECODING = (pa.ArrowException, ValueError, TypeError, LookupError, OSError, MemoryError)
 _CONTINUATION = b"\xff\xff\xff\xff"
 _ALIGN = 8
-_VERSION_5 = 4
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _LITTLE_ENDIAN = 0
 
@@ -207,7 +206,7 @@ def _kind(header: memoryview) -> tuple[int, bool, int]:
         version, kind, inner = (fb.field(header, root, number) for number in fields)
         if version is None or kind is None or inner is None:
             raise InvalidMessage("not an Arrow message: it has no header")
-        if struct.unpack_from("<h", header, version)[0] < _VERSION_5:
+        if struct.unpack_from("<h", header, version)[0] < fb.VERSION_5:
             # Version 4 has another way to say that a body is compressed, which Arrow still reads.
             raise InvalidMessage("an Arrow message of a version before 1.0; write it with a later one")
         if header[kind] != _BATCH:

@@ -179,6 +179,16 @@ def test_every_action(shop: Timeball, other: Timeball, root: Timeball, verb: str
     assert may(other, verb) is (verb in OTHER_MAY)
 
 
+@pytest.mark.parametrize("verb", codec.LARGE_OF_ADMINS)
+def test_a_large_body_is_decoded_for_admins_only(shop: Timeball, root: Timeball, verb: str) -> None:
+    nonsense = b"[" * (codec.body_bytes_max(verb) - 1)
+    with pytest.raises(Forbidden):
+        shop._calls.action(verb, nonsense, dict[str, Any])
+    with pytest.raises(RequestError) as refused:
+        root._calls.action(verb, nonsense, dict[str, Any])
+    assert not isinstance(refused.value, Forbidden)
+
+
 def test_reads(shop: Timeball, other: Timeball, root: Timeball) -> None:
     seq = shop.send("orders", "read me").seq
     assert root.read_log(seq, seq + 1).read_all().num_rows == 1

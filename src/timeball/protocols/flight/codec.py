@@ -77,6 +77,8 @@ ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
     ),
 }
 
+LARGE_OF_ADMINS = ("attach", "cancel_range")  # their bodies may have more than BODY_BYTES_MAX
+
 ActionRequest = wire.Request | attachment.Attachment
 
 
