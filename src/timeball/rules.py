@@ -50,15 +50,19 @@ _INT64_MAX = (1 << 63) - 1
 TIMES = ("due_ms", "delay_ms")
 _UNKNOWN_FIELD = re.compile("unknown field `([^`]*)`")
 KEY_TEXT = "a key has no blanks and no control characters, because blanks separate keys"
-# Spelled out for RE2 and Python alike: neither knows the other's classes.
-_NOT_IN_KEY = re.compile("[\\x00-\\x20\\x7f\\x85\\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+LABEL_TEXT = "text without control characters, and without blanks at its ends"
+# Spelled out for RE2, Java and Python alike: none knows the other's classes.
+_BLANK = "[\\x20\\x85\\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f]")
-_NOT_A_LABEL = _CONTROL.pattern + "|^ | $"
+_NOT_IN_KEY = re.compile(f"{_CONTROL.pattern}|{_BLANK}")
+NOT_IN_KEY = _NOT_IN_KEY.pattern
+NOT_AN_ENTRY = rf"{NOT_IN_KEY}|\A\z"  # of a list of keys
+NOT_A_LABEL = rf"{_CONTROL.pattern}|\A{_BLANK}|{_BLANK}\z"
 _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # of pipeline and broker
 
 
-Shape = Literal["name", "reserved", "present", "longest", "words", "between", "pairs"]
+Shape = Literal["name", "reserved", "present", "longest", "words", "between", "form"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ class Rule:
     `in_column` gives True for each row that breaks it, False for a null; `in_value` says the same of one value. Both
     are given the instant by which a due instant is measured. Only a text of `needs_bytes` bytes, or more, can break it.
     `shape` and the bounds say the same as data, for an engine that runs neither: numbers lie
-    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces. A rule of "pairs" is about
-    maps, which neither a column of texts nor one text can break.
+    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces. A rule of "form" is about
+    values as a DataFrame gives them, before they become the text that the log keeps: `form_faults` finds it.
     """
 
     column: str
@@ -87,6 +91,17 @@ def size_bytes(text: str | bytes) -> int:
     if isinstance(text, bytes) or text.isascii():
         return len(text)
     return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _form(column: str, text: str) -> Rule:
+    """Return a rule that the stored text cannot show any more: keys that are joined have blanks between them."""
+    return Rule(
+        column,
+        f"{column}: {text}",
+        lambda values, _: np.zeros(len(values), np.bool_),
+        lambda *_: False,
+        "form",
+    )
 
 
 def _longest(column: str) -> Rule:
@@ -162,6 +177,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _longest("body"),
     _longest("tag"),
+    _form("tag", LABEL_TEXT),
     _longest("keys"),
     Rule(
         "keys",
@@ -173,16 +189,12 @@ RULES: tuple[Rule, ...] = (
         "words",
         limits.KEYS_PER_MESSAGE_MAX,
     ),
+    _form("keys", f"{KEY_TEXT}; give several keys as a list, in a column of type array<string>"),
     _longest("unique_key"),
+    _form("unique_key", LABEL_TEXT),
     _longest("properties"),
-    # Of a property map; RocketMQ's text form has these characters between the properties. `map_faults` finds it.
-    Rule(
-        "properties",
-        "properties: a name is empty, or a name or value has the character U+0001 or U+0002",
-        lambda values, _: np.zeros(len(values), np.bool_),
-        lambda value, _: False,
-        "pairs",
-    ),
+    # Of a map; RocketMQ's text form has these characters between the properties.
+    _form("properties", "a name is empty, or a name or value has the character U+0001 or U+0002"),
     _between(
         "queue_id",
         f"queue_id: not between 0 and {limits.QUEUES_PER_TOPIC_MAX - 1}",
@@ -284,8 +296,15 @@ def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_
             raise InvalidDelay(f"{name} of row {row} is null; leave the column out to deliver at once")
 
 
+def form_faults(name: str, column: pa.Array) -> BoolArray:
+    """Return for each value of a DataFrame's column whether it breaks the column's rule of "form"; False for a null."""
+    if name == "properties":
+        return map_faults(column)
+    return key_faults(column) if name == "keys" else label_faults(column)
+
+
 def map_faults(column: pa.Array) -> BoolArray:
-    """Return for each row of a map<string, string> column whether its pairs cannot be properties: see the rule "pairs".
+    """Return for each row of a map<string, string> column whether its pairs cannot be properties.
 
     A separator within a name or a value would add properties of another name, such as a due time.
     """
@@ -296,13 +315,18 @@ def map_faults(column: pa.Array) -> BoolArray:
         pc.equal(pc.binary_length(column.keys), 0), pc.match_substring_regex(column.keys, marks)
     )
     wrong = pc.or_(wrong, pc.fill_null(pc.match_substring_regex(column.items, marks), False))
+    return _rows_with(wrong, column)
+
+
+def _rows_with(wrong: pa.Array, column: pa.Array) -> BoolArray:
+    """Return for each row of a column of lists or maps whether one of its entries is wrong."""
     before = np.concatenate([[0], np.cumsum(np.asarray(wrong))])
-    # `offsets` and the pairs of a slice are those of the whole column.
+    # `offsets` and the entries of a slice are those of the whole column.
     offsets = np.asarray(column.offsets)
     return np.asarray(before[offsets[1:]] > before[offsets[:-1]], dtype=np.bool_)
 
 
-RULE_OF_MAPS = next(index for index, rule in enumerate(RULES) if rule.shape == "pairs")
+FORM_RULES = {rule.column: index for index, rule in enumerate(RULES) if rule.shape == "form"}
 
 
 # ---- single values ------------------------------------------------------------------------------------------
@@ -359,7 +383,7 @@ def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
 def check_key(key: object) -> str:
     """Return one key; raise InvalidMessage for a text that would be several, or none, where keys stand side by side."""
     if not isinstance(key, str) or not key or _NOT_IN_KEY.search(key):
-        raise InvalidMessage(f"key {_shown(key)}: {KEY_TEXT}")
+        raise InvalidMessage(f"key {shown(key)}: {KEY_TEXT}")
     return key
 
 
@@ -374,19 +398,25 @@ def keys_text(keys: Keys | None) -> str | None:
         if keys and _NOT_IN_KEY.search(keys):
             parts = keys.split()
             raise InvalidMessage(
-                f"keys={_shown(keys)}: {KEY_TEXT}; write several keys as a list, {_shown(parts)}, and one key without "
-                f"blanks, as in {_shown('-'.join(parts))}"
+                f"keys={shown(keys)}: {KEY_TEXT}; write several keys as a list, {shown(parts)}, and one key without "
+                f"blanks, as in {shown('-'.join(parts))}"
             )
         return keys or None
     given: object = keys  # of a caller without a type checker
     if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise InvalidMessage(f"keys={_shown(keys)}: a text, or a list of texts")
+        raise InvalidMessage(f"keys={shown(keys)}: a text, or a list of texts")
     return " ".join(map(check_key, keys)) or None
 
 
 def key_faults(column: pa.Array) -> BoolArray:
-    """Return for each text of a column, of one key each, whether it cannot be a key; False for a null."""
-    return np.asarray(pc.match_substring_regex(column, _NOT_IN_KEY.pattern).fill_null(False))
+    """Return for each row of a column whether its keys cannot be keys: of texts each is one, of lists each has some.
+
+    False for a null and for an empty text, which are no key. An entry of a list must be a key.
+    """
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        return np.asarray(pc.match_substring_regex(column, NOT_IN_KEY).fill_null(False))
+    wrong = pc.match_substring_regex(column.values, NOT_AN_ENTRY).fill_null(True)
+    return np.asarray(_rows_with(wrong, column) & np.asarray(column.is_valid()), dtype=np.bool_)
 
 
 def check_label(name: str, text: str | None) -> str | None:
@@ -396,15 +426,13 @@ def check_label(name: str, text: str | None) -> str | None:
     which RocketMQ's consumers get both.
     """
     if text is not None and (not isinstance(text, str) or text.strip() != text or _CONTROL.search(text)):
-        raise InvalidMessage(
-            f"{name} {_shown(text)}: text without control characters, and without blanks at its ends"
-        )
+        raise InvalidMessage(f"{name} {shown(text)}: {LABEL_TEXT}")
     return text
 
 
 def label_faults(column: pa.Array) -> BoolArray:
     """Return for each text of a column of tags or ids whether `check_label` refuses it; False for a null."""
-    return np.asarray(pc.match_substring_regex(column, _NOT_A_LABEL).fill_null(False))
+    return np.asarray(pc.match_substring_regex(column, NOT_A_LABEL).fill_null(False))
 
 
 def valid(given: str, known: Sequence[str]) -> str:
@@ -422,7 +450,7 @@ def with_valid_fields(text: str, kind: Any) -> str:
     return f"{text}; {valid(unknown.group(1), fields)}" if unknown and fields else text
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a caller's value as an error repeats it."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

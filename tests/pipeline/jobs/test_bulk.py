@@ -11,6 +11,7 @@ from deltalake import DeltaTable
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import attached_seqs
 
@@ -95,6 +96,20 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert broker.status().log.next_seq == before.log.next_seq
     assert broker.campaigns() == [] and not (folder / "rejects").exists()
     assert not list(folder.rglob("*.parquet"))
+
+
+@pytest.mark.spark
+def test_a_key_with_a_blank_is_put_aside_and_a_list_has_several(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    frame = people(spark, broker.status().now_ms).where("id in ('k7', 'k8')")
+    texts = frame.withColumn("id", f.when(f.col("id") == "k7", f.lit("customer 4")).otherwise(f.col("id")))
+    report = run(spark, node, texts, campaign="texts")
+    assert (report.rows, report.rejected) == (1, 1)
+    report = run(spark, node, frame.withColumn("id", f.array(f.lit("all"), "id")), campaign="lists")
+    assert (report.rows, report.rejected) == (2, 0)
+    table = DeltaTable(broker.status().table.uri).to_pyarrow_table(columns=["keys"])
+    assert sorted(table.column("keys").to_pylist()) == ["all k7", "all k8", "k8"]
 
 
 @pytest.mark.smoke

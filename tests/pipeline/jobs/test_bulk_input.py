@@ -42,7 +42,20 @@ EDGES: dict[str, list[object]] = {
     ],
     "body": [b"x", None, b"", b"x" * limits.BODY_BYTES_MAX, b"x" * (limits.BODY_BYTES_MAX + 1)],
     "due_ms": [NOW_MS, 0, -1, NOW_MS - 5, MAX_DUE_MS, MAX_DUE_MS + 1, limits.INSTANT_MS_MAX + 1, 2**62],
-    "tag": [None, "", "t" * 255, "t" * 256, "ß" * 127, "ß" * 128],
+    "tag": [
+        None,
+        "",
+        " t",
+        "t ",
+        "t\u2028",
+        "a t",
+        "t\x02a",
+        "t\n",
+        "t" * 255,
+        "t" * 256,
+        "ß" * 127,
+        "ß" * 128,
+    ],
     "keys": [
         None,
         "a b",
@@ -50,10 +63,14 @@ EDGES: dict[str, list[object]] = {
         " ".join("k" * (KEYS + 1)),
         "k" * KEYS_BYTES,
         "k" * (KEYS_BYTES + 1),
+        "customer-4",
+        "a\tb",
+        "a\u00a0b",
+        "a\u2028",
         " " * (KEYS - 1),
         " " * KEYS,
     ],
-    "unique_key": [None, "", "u" * 255, "u" * 256],
+    "unique_key": [None, "", "u ", "\x7f", "u" * 255, "u" * 256],
     "properties": [None, "", "p" * 32_767, "p" * 32_768],
 }
 TYPES = {"body": pa.binary(), "due_ms": pa.int64()}
@@ -97,6 +114,39 @@ def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
     assert (
         len(set(wanted)) == len(rules.RULES) - 3 + 1
     )  # each but that of the queue, of a missing time and of maps, and none
+
+
+KEY_LISTS: list[list[str | None] | None] = [
+    None, [], ["a"], ["a", "b"], [""], ["a", None], ["a", "customer 4"], ["a\u2003b"], ["a\n"],
+    ["k"] * KEYS, ["k"] * (KEYS + 1), ["k" * KEYS_BYTES], ["k" * KEYS_BYTES, "k"],
+]  # fmt: skip
+
+
+@pytest.mark.spark
+def test_lists_of_keys_are_judged_as_in_the_sink(spark: SparkSession) -> None:
+    count = len(KEY_LISTS)
+    rows = pa.table(
+        {
+            "topic": ["t"] * count, "body": pa.array([b"b"] * count), "due_ms": [NOW_MS] * count,
+            "keys": pa.array(KEY_LISTS, pa.list_(pa.string())),
+        }
+    )  # fmt: skip
+    normal = promise_columns.normalise(rows, NOW_MS)
+    broken = promise_columns.first_broken(rows, normal, NOW_MS)
+    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
+    assert [text is None for text in wanted] == [*[True] * 4, *[False] * 5, True, False, True, False]
+    found = screen(spark.createDataFrame(rows), Columns(due="due_ms", topic="topic", keys="keys"), NOW_MS)
+    assert found.select("reason").toArrow().to_pydict()["reason"] == wanted
+    # And the sink is given them in a form that says how many they are.
+    written = bulk_input.with_lists_of_keys(found.where("reason is null")).select("keys").toArrow()
+    assert written.column("keys").to_pylist() == [
+        None,
+        None,
+        ["a"],
+        ["a", "b"],
+        ["k"] * KEYS,
+        ["k" * KEYS_BYTES],
+    ]
 
 
 PAIRS: list[list[tuple[str, str | None]] | None] = [

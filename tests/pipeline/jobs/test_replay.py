@@ -311,6 +311,20 @@ def test_what_is_replayed_passes_again_and_says_what_it_was(
 
 
 @pytest.mark.spark
+def test_keys_that_stand_side_by_side_are_replayed(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    """Keys and tags that RocketMQ's clients may send, which a column of texts of a user's own may not have."""
+    sent = {"topic": ["orders"], "body": [b"b"], "keys": ["k1 k\t2"], "tag": ["red "]}
+    with Timeball(node.endpoint) as ball:
+        node.run(node.broker.send(pa.record_batch(sent)))
+        eventually(lambda: visible(ball, "orders") == 1, "it is visible")
+    assert replay.run(spark, node.endpoint, window_of(node, "orders")).rows == 1
+    (row,) = scheduled(broker)
+    assert (row["keys"], row["tag"]) == ("k1 k\t2", "red ")
+
+
+@pytest.mark.spark
 def test_a_window_in_which_nothing_passed(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     window = window_of(node, "nothing")
     plan = replay.plan(spark, node.endpoint, window)

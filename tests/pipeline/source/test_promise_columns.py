@@ -25,7 +25,15 @@ def table(count: int = 1, **columns: object) -> pa.Table:
 
 
 def schema(ddl: str) -> StructType:
-    from pyspark.sql.types import BinaryType, LongType, MapType, StringType, TimestampNTZType, TimestampType
+    from pyspark.sql.types import (
+        ArrayType,
+        BinaryType,
+        LongType,
+        MapType,
+        StringType,
+        TimestampNTZType,
+        TimestampType,
+    )
 
     types = {
         "string": StringType(),
@@ -34,6 +42,7 @@ def schema(ddl: str) -> StructType:
         "timestamp": TimestampType(),
         "timestamp_ntz": TimestampNTZType(),
         "map": MapType(StringType(), StringType()),
+        "list": ArrayType(StringType()),
         "map_long": MapType(StringType(), LongType()),
     }
     built = StructType()
@@ -43,16 +52,16 @@ def schema(ddl: str) -> StructType:
     return built
 
 
-def first_broken(**columns: object) -> str | None:
+def first_broken(*, as_stored: bool = False, **columns: object) -> str | None:
     given = table(**columns)
     rows = promise_columns.normalise(given, NOW_MS)
-    index = promise_columns.first_broken(given, rows, NOW_MS)[0]
+    index = promise_columns.first_broken(given, rows, NOW_MS, as_stored=as_stored)[0]
     return None if index < 0 else rules.RULES[index].text
 
 
 def test_columns_that_can_be_promises() -> None:
     promise_columns.check_columns(schema("topic string,body binary,due timestamp,properties map,keys string"))
-    promise_columns.check_columns(schema("body string,topic string,due_ms bigint"))
+    promise_columns.check_columns(schema("body string,topic string,due_ms bigint,keys list"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +115,11 @@ def test_properties_from_a_map() -> None:
         ({"body": pa.array([None], pa.binary())}, "body: missing"),
         ({"body": [b"x" * (limits.BODY_BYTES_MAX + 1)]}, "body: more"),
         ({"tag": ["ß" * 128]}, "tag"),
-        ({"keys": [" ".join(["k"] * limits.KEYS_PER_MESSAGE_MAX)]}, None),
+        ({"keys": [["k"] * limits.KEYS_PER_MESSAGE_MAX]}, None),
+        (
+            {"keys": [["k"] * (limits.KEYS_PER_MESSAGE_MAX + 1)]},
+            f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of",
+        ),
         (
             {"keys": [" ".join(["k"] * (limits.KEYS_PER_MESSAGE_MAX + 1))]},
             f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of",
@@ -227,6 +240,51 @@ def test_only_the_rows_with_such_pairs_are_refused_in_slices_too() -> None:
         wrong = rules.map_faults(column.slice(start))
         assert wrong.tolist() == [False, True, False, False, True, False][start:]
     assert not rules.map_faults(pa.array(["a\x011\x02"])).any()  # RocketMQ's text form
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"keys": ["customer 4"]}, "keys: a key has no blanks"),
+        ({"keys": ["a\tb"]}, "keys: a key has no blanks"),
+        ({"keys": [["a", "customer 4"]]}, "keys: a key has no blanks"),
+        ({"keys": [["a", ""]]}, "keys: a key has no blanks"),
+        ({"keys": [["a", None]]}, "keys: a key has no blanks"),
+        ({"tag": ["red "]}, "tag: text without control characters"),
+        ({"tag": ["red\x02KEYS\x01a"]}, "tag: text without control characters"),
+        ({"unique_key": ["\u00a0a"]}, "unique_key: text without control characters"),
+        ({"keys": ["a b"], "queue_id": pa.array([-9], pa.int32())}, "keys: a key has no blanks"),  # the first
+    ],
+)
+def test_a_text_that_would_be_other_values_is_refused(columns: dict[str, object], text: str) -> None:
+    assert (first_broken(**columns) or "").startswith(text)
+
+
+def test_keys_are_one_text_or_a_list_of_them() -> None:
+    for keys in (
+        ["customer-4"],
+        [""],
+        pa.array([None], pa.string()),
+        [["a", "b"]],
+        pa.array([[]], pa.list_(pa.string())),
+    ):
+        assert first_broken(keys=keys) is None
+    lists = pa.array([["x y"], ["a", "b"], None, []], pa.list_(pa.string()))
+    rows = promise_columns.normalise(table(4, keys=lists), NOW_MS)
+    assert rows.column("keys").to_pylist() == ["x y", "a b", None, ""]
+    never_null = pa.array([["a", "b"]], pa.list_(pa.field("element", pa.string(), nullable=False)))
+    rows = promise_columns.normalise(table(1, keys=never_null), NOW_MS)
+    assert rows.column("keys").to_pylist() == ["a b"]
+    for start in range(4):
+        assert rules.key_faults(lists.slice(start)).tolist() == [True, False, False, False][start:]
+
+
+def test_texts_as_they_are_stored_are_taken_when_the_caller_says_so() -> None:
+    stored = {"keys": ["a b"], "tag": [" red"], "unique_key": ["a "]}
+    assert first_broken(**stored) is not None and first_broken(as_stored=True, **stored) is None
+    # A list and a map are no stored form.
+    assert first_broken(as_stored=True, keys=[["a b"]]) is not None
+    assert first_broken(as_stored=True, properties=property_map(("a", "\x02"))) is not None
 
 
 @pytest.mark.parametrize("number", [-3, 1024, 2**31, 2**32, -(2**40), 2**63 - 1])

@@ -107,6 +107,21 @@ def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, br
     assert (done.rows, done.dropped) == (1, 2)
 
 
+def test_keys_of_a_text_are_one_and_the_error_repeats_it(node: RunningNode, broker: Endpoint) -> None:
+    rows = {
+        "topic": ["t"] * 2,
+        "body": ["b"] * 2,
+        "due_ms": [later(broker)] * 2,
+        "keys": ["fine", "customer 4"],
+    }
+    with pytest.raises(
+        InvalidMessage, match=r"topic 't'\): 'customer 4' keys: a key has no blanks.*array<string>"
+    ):
+        task(node, rows)
+    assert task(node, rows, on_invalid="drop").dropped == 1
+    assert task(node, rows, as_stored="true").dropped == 0
+
+
 def test_a_failed_task_takes_its_own_files_back(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +209,25 @@ def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode
     assert set(found) == {b"at once", b"past"}
     assert found[b"at once"].properties["colour"] == "red"
     assert found[b"past"].lateness_ms is not None and found[b"past"].lateness_ms >= 0
+
+
+@pytest.mark.spark
+def test_a_cancel_by_key_ends_the_messages_of_this_key_alone(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    """A key "customer 4" was two keys, so a cancel of "4" ended messages of others."""
+    rows = spark.range(4).selectExpr("'t' as topic", "'b' as body", f"{later(broker)} as due_ms", "id")
+    with pytest.raises(InvalidMessage, match=r"'customer [0-3]' keys: a key has no blanks"):
+        save(rows.selectExpr("topic", "body", "due_ms", "concat('customer ', id) as keys"), node)
+    assert attached_seqs(broker) == []
+    save(
+        rows.selectExpr("topic", "body", "due_ms", "array('customers', concat('customer-', id)) as keys"),
+        node,
+    )
+    with Timeball(node.endpoint) as ball:
+        assert [each.verdict for each in ball.cancel(key="customer-3")] == ["cancelled"]
+        verdicts = sorted(each.verdict for each in ball.cancel(key="customers"))
+        assert verdicts == ["already_cancelled", *["cancelled"] * 3]
 
 
 @pytest.mark.spark

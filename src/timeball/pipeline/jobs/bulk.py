@@ -37,7 +37,7 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import InvalidMessage, OutOfRange
 from timeball.limits import MINUTE_MS
 from timeball.message import Int64Array
-from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen
+from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen, with_lists_of_keys
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
 from timeball.pipeline.jobs.campaign_groups import open_parts
 from timeball.pipeline.jobs.preflight import check_table
@@ -234,7 +234,7 @@ class Job:
         valid = screened.where(f.col(REASON).isNull())
         if self._groups:
             valid = valid.where(part_of(valid, len(self._groups)) == number)
-        writer = deal_out(valid.drop(REASON, ROW), survey).write.format("timeball")
+        writer = with_lists_of_keys(deal_out(valid.drop(REASON, ROW), survey)).write.format("timeball")
         writer = writer.option("endpoint", part.broker.uri).option("table_uri", part.table_uri)
         writer.option("job_id", self._id).mode("append").save()
 

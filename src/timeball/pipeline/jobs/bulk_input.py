@@ -40,6 +40,7 @@ _LOCAL = rf"\A{_DATE}({_TIME_OF_DAY})?\z"
 _WITH_OFFSET = rf"\A{_DATE}{_TIME_OF_DAY} ?([Zz]|UTC|[+-]\d\d(:?\d\d)?)\z"
 # Digits behind the microsecond, which Spark cuts off.
 _FINER = r"[.]\d{6}\d*[1-9]"
+_BAD_FORM = "_bad_form_of_"  # before the name of a column
 _AS_JSON = ("struct", "array", "map")
 
 
@@ -76,15 +77,26 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
         _body(frame, columns).alias("body"),
         _due_ms(frame, columns).alias("due_ms"),
         _no_zone(frame, columns).alias("_no_zone"),
-        _bad_pairs(frame, columns.properties).alias("_bad_pairs"),
         *[
-            _text(frame, column).alias(name)
-            for name in ("keys", "tag", "unique_key")
+            as_stored(frame, column).alias(name)
+            for name, as_stored in _STORED.items()
             if (column := getattr(columns, name)) is not None
         ],
-        *([] if columns.properties is None else [_properties(frame, columns.properties).alias("properties")]),
+        *[
+            _bad_form(frame, name, column).alias(_BAD_FORM + name)
+            for name in rules.FORM_RULES
+            if (column := getattr(columns, name)) is not None
+        ],
     )
-    return found.withColumn(REASON, reason(found, now_ms)).drop("_no_zone", "_bad_pairs")
+    marks = [name for name in found.columns if name.startswith(_BAD_FORM)]
+    return found.withColumn(REASON, reason(found, now_ms)).drop("_no_zone", *marks)
+
+
+def with_lists_of_keys(screened: DataFrame) -> DataFrame:
+    """Return rows of `screen` with keys in the form that the data source takes several in."""
+    if "keys" not in screened.columns:
+        return screened
+    return screened.withColumn("keys", f.when(f.col("keys") != "", f.split("keys", " ")))
 
 
 def check(schema: StructType, columns: Columns) -> None:
@@ -136,6 +148,13 @@ def _text(frame: DataFrame, name: str) -> Column:
     return _column(name) if kind == "string" else _column(name).cast("string")
 
 
+def _keys(frame: DataFrame, name: str) -> Column:
+    """Return keys as the log has them: a text is one key, a list has some."""
+    if not _kind(frame.schema, name).startswith("array<"):
+        return _text(frame, name)
+    return f.array_join(_column(name).cast("array<string>"), " ")
+
+
 def _body(frame: DataFrame, columns: Columns) -> Column:
     if columns.body is None:
         rest = [name for name in frame.columns if name not in columns.taken]
@@ -164,19 +183,33 @@ def _properties(frame: DataFrame, name: str) -> Column:
     return f.when(_column(name).isNotNull(), f.concat_ws("", texts))
 
 
-def _bad_pairs(frame: DataFrame, name: str | None) -> Column:
-    """Return whether a row's map has a pair that cannot be a property: see rules.map_faults."""
-    if name is None or _kind(frame.schema, name) == "string":
-        return f.lit(False)
+_STORED = {"keys": _keys, "tag": _text, "unique_key": _text, "properties": _properties}
+
+
+def _bad_form(frame: DataFrame, name: str, column: str) -> Column:
+    """Return whether a row's value breaks the rule of form of the column `name`: see rules.form_faults."""
+    kind = _kind(frame.schema, column)
+    if name == "properties":
+        wrong = f.lit(False) if kind == "string" else _bad_pairs(column)
+    elif name == "keys" and kind.startswith("array<"):
+        wrong = f.exists(
+            _column(column).cast("array<string>"),
+            lambda key: key.isNull() | key.rlike(rules.NOT_AN_ENTRY),
+        )
+    else:
+        wrong = _text(frame, column).rlike(rules.NOT_IN_KEY if name == "keys" else rules.NOT_A_LABEL)
+    return f.coalesce(wrong, f.lit(False))
+
+
+def _bad_pairs(column: str) -> Column:
+    """Return whether a row's map has a pair that cannot be a property; null for no map."""
     marks = f"[{PROPERTY_NAME_END}{PROPERTY_END}]"
-    entries = f.map_entries(_column(name).cast("map<string,string>"))
-    wrong = f.exists(
-        entries,
+    return f.exists(
+        f.map_entries(_column(column).cast("map<string,string>")),
         lambda e: (
             (e["key"] == "") | e["key"].rlike(marks) | f.coalesce(e["value"].rlike(marks), f.lit(False))
         ),
     )
-    return f.coalesce(wrong, f.lit(False))
 
 
 # ---- the instant ------------------------------------------------------------------------------------------
@@ -257,8 +290,8 @@ def breaks(rule: rules.Rule, now_ms: int) -> Column:
             for prefix in reserved.NOT_SCHEDULED_PREFIXES:
                 is_reserved |= column.startswith(prefix)
             return is_reserved
-        case "pairs":
-            return f.col("_bad_pairs")
+        case "form":
+            return f.col(_BAD_FORM + rule.column)
         case "present":
             return column.isNull()
         case "longest":

@@ -101,6 +101,7 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = DEFAULT_ENDPOINT
     group: str | None = None
     on_invalid: str = "fail"
+    as_stored: bool = False
     job_id: str | None = None
     epoch: int = 0
     on_repeat: str = "fail"
@@ -158,6 +159,7 @@ def describe() -> dict[str, str]:
         "max_trigger_delay_ms": "but start after this time with few_rows or more; 0 waits for ever (0)",
         "few_rows": "see max_trigger_delay_ms (1)",
         "on_invalid": "fail: one invalid row fails the write; drop: leave invalid rows out and count them (fail)",
+        "as_stored": "true: tags, ids and keys are texts as a read gives them, keys with blanks between them (false)",
         "job_id": "name of a batch write: a second write of its rows changes nothing; of a stream, for log lines",
         "epoch": "with job_id: the how many-th write of that name, such as the batch id in foreachBatch (0)",
         "on_repeat": "a known write has other rows now. fail: the write fails; skip: it changes nothing (fail)",
@@ -298,6 +300,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "max_trigger_delay_ms": values.count(0, limits.DAY_MS),
     "few_rows": values.count(1),
     "on_invalid": values.one_of("fail", "drop"),
+    "as_stored": values.flag,
     "job_id": values.text,
     "epoch": values.count(0),
     "on_repeat": values.one_of("fail", "skip"),

@@ -3,7 +3,8 @@
     topic     string             required
     body      binary or string   required
     due_ms    bigint             or  due  timestamp; without either column all rows are due at once
-    tag keys unique_key          string; a row without unique_key is given 32 hexadecimal characters
+    tag unique_key               string; a row without unique_key is given 32 hexadecimal characters
+    keys                         string for one key a row, array<string> for several
     properties                   string in RocketMQ's form, or map<string,string>
     queue_id                     int; a queue is chosen at release when it is left out
     flag sys_flag                int, as RocketMQ's clients set them; 0
@@ -35,7 +36,7 @@ _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "topic": ("string",),
     "body": ("binary", "string"),
     "tag": ("string",),
-    "keys": ("string",),
+    "keys": ("string", "array<string>"),
     "unique_key": ("string",),
     "properties": ("string", "map<string,string>"),
     "queue_id": ("int", "smallint", "tinyint", "bigint"),
@@ -48,7 +49,7 @@ _SUMMED = ("topic", "tag", "keys", "unique_key", "properties", "queue_id", "flag
 _BETWEEN = pa.scalar(b"\x1f", pa.large_binary())
 CHECKSUM_ROWS = 65_536  # joined at a time, so that a run's bodies are not copied whole
 _QUEUES_END = 32_767  # more queues than a topic may have; it fits into each type of queue_id but tinyint
-_TEXT_COLUMNS = ("topic", "tag", "keys", "unique_key")
+_TEXT_COLUMNS = ("topic", "tag", "unique_key")
 
 
 def check_columns(schema: StructType) -> None:
@@ -81,6 +82,8 @@ def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
     columns["due_ms"] = _due_ms(given, count, now_ms)
     if "properties" in given:
         columns["properties"] = _properties(given["properties"])
+    if "keys" in given:
+        columns["keys"] = _keys(given["keys"])
     queue = given.get("queue_id", pa.nulls(count, pa.int32())).fill_null(rules.ANY_QUEUE)
     # A number beyond 32 bits becomes one that breaks the rule, as it does.
     columns["queue_id"] = pc.min_element_wise(pc.max_element_wise(queue, -2), _QUEUES_END).cast(pa.int32())
@@ -110,6 +113,12 @@ def _due_ms(given: dict[str, pa.Array], count: int, now_ms: int) -> pa.Array:
     else:
         due = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
     return due
+
+
+def _keys(column: pa.Array) -> pa.Array:
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    # Arrow joins a list whose entries may be null, and no other; Spark says of `array(…)` that none is.
+    return pc.binary_join(column.cast(pa.list_(pa.string())), " ") if is_list else column
 
 
 def _properties(column: pa.Array) -> pa.Array:
@@ -161,17 +170,25 @@ def checksum(rows: pa.Table) -> int:
     return total & (1 << 64) - 1
 
 
-def first_broken(given: pa.Table, rows: pa.Table, now_ms: int) -> npt.NDArray[np.int8]:
+def first_broken(
+    given: pa.Table, rows: pa.Table, now_ms: int, *, as_stored: bool = False
+) -> npt.NDArray[np.int8]:
     """Return for each row the index in rules.RULES of the first rule it breaks, or -1.
 
-    `given`: the columns of the DataFrame, `rows`: the same rows `normalise`d, in which a map of properties is a text.
+    `given`: the columns of the DataFrame, `rows`: the same rows `normalise`d, in which keys and properties are a text.
+    `as_stored`: whether `given` has texts as the log has them, such as keys with blanks between them.
     """
     columns = {name: rows.column(name).combine_chunks() for name in rows.column_names}
     broken = rules.first_broken(columns, rows.num_rows, now_ms)
-    if "properties" in given.column_names:
-        wrong = rules.map_faults(given.column("properties").combine_chunks())
-        broken[(broken < 0) & wrong] = rules.RULE_OF_MAPS
+    for name, index in rules.FORM_RULES.items():
+        if name in given.column_names and not (as_stored and _is_text(given.schema.field(name).type)):
+            wrong = rules.form_faults(name, given.column(name).combine_chunks())
+            broken[wrong & ((broken < 0) | (broken > index))] = index
     return broken
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def due_order(rows: pa.Table) -> Int64Array:

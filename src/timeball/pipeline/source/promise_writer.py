@@ -80,7 +80,7 @@ class PromiseTask:
         written.given += rows.num_rows
         if self.summed:
             written.checksum += promise_columns.checksum(rows)
-        broken = promise_columns.first_broken(given, rows, now_ms)
+        broken = promise_columns.first_broken(given, rows, now_ms, as_stored=self.options.as_stored)
         bad = int(np.count_nonzero(broken >= 0))
         if bad:
             if self.options.on_invalid == "fail":
@@ -108,10 +108,11 @@ def refusal(rows: pa.Table, broken: np.ndarray) -> str:
     """Return the sentence about rows that break a rule: how many, and the first."""
     bad = np.flatnonzero(broken >= 0)
     first = int(bad[0])
-    topic = rows.column("topic")[first].as_py()
+    topic, rule = rows.column("topic")[first].as_py(), rules.RULES[broken[first]]
+    value = f" {rules.shown(rows.column(rule.column)[first].as_py())}" if rule.shape == "form" else ""
     return (
-        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (row {first} of its task, topic {topic!r}): "
-        f"{rules.RULES[broken[first]].text}; option on_invalid=drop leaves such rows out"
+        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (row {first} of its task, topic {topic!r}):{value} "
+        f"{rule.text}; option on_invalid=drop leaves such rows out"
     )
 
 
