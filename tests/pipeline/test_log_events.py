@@ -58,8 +58,17 @@ def test_a_release_says_where_and_how_late() -> None:
         {
             "event": "released", "first_seq": 5, "rows": 1, "topic": "t", "unique_key": None, "due_ms": 1_000,
             "at_ms": 1_007, "lateness_ms": 7, "queue_id": 2, "queue_offset": 9, "attempt": 2, "event_seq": 1,
+            "from_due_ms": None,
         }
     ]  # fmt: skip
+
+
+def test_a_release_says_which_instant_was_promised_when_it_was_shifted() -> None:
+    rows = log_rows(Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, from_due_ms=9_000)
+    assert [(event["due_ms"], event["from_due_ms"]) for event in events(rows)] == [(1_000, 9_000)]
+    # A move has another meaning of this column.
+    rows = log_rows(Kind.MOVED, 1, topic="t", due_ms=1_000, store_ms=7, source_seq=5, from_due_ms=9_000)
+    assert [(event["due_ms"], event["from_due_ms"]) for event in events(rows)] == [(1_000, None)]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ EVENT_SCHEMA = pa.schema(
         ("queue_offset", pa.int64()),
         ("attempt", pa.int32()),  # reconsume_times + 1
         ("event_seq", pa.int64()),  # the row of the log that says so
+        (
+            "from_due_ms",
+            pa.int64(),
+        ),  # of a release: the promised instant, if a step of the clock has shifted it to due_ms
     ]
 )
 
@@ -99,6 +103,7 @@ def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
         "queue_offset": pc.if_else(released, rows.column("queue_offset"), nothing),
         "attempt": attempt.cast(pa.int32()),
         "event_seq": rows.column("seq"),
+        "from_due_ms": pc.if_else(released, from_due_ms, nothing),
     }
     found = [columns[name] if name in columns else rows.column(name) for name in EVENT_SCHEMA.names]
     return pa.RecordBatch.from_arrays(found, schema=EVENT_SCHEMA)

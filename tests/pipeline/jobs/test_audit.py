@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 from tests.broker.on_node import batch
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import commit_half, send, send_due_now, visible
@@ -21,7 +22,7 @@ from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
 from timeball.cli.pending import count_waiting
 from timeball.clock import ManualClock
 from timeball.config import MIB
-from timeball.limits import MINUTE_MS, SECOND_MS
+from timeball.limits import HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.message import SCHEDULE_TOPIC
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
@@ -33,12 +34,15 @@ from timeball.pipeline.table_store import sibling
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 SCHEMA = (
-    "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint, event_seq bigint"
+    "seq bigint, event string, topic string, unique_key string, due_ms bigint, at_ms bigint, from_due_ms bigint, "
+    "event_seq bigint"
 )
 SCOPE = audit.Scope(since=1, first=1, end=100, ledger_end=50, watermark=20, version=3, now_ms=10_000)
 QUEUES = "topic string, queue_id int, queue_offset bigint"
 
-Event = tuple[int, str, int | None, int]  # seq, event, due_ms, at_ms
+Event = (
+    tuple[int, str, int | None, int] | tuple[int, str, int | None, int, int]
+)  # seq, event, due_ms, at_ms, from_due_ms
 
 ACCEPTED: list[Event] = [(1, "accepted", 500, 1), (2, "accepted", 500, 1), (3, "accepted", 20_000, 1)]
 SETTLED: list[Event] = [(1, "released", 500, 501), (2, "cancelled", None, 400)]
@@ -49,7 +53,10 @@ BALANCED = ACCEPTED + SETTLED + WAITING
 def judge(
     spark: SparkSession, events: list[Event], queues: list[tuple[str, int, int | None]]
 ) -> audit.AuditReport:
-    rows = [(seq, event, "t", f"u{seq}", due, at, i) for i, (seq, event, due, at) in enumerate(events, 1)]
+    rows = [
+        (seq, event, "t", f"u{seq}", due, at, from_due[0] if from_due else None, i)
+        for i, (seq, event, due, at, *from_due) in enumerate(events, 1)
+    ]
     judged = audit.judge(spark.createDataFrame(rows, SCHEMA), SCOPE.now_ms, 1000)
     return audit.balance(judged, audit.gaps(spark.createDataFrame(queues, QUEUES)), SCOPE)
 
@@ -86,12 +93,44 @@ def test_each_breach_is_found_and_shown(
     assert [row["seq"] for row in report.offenders[breach]] == [seq]
 
 
-@pytest.mark.parametrize(("at", "counted", "is_early"), [(40, 40, False), (40, 500, True), (60, 60, True)])
-def test_a_clock_set_back_behind_the_acceptance_excuses_who_names_the_instant(
-    spark: SparkSession, at: int, counted: int, is_early: bool
+@pytest.mark.parametrize(
+    ("release", "is_early"),
+    [
+        ((1, "released", 40, 40, 500), False),  # the clock was set back behind the acceptance
+        ((1, "released", 400, 401, 500), False),
+        ((1, "released", 400, 399, 500), True),  # before the shifted instant
+        ((1, "released", 600, 599, 500), True),  # set forward: due later by the clock
+        ((1, "released", 400, 401), True),  # without the instant that was promised
+        ((1, "released", 400, 401, 450), True),  # another instant was promised
+    ],
+)
+def test_a_duration_is_early_before_the_instant_to_which_the_clock_shifted_it(
+    spark: SparkSession, release: Event, is_early: bool
 ) -> None:
-    report = judge(spark, [(1, "accepted", 500, 50), (1, "released", counted, at)], [])
+    report = judge(spark, [(1, "accepted", 500, 50), release], [])
     assert (report.early, report.ok) == (int(is_early), not is_early)
+    moved: list[Event] = [(1, "accepted", 9_000, 50), (1, "moved", 500, 60), release]
+    assert judge(spark, moved, []).early == int(is_early)
+
+
+def test_durations_balance_when_the_clock_is_set_back(spark: SparkSession, tmp_path: Path) -> None:
+    """A relative delay and a level end when their time has passed, an hour before the instants in their rows."""
+    clock = ManualClock()
+    with running_node(tmp_path / "data", clock) as node:
+        node.run(node.broker.send(batch(2, delay_ms=[MINUTE_MS] * 2)))
+        send_levels(node, 5)
+        clock.step_wall(-HOUR_MS)
+        node.run(move_on(node, clock, 65))
+        extend_ledger(spark, node)
+        report = audit.run(spark, node.endpoint)
+        assert report.ok and report.released == 3 and counts(report) == (3, 0, 0, 0), report
+        # The control: the same events, one of which names no instant that was promised.
+        scope, history = audit.gather_witnesses(spark, node.endpoint, None)
+        named = f.when(f.col("seq") > 2, f.col("from_due_ms"))
+        assert history.where("from_due_ms is not null").count() == 3
+        forged = audit.judge(history.withColumn("from_due_ms", named), scope.now_ms, 1000)
+        report = audit.balance(forged, audit.queue_gaps(spark, node.endpoint, scope), scope)
+        assert (report.ok, report.early) == (False, 1)
 
 
 def send_levels(node: RunningNode, *levels: int) -> list[int]:

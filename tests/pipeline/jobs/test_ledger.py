@@ -18,6 +18,7 @@ from timeball.errors import SetupError, StorageError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.jobs.engine import Engine
+from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.run.on_spark import OnSpark
 from timeball.pipeline.source.options import write_options
 from timeball.pipeline.source.promise_writer import PromiseTask, attach_all
@@ -80,6 +81,27 @@ def test_another_delta_table_is_not_taken_for_a_ledger(tmp_path: Path) -> None:
     table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
     with pytest.raises(StorageError, match="is not a ledger"):
         ledger.bounds(table)
+    with pytest.raises(StorageError, match="is not a ledger"):
+        ledger.open_ledger(str(tmp_path / "t"), 1)
+    assert DeltaTable(str(tmp_path / "t")).version() == 0
+
+
+def test_an_older_ledger_is_given_the_columns_that_it_lacks(
+    engine: OnSpark, node: RunningNode, broker: Endpoint
+) -> None:
+    """Delta leaves out what the table has no column for when it joins files."""
+    uri = sibling(broker.status().table.uri, "ledger")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "EVENT_SCHEMA", EVENT_SCHEMA.remove(len(EVENT_SCHEMA) - 1))
+        ledger.open_ledger(uri, 1)
+    send_due_now(node.endpoint, 2)
+    drain(engine, node)
+    send_due_now(node.endpoint, 2)
+    drain(engine, node)
+    table = DeltaTable(uri)
+    table.optimize.compact()
+    assert table.to_pyarrow_table().schema.names == EVENT_SCHEMA.names
+    assert len(recorded(broker)) == 8
 
 
 def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: RunningNode, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ pending table with the log's tail and its promises of delay levels (what waits).
 since <= seq < E, with E the end of the log.
 
     lost        accepted, not settled, and neither in the pending table nor in the tail, there or written again
-    early       released before its due instant; not so one of a delay level that counted as due because the
-                clock had been set back behind its acceptance (its release names the instant)
+    early       released before its due instant. Of a duration, which follows elapsed time, that is the instant to
+                which a step of the clock has shifted it: its release names it, and the instant that was promised
     duplicate   accepted or settled more than once
     unknown     settled, or waiting, but never accepted
     queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
@@ -191,7 +191,9 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
     history = history.where("rows > 0")  # a start of the broker is no promise's event
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
-    return scope, history.select(seq, "event", "topic", "unique_key", "due_ms", "at_ms", "event_seq")
+    return scope, history.select(
+        seq, "event", "topic", "unique_key", "due_ms", "at_ms", "event_seq", "from_due_ms"
+    )
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
@@ -250,8 +252,8 @@ def gaps(visible: DataFrame) -> DataFrame:
 def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     """Fold events into one row a promise: what happened to it, and a flag for each breach.
 
-    `witnessed`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms, and
-    event_seq, the row that says so. What waits at an instant from before the last move does not count.
+    `witnessed`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms,
+    event_seq, the row that says so, and from_due_ms. What waits at an instant from before the last move does not count.
     """
 
     def times(event: str) -> Column:
@@ -279,17 +281,18 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
         f.max("unique_key").alias("unique_key"),
         f.coalesce(promised, f.max("due_ms")).alias("due_ms"),
         f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),
-        f.min(f.when(f.col("event") == "released", f.col("due_ms"))).alias("counted_ms"),
-        f.min(f.when(f.col("event") == "accepted", f.col("at_ms"))).alias("accepted_ms"),
+        f.min(f.when(f.col("event") == "released", f.col("due_ms"))).alias("shifted_ms"),
+        f.min(f.when(f.col("event") == "released", f.col("from_due_ms"))).alias("from_due_ms"),
     )
     settled = f.col("released") + f.col("cancelled")
     open_ = (f.col("accepted") > 0) & (settled == 0)
-    counted = (f.col("counted_ms") < f.col("due_ms")) & (f.col("counted_ms") <= f.col("released_ms"))
-    set_back = f.coalesce(counted & (f.col("released_ms") < f.col("accepted_ms")), f.lit(False))
+    # A shift counts only if it is one of the instant that the other witnesses know.
+    is_shifted = f.col("from_due_ms") == f.col("due_ms")
+    due_ms = f.when(is_shifted, f.col("shifted_ms")).otherwise(f.col("due_ms"))
     return folded.select(
         "*",
         (open_ & (f.col("waiting") == 0)).alias("lost"),
-        f.coalesce((f.col("released_ms") < f.col("due_ms")) & ~set_back, f.lit(False)).alias("early"),
+        f.coalesce(f.col("released_ms") < due_ms, f.lit(False)).alias("early"),
         ((settled > 1) | (f.col("accepted") > 1)).alias("duplicate"),
         (f.col("accepted") == 0).alias("unknown"),
         (open_ & (f.col("waiting") > 0)).alias("pending"),

@@ -17,11 +17,12 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from deltalake import CommitProperties, DeltaTable, Transaction
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import DeltaError
 
 from timeball.errors import NotFound, StorageError
-from timeball.pipeline.delta_append import DeltaFile, app_version, append_once, write_file
+from timeball.pipeline.delta_append import DeltaFile, app_version, append_once, table_schema, write_file
 from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.jobs import marked
 from timeball.pipeline.jobs.engine import Engine, Piece
@@ -48,9 +49,16 @@ TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
 
 
 def open_ledger(uri: str, since: int) -> DeltaTable:
-    """Open the ledger at `uri`; create it, for events from row `since` on, when there is none."""
+    """Open the ledger at `uri`; create it, for events from row `since` on, when there is none.
+
+    An older one is given the columns that it lacks: to join files would leave out columns that the table has not.
+    """
     try:
-        return open_table(uri)
+        table = open_table(uri)
+        if lacking := [f for f in EVENT_SCHEMA if f.name not in table_schema(table).names]:
+            bounds(table)  # refuses a table that is none of ours
+            table.alter.add_columns(Schema.from_arrow(pa.schema(lacking)).fields)
+        return table
     except NotFound:
         return create_table(
             uri,
