@@ -6,9 +6,12 @@ Due times that a sender names follow the clock, as before. All of it with each s
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from tests.bounds import BOUND_S
 from tests.broker.consuming.subscriber import AGAIN, MINUTE_MS, bodies, engine, in_queue, receive, send
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, SECOND_MS, World
@@ -186,6 +189,39 @@ async def test_what_was_there_before_a_restart_follows_too(world: World) -> None
     world.clock.step_wall(-HOUR_MS)
     assert await looks(world, MINUTE_MS - 1) is None, "early"
     assert await looks(world, 1) == 1, "late"
+    assert await come(world) == [b"a", b"a"]
+
+
+@pytest.mark.parametrize("step_ms", [200, STEP_MS])
+@on_node()
+async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
+    world: World, step_ms: int
+) -> None:
+    """After a step forward they seem to be due, until the rows of before the start have said what they are."""
+    await delay(world)
+    await lease(world)
+    await looks(world, MINUTE_MS - 200)
+    await world.restart()
+    assert await looks(world, 10) is None  # their bodies are in memory
+    parts = world.broker.parts
+    durations, next_seq = parts.scheduler.durations, parts.reader.next_seq
+    find, may_end = durations.find, threading.Event()
+
+    def find_slowly(*bounds: Any) -> Any:
+        assert may_end.wait(BOUND_S)
+        return find(*bounds)
+
+    durations.find = find_slowly
+    world.clock.step_wall(step_ms)
+    for _ in range(10):
+        world.clock.advance(10)
+        world.broker.ticker.wake()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+    rows = parts.reader.next_seq - next_seq
+    may_end.set()
+    assert rows == 0, "early"
+    assert await looks(world, MINUTE_MS, rows=2) is not None
     assert await come(world) == [b"a", b"a"]
 
 

@@ -180,11 +180,13 @@ class Durations:
             return False
         return self._clock.elapsed_ms() - self._applied_elapsed_ms >= FOLLOW_MS
 
-    def apply(self) -> None:
-        """Let the shifts be those of the offset now."""
+    def apply(self) -> int:
+        """Let the shifts be those of the offset now; return the step that they follow."""
+        step_ms = self._offset_ms - self._applied_ms
         self._applied_ms, self._is_behind, self.has_changed = self._offset_ms, False, False
         if self._clock is not None:
             self._applied_elapsed_ms = self._clock.elapsed_ms()
+        return step_ms
 
     def shift_of(self, seq: Int64Array) -> Int64Array:
         """Return by how much durations accepted in these rows are due later than the rows say; negative: earlier."""

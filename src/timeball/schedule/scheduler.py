@@ -79,6 +79,8 @@ class Scheduler:
             self._read_shifted_files, has_own_instants=True, is_shifted=True, in_files=True
         )
         self._adopting: asyncio.Task[None] | None = None
+        # While the durations of before the start are read: they seem to be due behind this instant, but may not be.
+        self._held_ms = FAR_MS
         self.loaded = Loaded(
             reader_thread, outcomes,
             [*self._sources.values(), *files, self._shifted, self._shifted_files], ahead_ms=ahead_ms,
@@ -298,7 +300,7 @@ class Scheduler:
 
     def _below_ms(self) -> int:
         """Return the instant at which something may be due that is not loaded: nothing later is handed out."""
-        below_ms = self.rewrites.first_due_ms() if self.rewrites.rows else FAR_MS
+        below_ms = min(self._held_ms, self.rewrites.first_due_ms()) if self.rewrites.rows else self._held_ms
         firsts = [backlog.first_due_ms for backlog in self.backlogs]
         return min(below_ms, *firsts, *(first_ms for _, first_ms in self._openings.values()))
 
@@ -383,15 +385,15 @@ class Scheduler:
         if now_ms < was_ms:
             logger.warning("clock set back back_ms=%d", was_ms - now_ms)
         if now_ms < was_ms or (self.durations.has_changed and self.durations.is_off):
-            self._follow_step(now_ms)
+            self._follow_step(now_ms, was_ms)
         if not 0 <= now_ms - self._marked_ms < MARK_EVERY_MS:
             self._marked_ms = now_ms
             self._move_mark()
 
-    def _follow_step(self, now_ms: int) -> None:
+    def _follow_step(self, now_ms: int, was_ms: int) -> None:
         """Let all durations be due when they have elapsed, and not when the clock shows what their rows say."""
         durations, loaded = self.durations, self.loaded
-        durations.apply()
+        step_ms = durations.apply()
         for backlog in self.backlogs:
             if backlog.clock_stepped(now_ms, durations.shift_of):
                 loaded.forget(self._sources[id(backlog)], backlog.holds)
@@ -402,6 +404,8 @@ class Scheduler:
         if durations.find is not None and self._adopting is None:
             self._adopting = asyncio.get_running_loop().create_task(self._adopt_durations(durations.find))
             self._adopting.add_done_callback(self._adopted)
+        if step_ms > 0 and self._adopting is not None and not self._adopting.done():
+            self._held_ms = min(self._held_ms, was_ms)
         if not len(shifted.seq):
             return
         known = durations.known
@@ -426,7 +430,9 @@ class Scheduler:
             logger.critical("reading durations failed reason=%s", error)
             self._on_failure(error)
         elif not task.cancelled():
-            self._follow_step(self._now_ms)
+            self._held_ms = FAR_MS
+            self._follow_step(self._now_ms, self._now_ms)
+            self._look_now()
 
     def _read_shifted_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Return what the files hold of these (reader thread), by the instants that they were promised for."""
