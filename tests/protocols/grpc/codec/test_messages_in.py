@@ -246,6 +246,17 @@ def test_what_is_no_instant(seconds: int, nanos: int) -> None:
     with pytest.raises(Refused) as refused:
         read(message)
     assert refused.value.protocol_code == d.Code.ILLEGAL_DELIVERY_TIME
+    assert f"{seconds} s and {nanos} ns" in str(refused.value)
+
+
+@pytest.mark.parametrize("seconds", [253_402_300_799, 253_402_300_800, 2**63 - 1, -62_135_596_801])
+def test_an_instant_out_of_range_is_repeated(seconds: int) -> None:
+    message = plain(message_type=d.MessageType.DELAY)
+    message.system_properties.delivery_timestamp.seconds = seconds
+    with pytest.raises(Refused) as refused:
+        read(message)
+    assert refused.value.protocol_code == d.Code.ILLEGAL_DELIVERY_TIME
+    assert str(seconds) in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,24 @@ def test_seconds_before_milliseconds_before_an_instant_before_timing_before_aliy
 def test_what_is_no_java_number_is_refused(name: str, text: str) -> None:
     with pytest.raises(InvalidDelay) as refused:
         plan({name: text}, NOW, MAX, ZONE)
-    assert str(refused.value) == REMARK
+    assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("TIMER_DELIVER_MS", "253402300800000"),  # the year 10000
+        ("TIMER_DELIVER_MS", "9223372036854775807"),
+        ("TIMER_DELIVER_MS", "-9223372036854775809"),
+        ("TIMER_DELAY_MS", "9223372036854775807"),
+        ("TIMER_DELAY_SEC", "9223372036854775807"),
+        ("__STARTDELIVERTIME", "253402300800000"),
+    ],
+)
+def test_a_due_time_out_of_range_is_refused_with_what_was_said(name: str, text: str) -> None:
+    with pytest.raises(InvalidDelay) as refused:
+        plan({name: text}, NOW, MAX, ZONE)
+    assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
 
 
 @pytest.mark.parametrize("text", ["", "x", "2147483648", "1.5"])
@@ -155,7 +172,8 @@ def test_a_time_of_day_beyond_the_maximum_is_refused() -> None:
 def test_beyond_the_maximum_is_refused_with_rocketmqs_remark(properties: dict[str, str]) -> None:
     with pytest.raises(InvalidDelay) as refused:
         plan(properties, NOW, MAX, ZONE)
-    assert str(refused.value) == REMARK
+    name, text = list(properties.items())[-1]
+    assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
 
 
 def test_a_delete_marker_is_never_delivered_as_a_message() -> None:

@@ -273,7 +273,8 @@ def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> in
     at = system.delivery_timestamp
     if not (NEVER_SECONDS <= at.seconds <= ALWAYS_SECONDS and 0 <= at.nanos < 1_000_000_000):
         raise Refused(
-            Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant"
+            Code.ILLEGAL_DELIVERY_TIME,
+            f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant of the years 1 to 9999",
         )
     instant_ms = int(at.seconds * 1_000 - (-at.nanos // 1_000_000))
     check_instant(instant_ms, now_ms, delay_ms_max)
@@ -285,8 +286,8 @@ def check_instant(instant_ms: int, now_ms: int, delay_ms_max: int) -> None:
     if rules.is_too_far(instant_ms, now_ms, delay_ms_max):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
-            f"delivery_timestamp is {instant_ms - now_ms} ms ahead, at most {delay_ms_max} ms "
-            f"({delay_ms_max // limits.DAY_MS} days): send it nearer to its time",
+            f"delivery_timestamp of {instant_ms} ms since 1970 is {instant_ms - now_ms} ms ahead, at most "
+            f"{delay_ms_max} ms ({delay_ms_max // limits.DAY_MS} days): send it nearer to its time",
         )
 
 

@@ -92,14 +92,14 @@ def plan(
     if TIMER_DELETES in properties:
         # RocketMQ's own way of deleting, by a second message. Delivered to consumers it would be nonsense.
         raise InvalidDelay(
-            _illegal(delay_ms_max)
+            _illegal(delay_ms_max, properties, user_names)
             if due_ms <= now_ms
             else f"the property {TIMER_DELETES} is not taken from clients; recall the message by its handle"
         )
     if due_ms <= 0 or (due_ms <= now_ms and not _is_instant(properties)):
         return AT_ONCE
     if rules.is_too_far(due_ms, now_ms, delay_ms_max):
-        raise InvalidDelay(_illegal(delay_ms_max))
+        raise InvalidDelay(_illegal(delay_ms_max, properties, user_names))
     return Plan(0, due_ms)
 
 
@@ -127,22 +127,25 @@ def _level(text: str | None) -> int:
 def _due_ms(
     properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
 ) -> int | None:
-    for name, base_ms, unit_ms in (
-        (TIMER_SECONDS, now_ms, 1000),
-        (TIMER_MS, now_ms, 1),
-        (TIMER_INSTANT, 0, 1),
-        (TIMING, 0, 0),
-        (START_DELIVER_TIME, 0, 1),
-    ):
-        text = properties.get(name)
-        if text is None or (name in _USERS and name not in user_names):
-            continue
-        if name == TIMING:
-            return next_instant_ms(text, now_ms, timing_zone)
-        value = _number(text, _LONG_BITS)
-        if value is None:
-            raise InvalidDelay(_illegal(delay_ms_max))
-        return base_ms + value * unit_ms
+    name = _timer(properties, user_names)
+    if name is None:
+        return None
+    text = properties[name]
+    if name == TIMING:
+        return next_instant_ms(text, now_ms, timing_zone)
+    value = _number(text, _LONG_BITS)
+    if value is None:
+        raise InvalidDelay(_illegal(delay_ms_max, properties, user_names))
+    if name == TIMER_SECONDS:
+        return now_ms + value * 1_000
+    return now_ms + value if name == TIMER_MS else value
+
+
+def _timer(properties: dict[str, str], user_names: frozenset[str]) -> str | None:
+    """Return the name of the strongest timer, None when there is none."""
+    for name in (TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING, START_DELIVER_TIME):
+        if name in properties and (name not in _USERS or name in user_names):
+            return name
     return None
 
 
@@ -153,10 +156,13 @@ def _number(text: str, bits: int) -> int | None:
     return value if -(1 << bits) <= value < 1 << bits else None
 
 
-def _illegal(delay_ms_max: int) -> str:
+def _illegal(delay_ms_max: int, properties: dict[str, str], user_names: frozenset[str]) -> str:
+    """Return RocketMQ's sentence, and the value that it is about."""
+    name = _timer(properties, user_names)
+    said = f" ({name}: {properties[name][:64]!r})" if name else ""
     return (
         f"timer message illegal, the delay time should not be bigger than the max delay {delay_ms_max}ms; "
-        "or if set del msg, the delay time should be bigger than the current time"
+        f"or if set del msg, the delay time should be bigger than the current time{said}"
     )
 
 
