@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 import pytest
+import typer.main
 
-from timeball.cli.main import main
+from timeball.cli.main import app, main
 
 WIDTH = "100"  # of the terminal that help and errors are folded for
 
@@ -51,3 +53,15 @@ def in_environment(**more: str) -> Iterator[None]:
         for name, value in {"COLUMNS": WIDTH, **more}.items():
             patch.setenv(name, value)
         yield
+
+
+def parsed(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """Return what the command line's parser makes of the arguments of a container, as `timeball` would."""
+    command: Any = typer.main.get_command(app)
+    words = list(arguments)
+    while hasattr(command, "commands"):
+        command = command.get_command(None, words.pop(0))
+        assert command is not None, arguments
+    with in_environment(**environment):
+        parameters: dict[str, Any] = command.make_context("timeball", words).params
+    return parameters

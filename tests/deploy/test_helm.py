@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from tests.bounds import BOUND_S
-from tests.cli.in_process import in_environment, run_here
+from tests.cli.in_process import parsed, run_here
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.deploy.rendered_pods import Pod, job, pod_specs, three_pods
 from tests.docs_pages import ROOT
@@ -26,7 +25,6 @@ from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import running_node
 
 from timeball import Timeball, __version__
-from timeball.cli import main
 from timeball.cli.options import build_settings
 from timeball.config import Settings, types
 
@@ -154,18 +152,6 @@ def settings_of(found: dict[str, dict[str, Any]], folder: Path) -> Settings:
 
 def replicas(found: dict[str, dict[str, Any]]) -> int:
     return int(found["StatefulSet/there-timeball"]["spec"]["replicas"])
-
-
-def parsed(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """Return what the command line's parser makes of the arguments of a container, as `timeball` would."""
-    command: Any = typer.main.get_command(main.app)
-    words = list(arguments)
-    while hasattr(command, "commands"):
-        command = command.get_command(None, words.pop(0))
-        assert command is not None, arguments
-    with in_environment(**environment):
-        parameters: dict[str, Any] = command.make_context("timeball", words).params
-    return parameters
 
 
 def containers(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,85 @@
+"""Upgrades and versions: the commands of the pages are taken and run, and the formats are those of their pages."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.in_process import parsed, run_here
+from tests.docs_pages import DOCS, page, section
+from tests.node_fixture import running_node
+
+from timeball import Timeball
+from timeball.log.format import FORMAT_VERSION
+
+UPGRADE, VERSIONING = page("docs/upgrade.md"), page("docs/versioning.md")
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """Yield the commands of Timeball in the blocks of a page, indented ones too, without their first word."""
+    for block in re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if line.split()[:1] == ["timeball"]:
+                yield shlex.split(line, comments=True)[1:]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the settings file that the commands of a cluster name."""
+    (tmp_path / "timeball.toml").write_text('cluster = "shop"\netcd = "http://127.0.0.1:1"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_line_takes_every_command_that_is_shown(settings: Path) -> None:
+    shown = list(command_lines(UPGRADE))
+    assert {words[0] for words in shown} == {
+        "status", "backup", "dump", "groups", "cluster", "kafka", "pipeline", "audit", "restore", "serve",
+    }  # fmt: skip
+    for words in shown:
+        parsed(words, {})
+    with pytest.raises(Exception, match="No such option"):
+        parsed(["status", "--jason"], {})
+
+
+def test_the_commands_around_an_upgrade_run_on_one_machine(tmp_path: Path) -> None:
+    """Before, after and back: a folder, its backup, and a broker on what was restored."""
+    here = str(tmp_path)
+
+    def run(heading: str, endpoint: str, *leave_out: str) -> list[str]:
+        said = []
+        for words in command_lines(section(UPGRADE, heading)):
+            if words[0] in leave_out:
+                continue
+            own = [word.replace("/var/lib", here).replace("/backups", f"{here}/backups") for word in words]
+            ran = run_here(*own, TIMEBALL_ENDPOINT=endpoint)
+            assert ran.returncode == 0, (own, ran.stdout, ran.stderr)
+            said.append(ran.stdout)
+        return said
+
+    (tmp_path / "backups").mkdir()
+    with running_node(tmp_path / "timeball") as node, Timeball(node.endpoint) as ball:
+        ball.send("orders", "kept", after="2h", message_id="17")
+        before = run("Before", node.endpoint)
+        assert len(before) == 4 and json.loads(before[0])["format"] == FORMAT_VERSION
+    with running_node(tmp_path / "timeball") as node:
+        after = run("After", node.endpoint, "audit")  # it wants the pipeline: tests/pipeline
+        assert json.loads(after[0])["waiting_messages"] == json.loads(before[0])["waiting_messages"] == 1
+        run("Back to the older version", node.endpoint, "serve")
+    with running_node(tmp_path / "timeball-before") as node:
+        found = run_here("get", "17", "--json", TIMEBALL_ENDPOINT=node.endpoint)
+        assert found.returncode == 0 and "waiting" in found.stdout
+
+
+def test_the_formats_and_their_versions_are_those_of_their_pages() -> None:
+    told = dict(re.findall(r"^\| \[[^]]+\]\(formats/([\w-]+)\.md\) \| (\d+) \|", VERSIONING, re.MULTILINE))
+    newest = {}
+    for path in (DOCS / "formats").glob("*.md"):
+        rows = re.findall(r"^\| (\d+) \| \S", section(path.read_text("utf-8"), "Versions"), re.MULTILINE)
+        newest[path.stem] = str(max(map(int, rows)))
+    assert told == newest and len(told) == 7
+    assert f"| data folder (`FORMAT`) | {FORMAT_VERSION} |" in VERSIONING
