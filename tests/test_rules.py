@@ -36,6 +36,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "body": near(limits.BODY_BYTES_MAX).map(bytes),
     "keys": TEXTS["keys"] | near(limits.KEYS_PER_MESSAGE_MAX).map(lambda n: " ".join("k" * n)),
     "queue_id": st.integers(-3, limits.QUEUES_PER_TOPIC_MAX + 2),
+    "tag": TEXTS["tag"] | st.text("a\x01\x02\n", max_size=2),
     "due_ms": st.integers(-2, 2)
     | st.sampled_from([limits.INSTANT_MS_MAX, NOW_MS + limits.DELAY_MS_MAX]).flatmap(near),
 }
@@ -121,6 +122,18 @@ def test_a_key_with_a_blank_is_no_key_in_any_form(keys: str) -> None:
             rules.keys_text(form)
     column = pa.array(["fine", None, keys])
     assert rules.key_faults(column).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["tag", "keys", "unique_key"])
+@pytest.mark.parametrize("value", ["\x01", "red\x02KEYS\x01a", "é\x02"])
+def test_a_text_that_ends_a_property_is_refused_in_both_forms(name: str, value: str) -> None:
+    assert "U+0002 separate properties" in (rules.fault(name, value) or "")
+    whole = pa.array(["fine", None, value, "é\n"])
+    with pytest.raises(InvalidMessage, match=f"row 2: {name}: the characters U"):
+        rules.check_columns({name: whole})
+    rules.check_columns({name: whole.slice(3)})
+    rules.check_columns({name: whole.slice(0, 2)})
+    assert rules.fault(name, "é\n") is None  # other control characters are RocketMQ's clients' own matter
 
 
 def test_keys_are_one_text_or_a_list() -> None:

@@ -74,12 +74,13 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
         if queue_id is not None and not rules.ANY_QUEUE <= queue_id < limits.QUEUES_PER_TOPIC_MAX:
             return False
         total_bytes += len(body)
-        # Nearly all are short: told by lengths alone, and without a loop over the five.
+        # Nearly all are short and printable: told without a loop over the five. A printable text has no mark that
+        # separates properties.
         if (
             len(body) <= _BODY_SAFE
-            and (tag is None or len(tag) <= _TAG_SAFE)
-            and (keys is None or len(keys) <= _KEYS_SAFE)
-            and (unique_key is None or len(unique_key) <= _UNIQUE_KEY_SAFE)
+            and (tag is None or (len(tag) <= _TAG_SAFE and tag.isprintable()))
+            and (keys is None or (len(keys) <= _KEYS_SAFE and keys.isprintable()))
+            and (unique_key is None or (len(unique_key) <= _UNIQUE_KEY_SAFE and unique_key.isprintable()))
             and (properties is None or len(properties) <= _PROPERTIES_SAFE)
         ):
             continue

@@ -8,6 +8,7 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.access import ANONYMOUS, Caller
+from timeball.broker import few_sends
 from timeball.protocols.flight.sends import Sends, refusal
 from timeball.protocols.flight.window import Slot, Window
 from timeball.protocols.shared_limits import ByteShares
@@ -57,3 +58,20 @@ def test_a_fault_of_ours_is_logged_whole(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.ERROR):
         assert b"secret" not in refusal(ValueError("secret"))
     assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [1, 2 * few_sends.ROWS_MAX])
+@pytest.mark.parametrize("name", ["tag", "keys", "unique_key"])
+@pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
+def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:
+    """RocketMQ's consumers would get another property, or none of them: as rows and as columns."""
+    box, window = Sends(node.broker), opened()
+    columns = {"topic": ["inbox"] * rows, "body": [b"x"] * rows, name: [*["fine"] * (rows - 1), text]}
+    batch = pa.record_batch(columns, PLAIN.append(pa.field(name, pa.string())))
+    slot = window.enter(batch.nbytes)
+    assert slot is not None
+    node.loop.call_soon_threadsafe(box.put, batch, slot, ANONYMOUS)
+    eventually(lambda: slot.answer, "it is answered")
+    answer = json.loads(slot.answer or b"")
+    assert answer["error"] == "invalid_message"
+    assert f"row {rows - 1}: {name}: the characters U+0001 and U+0002" in str(answer)

@@ -203,11 +203,12 @@ def _bad_form(frame: DataFrame, name: str, column: str) -> Column:
 
 def _bad_pairs(column: str) -> Column:
     """Return whether a row's map has a pair that cannot be a property; null for no map."""
-    marks = f"[{PROPERTY_NAME_END}{PROPERTY_END}]"
     return f.exists(
         f.map_entries(_column(column).cast("map<string,string>")),
         lambda e: (
-            (e["key"] == "") | e["key"].rlike(marks) | f.coalesce(e["value"].rlike(marks), f.lit(False))
+            (e["key"] == "")
+            | e["key"].rlike(rules.MARKS)
+            | f.coalesce(e["value"].rlike(rules.MARKS), f.lit(False))
         ),
     )
 
@@ -294,6 +295,8 @@ def breaks(rule: rules.Rule, now_ms: int) -> Column:
             return f.col(_BAD_FORM + rule.column)
         case "present":
             return column.isNull()
+        case "one":
+            return column.rlike(rules.MARKS)
         case "longest":
             return f.octet_length(column) >= rule.needs_bytes
         case "words":

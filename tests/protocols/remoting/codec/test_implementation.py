@@ -277,7 +277,8 @@ def test_a_delay_that_is_none_is_the_same_error(form: int, wrong: dict[str, str]
         {"i": "UNIQ_KEY\x01\x02"}, {"i": "UNIQ_KEY\x01" + "k" * 300}, {"i": "UNIQ_KEY\x01k\x02TAGS\x01" + "t" * 300},
         {"i": "UNIQ_KEY\x01k\x02REPLY_TO_CLIENT\x01c\x02"}, {"i": "UNIQ_KEY\x01k\x02" + "p" * 40_000},
         {"i": "UNIQ_KEY\x01k\x02_SYS_MSG_PRIORITY_\x013\x02"}, {"i": "UNIQ_KEY\x01k\x02__LITE_TOPIC\x01c\x02"},
-        {"i": "UNIQ_KEY\x01k\x02KEYS\x01" + "k " * 1_024},
+        {"i": "UNIQ_KEY\x01k\x02KEYS\x01" + "k " * 1_024}, {"i": "UNIQ_KEY\x01k\x02KEYS\x01a\x01b\x02"},
+        {"i": "UNIQ_KEY\x01k\x02TAGS\x01a\x01\x02"}, {"i": "UNIQ_KEY\x01k\x01\x02"},
     ],
 )  # fmt: skip
 def test_what_is_more_than_plain_is_left_to_the_reference_in_its_place(

@@ -270,7 +270,16 @@ cdef bint read_properties(Row* row, Buffer* text) except -1:
                         row.delays += 1
                         row.delay, row.delay_at, row.delay_bytes = delay, value_at, value_bytes
         at = stop + 1
+    if has_mark(begin, row.key_at, row.key_bytes, row.text_at) or has_mark(begin, row.tag_at, row.tag_bytes, row.text_at):
+        return False
+    if has_mark(begin, row.keys_at, row.keys_bytes, row.text_at):
+        return False
     return 0 < row.key_bytes <= KEY_MAX and row.tag_bytes <= TAG_MAX and row.keys_bytes <= KEYS_MAX
+
+
+cdef bint has_mark(const char* begin, int32_t at, int32_t size_bytes, int32_t begin_at) noexcept:
+    """Return whether a value has the character that ends a property's name: the rules of the broker refuse it."""
+    return size_bytes > 0 and memchr(begin + (at - begin_at), 1, size_bytes) != NULL
 
 
 cdef bint names_delay(Text properties) noexcept:
