@@ -318,6 +318,27 @@ async def test_a_single_cancel_amid_a_resume_is_kept(world: World, monkeypatch: 
     assert await said(world, ids=keys) == ["already_cancelled", "released", "released"]
 
 
+@on_node()
+async def test_what_was_due_amid_a_pause_or_its_resume_is_not_late(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.campaign("spring", "a", [MINUTE_MS, HOUR_MS + MINUTE_MS])
+    await world.broker.change_campaign("spring", "pause")
+    await world.advance(HOUR_MS)
+    mover = world.broker.mover
+    write = mover._write_resumed
+
+    async def written(*args: object) -> None:
+        await write(*args)
+        if args[1]:
+            world.clock.advance(2 * MINUTE_MS)  # it takes so long to write the files
+
+    monkeypatch.setattr(mover, "_write_resumed", written)
+    await world.broker.change_campaign("spring", "resume")
+    await world.until(lambda: world.broker.lateness.released == 2, "all are released")
+    assert world.broker.lateness.max_ms == 0
+
+
 async def in_files(world: World, count: int) -> list[str]:
     """A campaign that is attached in so many files, all due in one hour, and paused."""
     first, keys = await world.broker.reserve(count), world.fresh_keys(count)

@@ -23,7 +23,7 @@ from tests.table.test_catalog import seqs
 from timeball import limits
 from timeball.cli.exit_codes import ExitCode, explain
 from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit, Unavailable
-from timeball.message import Kind
+from timeball.message import Kind, lateness_ms
 from timeball.table.attachment import Attachment, FileEntry, decode_change
 
 
@@ -62,6 +62,30 @@ async def test_reserved_numbers_are_nobody_else_s_and_outlive_a_restart(world: W
 
 
 # ---- attach -------------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_rows_that_were_due_before_their_files_joined_are_not_late(world: World) -> None:
+    bulk = await bulk_of(world, 3)  # due in an hour
+    await world.advance(25 * HOUR_MS)
+    await world.broker.attach(bulk)
+    await world.until(lambda: world.broker.lateness.released == 3, "all are released")
+    assert world.broker.lateness.max_ms == 0
+    end_seq = world.broker.parts.reader.next_seq
+    told = [row for part in world.broker.read_log(1, end_seq) for row in part.to_pylist()]
+    released = [row for row in told if row["kind"] == Kind.RELEASE]
+    assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
+
+
+@on_node()
+async def test_rows_that_fall_due_after_their_files_joined_are_late_from_their_due_time_on(
+    world: World,
+) -> None:
+    await world.broker.attach(await bulk_of(world, 3))
+    world.clock.advance(2 * HOUR_MS)  # in one step: the broker was held up for an hour
+    world.broker.ticker.wake()
+    await world.until(lambda: world.broker.lateness.released == 3, "all are released")
+    assert world.broker.lateness.max_ms == HOUR_MS
 
 
 @on_node()

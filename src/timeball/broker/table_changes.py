@@ -131,7 +131,7 @@ class TableChanges:
         await durable
         await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
         try:
-            await parts.scheduler.attach(attachment, resumes)
+            await parts.scheduler.attach(attachment, resumes, parts.clock.now_ms())
             version = await self._commit(partial(parts.catalog.commit, attachment, seq, removed, now_ms))
         except BaseException as error:
             # The log says that it has happened: only a recovery, which repeats these steps, may go on.

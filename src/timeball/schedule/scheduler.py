@@ -119,9 +119,10 @@ class Scheduler:
         if near_rows < len(near):
             self._expect_opening(backlog)
 
-    async def attach(self, attachment: Attachment, resumes: str = "") -> None:
+    async def attach(self, attachment: Attachment, resumes: str = "", now_ms: int = 0) -> None:
         """Let files of a durable TABLE row join, and leave, the table; what `resumes` names is held no longer.
 
+        Rows of a bulk job or of a campaign that is resumed, due before `now_ms`, are late from then on only.
         What a file may hold of the time that has been opened is opened before the file goes.
         """
         table = self._table
@@ -134,7 +135,7 @@ class Scheduler:
                 # until the next one.
                 self._start_opening(table, max(self._now_ms, table.opened_ms - self._ahead_ms))
             await asyncio.wait([self._openings[id(table)][0]])
-        table.attach(attachment)
+        table.attach(attachment, now_ms)
         if attachment.job == "compact":
             self.durations.files_to_seq = max(self.durations.files_to_seq, attachment.to_seq)
         self.outcomes.add_late(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)

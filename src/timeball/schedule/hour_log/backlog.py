@@ -126,9 +126,9 @@ class HourLog(Backlog):
         """Return whether all that the files to be removed hold of the opened time has been opened."""
         return not self.pending.has_unopened(attachment.removes, self._opened_ms)
 
-    def attach(self, attachment: Attachment) -> None:
-        """Take files in and out; the tail gives up what they hold."""
-        self.pending.attach(attachment, self._opened_ms)
+    def attach(self, attachment: Attachment, now_ms: int = 0) -> None:
+        """Take files in and out; the tail gives up what they hold. `now_ms`: see PendingFiles."""
+        self.pending.attach(attachment, self._opened_ms, now_ms)
         if attachment.job == "compact":
             # Compaction took all promises below `to_seq` that waited; opened ones have left the tail already.
             self._tail.drop_seqs_below(attachment.to_seq)

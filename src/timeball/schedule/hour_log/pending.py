@@ -131,8 +131,11 @@ class PendingFiles:
         next_ms = self._next_ms[places]
         return bool(((next_ms < before_ms) & (next_ms <= self._last_ms[places])).any())
 
-    def attach(self, attachment: Attachment, opened_ms: int) -> None:
-        """Take files in and out. What moves there was opened up to `opened_ms`; of what is new or resumed nothing."""
+    def attach(self, attachment: Attachment, opened_ms: int, now_ms: int = 0) -> None:
+        """Take files in and out. What moves there was opened up to `opened_ms`; of what is new or resumed nothing.
+
+        `now_ms`: rows of new or resumed files that are due before it are not late by the time before it.
+        """
         gone = set(attachment.removes)
         kept = {path: file for path, file in self._live.items() if path not in gone}
         fresh = {entry.path: DataFile(self._files, entry) for entry in attachment.files}
@@ -149,6 +152,8 @@ class PendingFiles:
             next_ms[entry.path] = entry.min_due_ms if new else max(entry.min_due_ms, opened_ms)
             if next_ms[entry.path] > entry.min_due_ms:
                 self._looked_into.add(entry.path)
+            if new and entry.min_due_ms < now_ms:
+                fresh[entry.path].joined_ms = now_ms
         self._looked_into -= gone
         self.missing -= gone
         self._set_next(next_ms)
@@ -301,10 +306,20 @@ def close_far(files: list[DataFile], now_ms: int) -> None:
 
 def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch | None:
     """Return rows of these files in [low, high) as READ_SCHEMA promises, unsorted across files; None when none."""
-    tables = [table for table in (file.rows_between(low, high) for file in files) if table.num_rows]
+    tables = [(file, table) for file in files if (table := file.rows_between(low, high)).num_rows]
     if not tables:
         return None
-    return as_promises(pa.concat_tables(tables))
+    return as_promises(pa.concat_tables([_counted_from(file.joined_ms, table) for file, table in tables]))
+
+
+def _counted_from(joined_ms: int, rows: pa.Table) -> pa.Table:
+    """Return rows that were due before their file joined the table as accepted then: lateness counts from there."""
+    if not joined_ms:
+        return rows
+    due_ms, accepted_ms = rows.column("due_ms").to_numpy(), rows.column("accepted_ms").to_numpy()
+    changed = np.where(due_ms < joined_ms, np.maximum(accepted_ms, joined_ms), accepted_ms)
+    at = rows.schema.get_field_index("accepted_ms")
+    return rows.set_column(at, rows.schema.field(at), pa.array(changed, rows.schema.field(at).type))
 
 
 def as_promises(rows: pa.Table) -> pa.RecordBatch:
