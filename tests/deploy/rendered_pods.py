@@ -7,11 +7,12 @@ environment, and paths that are mounted there are in a folder of the test.
 from __future__ import annotations
 
 import os
+import ssl
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,7 @@ class Pod:
         file = Path(self.place(path))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(self.place(text))
+        file.chmod(0o440)  # the mode of the chart's secrets
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "timeball", *map(self.place, self.container["args"])]
@@ -102,7 +104,9 @@ class Pod:
         until_s = time.monotonic() + BOUND_S
         while True:
             try:
-                with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
+                # Kubernetes takes any certificate.
+                context = ssl._create_unverified_context()
+                with urllib.request.urlopen(url, timeout=BOUND_S, context=context) as answer:
                     assert answer.status == 200
                     return
             except OSError:  # also a connection that a node closes as it begins to lead
@@ -111,8 +115,13 @@ class Pod:
 
 
 @contextmanager
-def three_pods(found: Documents, folder: Path) -> Iterator[dict[str, Pod]]:
-    """Start the pods of a rendered cluster, each at its address; yield them by address."""
+def three_pods(
+    found: Documents, folder: Path, secrets: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Pod]]:
+    """Start the pods of a rendered cluster, each at its address; yield them by address.
+
+    `secrets`: the files that Kubernetes mounts of them, as path in the pod and file here.
+    """
     name = "there-timeball"
     (container,) = pod_specs(found)[f"StatefulSet/{name}"]["containers"]
     pods = {}
@@ -124,6 +133,8 @@ def three_pods(found: Documents, folder: Path) -> Iterator[dict[str, Pod]]:
             "TIMEBALL_NODE": f"{name}-{number}", "TIMEBALL_ADVERTISE": host, "TIMEBALL_HOST": host,
         }  # fmt: skip
         pod.write("/etc/timeball/timeball.toml", found[f"ConfigMap/{name}"]["data"]["timeball.toml"])
+        for path, file in (secrets or {}).items():
+            pod.write(path, Path(file).read_text())
     try:
         for pod in pods.values():
             pod.start()

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import yaml
 from tests.bounds import BOUND_S
+from tests.certificates import certificate
 from tests.cli.in_process import parsed, run_here
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
-from tests.deploy.rendered_pods import Pod, job, pod_specs, three_pods
+from tests.deploy.rendered_pods import Pod, address, job, pod_specs, three_pods
 from tests.docs_pages import ROOT
 from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import running_node
@@ -332,14 +333,20 @@ def test_an_affinity_takes_the_place_of_the_charts_own() -> None:
 @needs_helm
 @pytest.mark.slow
 @pytest.mark.xdist_group("etcd")
-def test_three_processes_of_the_rendered_cluster_are_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "values", [PLAIN, ["tls.secretName=pair", "tls.caSecretName=pair"]], ids=["plain", "tls"]
+)
+def test_three_processes_of_the_rendered_cluster_are_one(values: list[str], tmp_path: Path) -> None:
     """The rendered settings, arguments and probes, on three addresses of this machine's loopback."""
     need_etcd()
+    pair = certificate(tmp_path / "pair", *(address(number) for number in range(3)))
+    secrets = {"tls/tls.crt": pair.cert, "tls/tls.key": pair.key, "ca/ca.crt": pair.roots}
+    mounted = {f"/etc/timeball/{name}": file for name, file in secrets.items()} if values is not PLAIN else {}
     with EtcdCluster(tmp_path / "etcd") as etcd:
         found = rendered(
-            *PLAIN, "cluster.enabled=true", f"cluster.etcd.endpoints={{{','.join(etcd.endpoints)}}}"
+            *values, "cluster.enabled=true", f"cluster.etcd.endpoints={{{','.join(etcd.endpoints)}}}"
         )
-        with three_pods(found, tmp_path) as pods:
+        with three_pods(found, tmp_path, mounted) as pods:
             for host, each in pods.items():
                 each.wait("startupProbe", host)
             making = job(found, tmp_path / "job")
@@ -348,7 +355,8 @@ def test_three_processes_of_the_rendered_cluster_are_one(tmp_path: Path) -> None
             for host, each in pods.items():
                 each.wait("readinessProbe", host)
                 each.wait("livenessProbe", host)
-            with Timeball("grpc://" + ",".join(f"{host}:7400" for host in pods)) as ball:
+            endpoint = ("grpc+tls://" if mounted else "grpc://") + ",".join(f"{host}:7400" for host in pods)
+            with Timeball(endpoint, tls_roots=Path(pair.roots).read_bytes() if mounted else None) as ball:
                 ball.send("orders", "kept", after="1h")
             again = making.run()
             assert (again.returncode, again.stdout) == (0, ran.stdout), "as the job of an upgrade does"
