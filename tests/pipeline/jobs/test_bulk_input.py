@@ -65,12 +65,13 @@ EDGES: dict[str, list[object]] = {
         "k" * (KEYS_BYTES + 1),
         "customer-4",
         "a\tb",
+        "a\x01b",
         "a\u00a0b",
         "a\u2028",
         " " * (KEYS - 1),
         " " * KEYS,
     ],
-    "unique_key": [None, "", "u ", "\x7f", "u" * 255, "u" * 256],
+    "unique_key": [None, "", "u ", "u\x02", "\x7f", "u" * 255, "u" * 256],
     "properties": [None, "", "p" * 32_767, "p" * 32_768],
 }
 TYPES = {"body": pa.binary(), "due_ms": pa.int64()}

@@ -251,7 +251,8 @@ def test_only_the_rows_with_such_pairs_are_refused_in_slices_too() -> None:
         ({"keys": [["a", ""]]}, "keys: a key has no blanks"),
         ({"keys": [["a", None]]}, "keys: a key has no blanks"),
         ({"tag": ["red "]}, "tag: text without control characters"),
-        ({"tag": ["red\x02KEYS\x01a"]}, "tag: text without control characters"),
+        ({"tag": ["red\n"]}, "tag: text without control characters"),
+        ({"tag": ["red\x02KEYS\x01a"]}, "tag: the characters U+0001 and U+0002"),
         ({"unique_key": ["\u00a0a"]}, "unique_key: text without control characters"),
         ({"keys": ["a b"], "queue_id": pa.array([-9], pa.int32())}, "keys: a key has no blanks"),  # the first
     ],
