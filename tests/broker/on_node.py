@@ -6,6 +6,7 @@ but the event loop fails the test; so does one that stopped the node, unless the
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ from tests.log.small_log import AtOnce
 
 from timeball.clock import ManualClock
 from timeball.node import Node
+
+TURNS = 8  # of the loop: those who were woken have looked at the clock
 
 
 class InTurn(World):
@@ -48,6 +51,29 @@ def on_node(
         return live
 
     return decorate
+
+
+async def settled(world: World) -> None:
+    """The ticker and the leases in memory have looked at the clock, and all that this has begun is done."""
+    parts = world.broker.parts
+    world.broker.consuming._memory.redelivery.wake()
+    world.broker.ticker.wake()
+
+    def is_quiet() -> bool:
+        scheduler = parts.scheduler
+        due = scheduler.next_due_ms()
+        held = [one for queue in world.broker.consuming.leases.all() for one in queue.in_flight.values()]
+        return (
+            (due is None or due > parts.clock.now_ms())
+            and not (scheduler.is_busy or scheduler.in_flight_rows or scheduler.durations.is_off)
+            and all(one.deadline_ms > parts.clock.elapsed_ms() for one in held)
+        )
+
+    for _ in range(3):
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        await world.until(is_quiet, "all that is due is settled")
+        await parts.writer.flushed()
 
 
 async def _live(world: World, test: Callable[[], Awaitable[None]], failing: bool) -> None:

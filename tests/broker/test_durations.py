@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.bounds import BOUND_S
 from tests.broker.consuming.subscriber import AGAIN, MINUTE_MS, bodies, engine, in_queue, receive, send
-from tests.broker.on_node import batch, on_node
+from tests.broker.on_node import TURNS, batch, on_node, settled
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.clock import PROBATION_MS, STEP_MS
@@ -27,7 +27,6 @@ FOLLOWS_MS = STEP_MS
 
 LATER = "later"
 
-TURNS = 8  # of the loop: those who were woken have looked at the clock
 
 Make = Callable[[World], Awaitable[None]]
 
@@ -103,29 +102,6 @@ async def looks(world: World, ms: int, *, rows: int = 1) -> int | None:
         if len(await come(world)) >= rows:
             return passed_ms
     return None
-
-
-async def settled(world: World) -> None:
-    """The ticker and the leases in memory have looked at the clock, and all that this has begun is done."""
-    parts = world.broker.parts
-    world.broker.consuming._memory.redelivery.wake()
-    world.broker.ticker.wake()
-
-    def is_quiet() -> bool:
-        scheduler = parts.scheduler
-        due = scheduler.next_due_ms()
-        held = [one for queue in engine(world).leases.all() for one in queue.in_flight.values()]
-        return (
-            (due is None or due > parts.clock.now_ms())
-            and not (scheduler.is_busy or scheduler.in_flight_rows or scheduler.durations.is_off)
-            and all(one.deadline_ms > parts.clock.elapsed_ms() for one in held)
-        )
-
-    for _ in range(3):
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
-        await world.until(is_quiet, "all that is due is settled")
-        await parts.writer.flushed()
 
 
 @pytest.mark.parametrize("step_ms", STEPS_MS)
