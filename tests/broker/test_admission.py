@@ -101,11 +101,13 @@ def test_what_is_not_said_is_filled_in() -> None:
 
 
 TEXT = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+# U+0001 and U+0002 would end a property.
+LABEL = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\1\2"), max_size=8)
 GIVEN = st.fixed_dictionaries(
     {"topic": st.from_regex(r"[%|a-zA-Z0-9_-]{1,8}", fullmatch=True), "body": st.binary(max_size=9)},
     optional={
-        **dict.fromkeys(["tag", "unique_key", "properties", "born_host"], TEXT),
-        "keys": TEXT,
+        **dict.fromkeys(["properties", "born_host"], TEXT),
+        **dict.fromkeys(["tag", "keys", "unique_key"], LABEL),
         "queue_id": st.integers(-1, limits.QUEUES_PER_TOPIC_MAX - 1),
         **dict.fromkeys(["flag", "sys_flag", "reconsume_times"], st.integers(-(1 << 31), (1 << 31) - 1)),
         "born_ms": st.integers(0, NOW_MS),
