@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.broker_simulation import FAULTS, Fault, run
+from tests.rounds import rounds
 
-SEEDS = 50
+SEEDS = rounds(15, 50)
 CONTROL_SEEDS = 20  # in which each fault must be found at least once
 
 
@@ -19,7 +20,8 @@ def test_a_broker_s_seeds_break_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_fifty_seeds_break_nothing() -> None:
+@pytest.mark.siege
+def test_many_seeds_break_nothing() -> None:
     epochs = deaths = acknowledged = 0
     for seed in range(1_000, 1_000 + SEEDS):
         simulation = run(seed)

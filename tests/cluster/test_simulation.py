@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.simulated_checks import Fault
 from tests.cluster.simulation import FAULTS, run
+from tests.rounds import rounds
 
 STEPS = 600
 
@@ -32,9 +33,10 @@ def test_a_thousand_seeds_break_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.siege
 @pytest.mark.parametrize("thousand", range(10))
-def test_ten_thousand_seeds_break_nothing(thousand: int) -> None:
-    for seed in range(1_000 * thousand, 1_000 * (thousand + 1)):
+def test_thousands_of_seeds_break_nothing(thousand: int) -> None:
+    for seed in range(1_000 * thousand, 1_000 * thousand + rounds(200, 1_000)):
         run(100_000 + seed, 2 * STEPS)
 
 
