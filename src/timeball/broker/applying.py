@@ -151,6 +151,8 @@ class Applying:
             self.read_tail()
         replayed.fold()
         facts, from_seq = replayed.facts, self._from_seq()
+        # Retention moves it in memory where no compaction does (upkeep.py), and only a checkpoint would say so.
+        ledger.watermark = from_seq
         settled = replayed.settled()
         return Recovered(
             settled,
