@@ -28,10 +28,10 @@ from tests.rounds import rounds
 from timeball import Timeball
 from timeball.limits import HOUR_MS
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS = 60_000
-BOUND_S = 300
+BOUND_S = 500  # only for what hangs: five jobs of Spark share two cores with other tests
 VICTIMS = ("executor", "worker", "driver")[: rounds(1, 3)]
 
 
