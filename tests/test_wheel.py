@@ -147,7 +147,7 @@ QUICK = ["--quiet", "--no-compile", "--no-deps"]
 
 
 @pytest.mark.siege
-@pytest.mark.parametrize("version", VERSIONS[:: rounds(2, 1)])
+@pytest.mark.parametrize("version", VERSIONS[:: rounds(4, 1)])
 def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> None:
     python = interpreter(version)
     if python is None:
