@@ -206,9 +206,9 @@ class LosesOnTheWay(Scheduler):
 class AttachesInAnOpening(Scheduler):
     """Does not wait for an opening before rows change place."""
 
-    async def attach(self, attachment: Attachment) -> None:
+    async def attach(self, attachment: Attachment, resumes: str = "", now_ms: int = 0) -> None:
         assert self._table is not None
-        self._table.attach(attachment)
+        self._table.attach(attachment, now_ms)
         if attachment.job == "bulk":
             self.outcomes.add_late(attachment.ranges)
         self._expect_opening(self._table)
@@ -362,8 +362,8 @@ class NeedsTheNewest(Scheduler):
 class BlindToLateFiles(HourLog):
     """Does not look for what a file brings that is near, or late already."""
 
-    def attach(self, attachment: Attachment) -> None:
-        self.pending.attach(attachment, self._opened_ms)
+    def attach(self, attachment: Attachment, now_ms: int = 0) -> None:
+        self.pending.attach(attachment, self._opened_ms, now_ms)
         opened = {entry.path: max(entry.min_due_ms, self._opened_ms) for entry in attachment.files}
         self.pending.opened(opened)
         if attachment.job == "compact":
@@ -538,8 +538,8 @@ class SkipsToTheEnd(DelayLevels):
 
 
 class SortedQueue(LevelQueue):
-    def _extend(self, offset: int, due: Int64Array) -> None:
-        super()._extend(offset, np.maximum.accumulate(due))
+    def _extend(self, offset: int, due: Int64Array, shift_ms: Int64Array | None = None) -> None:
+        super()._extend(offset, np.maximum.accumulate(due), shift_ms)
 
 
 class TakesQueuesForSorted(DelayLevels):
