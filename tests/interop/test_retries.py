@@ -45,6 +45,7 @@ def test_what_fails_for_good_becomes_a_dead_letter(client: Driver, broker: Stock
     assert [m["reconsume_times"] for m in tries] == [0, 1, 2]
     assert not is_early(tries[1], tries[0]["store_ms"] + FIRST_RETRY_S * 1000)
     assert not is_early(tries[2], tries[1]["store_ms"] + SECOND_RETRY_S * 1000)
+    begin_at_the_first(broker, f"{talk.group}-undertaker", dead)
     reader = talk.listen(topic=dead, group=f"{talk.group}-undertaker")
     letters = client.wait_deliveries(reader, 2)
     assert {m["body"] for m in letters} == {"hopeless", "good too late"}
@@ -55,6 +56,14 @@ def limit_retries(broker: StockBroker, group: str, times: int) -> None:
     """For the C++ client, which does not tell the broker its own limit."""
     config = {"groupName": group, "consumeEnable": True, "retryQueueNums": 1, "retryMaxTimes": times}
     answer = broker.request(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=json.dumps(config).encode())
+    assert answer.code == 0, answer.remark
+
+
+def begin_at_the_first(broker: StockBroker, group: str, topic: str) -> None:
+    """For the C++ client, which cannot say where a new group begins."""
+    limit_retries(broker, group, 2)
+    fields = {"consumerGroup": group, "topic": topic, "queueId": 0, "commitOffset": 0}
+    answer = broker.request(RequestCode.UPDATE_CONSUMER_OFFSET, **fields)
     assert answer.code == 0, answer.remark
 
 
