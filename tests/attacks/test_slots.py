@@ -75,8 +75,11 @@ def _grpc_calls(name: str, authorization: str) -> Attack:
         for at in range(20):
             client = held.enter_context(RawClient(None, port=_port(broker.grpc), source=ATTACKER))
             headers = fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id=f"attacker-{at}", **more)
-            for _ in range(900):
-                client.headers(headers=headers)
+            try:
+                for _ in range(900):
+                    client.headers(headers=headers)
+            except OSError:
+                continue  # it was closed for calls that are refused
 
     return hold
 

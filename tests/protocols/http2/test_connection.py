@@ -17,6 +17,7 @@ from timeball.protocols.http2.connection import (
     CONNECTION_WINDOW_BYTES,
     HEADERS_BYTES_MAX,
     STRAIN_MAX,
+    STRAIN_REFUSED,
 )
 from timeball.protocols.http2.frames import Fault, frame
 from timeball.protocols.http2.streams import UNTAKEN_BYTES_MAX, WINDOW_BYTES
@@ -286,6 +287,25 @@ def test_a_flood_of_frames_that_are_no_calls_ends_the_connection(node: RunningNo
     still_answers(node)
 
 
+def refused(client: RawClient, block: bytes, count: int) -> bytes:
+    """So many calls, each without a request."""
+    flags = frames.END_HEADERS | frames.END_STREAM
+    return b"".join(frame(frames.HEADERS, flags, _next(client), block) for _ in range(count))
+
+
+@pytest.mark.parametrize("path", ["/nothing", dict(fields())[":path"]], ids=["unknown", "without a request"])
+def test_calls_that_are_refused_by_their_headers_end_the_connection(node: RunningNode, path: str) -> None:
+    """Each costs as much as one that does something: those of many connections would keep others waiting."""
+    most = STRAIN_MAX // STRAIN_REFUSED
+    with RawClient(node) as client:
+        client.send(refused(client, client.block(fields(path)), most // 2))
+        answers(client)
+    with RawClient(node) as client:
+        client.send(refused(client, client.block(fields(path)), most + 100))
+        assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
+    still_answers(node)
+
+
 def test_ends_of_all_calls_at_once_are_no_flood(node: RunningNode) -> None:
     with RawClient(node) as client:
         for _ in range(2):
@@ -394,17 +414,12 @@ def test_a_block_beyond_its_bound_ends_the_connection(node: RunningNode) -> None
     still_answers(node)
 
 
-def refused(client: RawClient, block: bytes, count: int) -> bytes:
-    """So many calls, each without a request."""
-    flags = frames.END_HEADERS | frames.END_STREAM
-    return b"".join(frame(frames.HEADERS, flags, _next(client), block) for _ in range(count))
-
-
 @pytest.mark.slow
 def test_nothing_is_read_from_a_client_that_leaves_its_answers_unread(
-    node: RunningNode,
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused calls are answered at once, whatever the client has read: so they must not be read without an end."""
+    monkeypatch.setattr(module, "STRAIN_REFUSED", 0)  # which ends the connection sooner
     with RawClient(node) as client:
         client.headers(headers=fields("/nothing", x_kept="1"))
         # Later calls are a few bytes each, and their answers many.
@@ -435,6 +450,7 @@ def test_nothing_is_read_from_a_client_that_leaves_its_answers_unread(
 def test_a_client_that_never_reads_is_let_go(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PING_S", 0.2)
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "STRAIN_REFUSED", 0)
     with RawClient(node) as client:
         one = client.block(fields("/nothing"))
         client.socket.settimeout(1.0)

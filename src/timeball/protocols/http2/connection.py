@@ -8,8 +8,9 @@ A client costs memory and time before it has shown that it means well, so what i
     headers     a call with more than HEADERS_BYTES_MAX ends, and its connection goes on. Its block is read all the
                 same, because later blocks refer to its fields. A block of more than BLOCK_BYTES_MAX, or one that
                 unpacks to more, ends the connection
-    strain      frames that cost time and bring no call on: resets, settings, pings, empty frames, priorities, windows.
-                Each DATA frame that is sent pays for some of them, and so does time; STRAIN_MAX end the connection
+    strain      frames that cost time and bring no call on: resets, settings, pings, empty frames, priorities, windows,
+                and headers of calls that are refused. Each DATA frame that is sent pays for some of them, and so does
+                time; STRAIN_MAX end the connection
     unread      nothing is read from a client that leaves too many answers unread (streams.py)
     pings       more often than every CLIENT_PING_S while nothing is sent to the client, a few times, end it too
     silence     after PING_S it is pinged, and it must answer within PING_TIMEOUT_S
@@ -82,6 +83,8 @@ SETTINGS_PER_STRAIN = 64  # settings in one frame that count as one more frame
 CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024  # of all its calls: what is read at once, so it never holds one up
 STRAIN_MAX = 4 * CALLS_PER_CONNECTION_MAX  # a client may end all its calls at once, several times
 STRAIN_PAID, STRAIN_FORGOTTEN_PER_S = 8, 100
+# A call that is refused by its headers: 512 at once end the connection, as each costs the broker about 20 us.
+STRAIN_REFUSED = 8
 PREFACE_S = 10.0  # from the connection to the first bytes of HTTP/2
 CLIENT_PING_S, PING_STRIKES_MAX = 5.0, 2
 PING_S, PING_TIMEOUT_S = 60.0, 20.0
@@ -290,9 +293,14 @@ class Connection(asyncio.Protocol):
                     self.streams.cut(number)
                 return
             self.busy_s = self.heard_s
-            is_heard = bool(flags & END_STREAM)
+            is_heard, frames = bool(flags & END_STREAM), self.streams.data_frames
             if begun := self._begin(self.streams, number, headers, size_bytes, self.heard_s, is_heard):
                 self.streams.open[number] = begun
+            else:
+                self._paid_frames += (
+                    self.streams.data_frames - frames
+                )  # an answer that refuses pays for nothing
+                self._count_strain(STRAIN_REFUSED)
 
     def _check_begun(self, number: int, frame_name: str) -> None:
         if number > self._last_stream or not number & 1:
