@@ -133,7 +133,7 @@ def test_a_text_that_ends_a_property_is_refused_in_both_forms(name: str, value: 
         rules.check_columns({name: whole})
     rules.check_columns({name: whole.slice(3)})
     rules.check_columns({name: whole.slice(0, 2)})
-    assert rules.fault(name, "é\n") is None  # other control characters are RocketMQ's clients' own matter
+    assert rules.fault(name, "é\n") is None  # others are RocketMQ's clients' own matter
 
 
 def test_keys_are_one_text_or_a_list() -> None:

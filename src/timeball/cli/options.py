@@ -276,7 +276,8 @@ def connect(endpoint: str) -> Iterator[Timeball]:
         said = str(error)
         if not said.startswith("no broker answers") or "handshake" in said:
             raise
-        if "Socket closed" in said and not endpoint.startswith("grpc+tls"):
+        is_closed = "Socket closed" in said or "reset by peer" in said
+        if is_closed and not endpoint.startswith("grpc+tls"):
             # A broker that speaks TLS alone does this to a client that does not.
             raise Unavailable(f"{said}; if the broker has a certificate, write grpc+tls://") from error
         raise Unavailable(

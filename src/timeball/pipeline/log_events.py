@@ -42,10 +42,8 @@ EVENT_SCHEMA = pa.schema(
         ("queue_offset", pa.int64()),
         ("attempt", pa.int32()),  # reconsume_times + 1
         ("event_seq", pa.int64()),  # the row of the log that says so
-        (
-            "from_due_ms",
-            pa.int64(),
-        ),  # of a release: the promised instant, if a step of the clock has shifted it to due_ms
+        # Of a release: the promised instant, if a step of the clock has shifted it to due_ms.
+        ("from_due_ms", pa.int64()),
     ]
 )
 

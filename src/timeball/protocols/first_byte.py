@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from timeball.config import is_loopback
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 PlainFrom = Literal["nobody", "this machine", "all"]
 TLS_RECORD = b"\x16"
 BEGIN_BYTES = 64  # looked at to name another protocol
+UNREAD_BYTES = 65_536  # read once before such a connection is closed
 HANDSHAKE_S = 10.0
 FIRST_BYTE_S = 10.0
 SILENT_MAX = 1_024  # connections that have sent nothing yet; the next ones are closed
@@ -129,6 +131,8 @@ class FirstByteServer:
         if not begin or not (is_tls or self._may_be_plain(peer)):
             if begin:
                 WRONG_PROTOCOLS.note(self._edge, begin, peer, self._loop.time(), "no TLS")
+                with suppress(OSError):
+                    connection.recv(UNREAD_BYTES)  # a close with unread bytes is a reset to the client, not an end
             connection.close()
             return
         task = self._loop.create_task(self._connect(connection, is_tls))

@@ -50,9 +50,8 @@ class DataFile:
         self._files = files
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
-        self.joined_ms = (
-            0  # when it joined the table with rows that were overdue; 0: it had none, or a start found it
-        )
+        # When it joined the table with overdue rows. 0: it had none, or a start found it.
+        self.joined_ms = 0
         self.is_ranged = False  # when it is open: the store is asked at each read
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each

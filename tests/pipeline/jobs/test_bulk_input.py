@@ -103,18 +103,22 @@ COLUMNS = Columns(
 )
 
 
+def reasons_in_the_sink(rows: pa.Table) -> list[str | None]:
+    """Return for each row the text of the rule that the sink would refuse it by."""
+    broken = promise_columns.first_broken(rows, promise_columns.normalise(rows, NOW_MS), NOW_MS)
+    return [None if index < 0 else rules.RULES[index].text for index in broken]
+
+
 @pytest.mark.smoke
 @pytest.mark.spark
 def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
     """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""
     rows = edge_rows()
-    broken = promise_columns.first_broken(rows, promise_columns.normalise(rows, NOW_MS), NOW_MS)
-    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
+    wanted = reasons_in_the_sink(rows)
     found = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
     assert found["reason"] == wanted
-    assert (
-        len(set(wanted)) == len(rules.RULES) - 3 + 1
-    )  # each but that of the queue, of a missing time and of maps, and none
+    # Each rule but that of the queue, of a missing time and of maps; and no fault.
+    assert len(set(wanted)) == len(rules.RULES) - 3 + 1
 
 
 KEY_LISTS: list[list[str | None] | None] = [
@@ -132,9 +136,7 @@ def test_lists_of_keys_are_judged_as_in_the_sink(spark: SparkSession) -> None:
             "keys": pa.array(KEY_LISTS, pa.list_(pa.string())),
         }
     )  # fmt: skip
-    normal = promise_columns.normalise(rows, NOW_MS)
-    broken = promise_columns.first_broken(rows, normal, NOW_MS)
-    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
+    wanted = reasons_in_the_sink(rows)
     assert [text is None for text in wanted] == [*[True] * 4, *[False] * 5, True, False, True, False]
     found = screen(spark.createDataFrame(rows), Columns(due="due_ms", topic="topic", keys="keys"), NOW_MS)
     assert found.select("reason").toArrow().to_pydict()["reason"] == wanted
@@ -164,8 +166,7 @@ def test_maps_whose_pairs_cannot_be_properties_are_found_as_in_the_sink(spark: S
             "properties": pa.array(PAIRS, pa.map_(pa.string(), pa.string())),
         }
     )  # fmt: skip
-    broken = promise_columns.first_broken(rows, promise_columns.normalise(rows, NOW_MS), NOW_MS)
-    wanted = [None if index < 0 else rules.RULES[index].text for index in broken]
+    wanted = reasons_in_the_sink(rows)
     assert [text is None for text in wanted] == [True, True, True, True, False, False, False]
     columns = Columns(due="due_ms", topic="topic", properties="properties")
     frame = spark.createDataFrame(rows)
