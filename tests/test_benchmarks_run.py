@@ -22,6 +22,7 @@ from benchmarks.up import kind_of
 from tests.cli.in_process import run_here
 from tests.cli.processes import timeball
 from tests.interop.stock_clients import command
+from tests.rounds import only_in_a_siege
 
 from timeball.cli.event_loop import runner
 
@@ -45,6 +46,7 @@ SLOW = {
     "add_replica",
 }
 SPARK = {"compact", "pipeline", "up"}
+MINUTES = {*SPARK, "beside"}  # how long they take: in a siege
 INTEROP = {"kafka"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
@@ -200,6 +202,8 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
         for mark, names in (("slow", SLOW), ("spark", SPARK), ("interop", INTEROP))
         if name in names
     ]
+    if name in MINUTES:
+        marks.append(only_in_a_siege)
     return [*marks, pytest.mark.timeout(600)] if name in SPARK else marks
 
 
@@ -207,6 +211,7 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=_marks(name)) for name in NAMES if name not in COMPARED]
 )

@@ -16,6 +16,7 @@ from benchmarks import designs, designs_picture
 from benchmarks.designs_compared import DESIGNS, HOUR_MS, Design, Ledger, Tally, level_of
 from benchmarks.designs_lives import DELAYS_MS, Life, live
 from benchmarks.report import Comparison, Report, brief
+from tests.rounds import rounds
 from tests.test_benchmarks_run import faults_of
 
 NAMES = [design.name for design in DESIGNS]
@@ -41,7 +42,8 @@ def named(name: str) -> Design:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.siege
+@pytest.mark.parametrize("name", [NAMES[0], *NAMES[1 :: rounds(len(NAMES), 1)]])
 def test_a_design_does_the_work_and_every_promise_is_accounted_for(name: str) -> None:
     """Released once, none early, none missing: over all pieces of work, a kill -9 among them."""
     comparison = designs.run(small=True, designs=[named(name)])

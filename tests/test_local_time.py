@@ -22,6 +22,7 @@ from tests.local_time_oracle import (
     local_times_around,
     zone_names,
 )
+from tests.rounds import only_in_a_siege
 
 from timeball import local_time
 from timeball.errors import InvalidDelay
@@ -92,6 +93,8 @@ def test_one_change_of_every_zone() -> None:
         check_changes(zone, found)
 
 
+@pytest.mark.siege
+@only_in_a_siege
 @pytest.mark.slow
 def test_around_each_change_of_every_zone() -> None:
     assert sum(check_zone(zone) for zone in distinct_zones()) > 15_000

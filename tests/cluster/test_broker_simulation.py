@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.broker_simulation import FAULTS, Fault, run
 from tests.rounds import rounds
 
-SEEDS = rounds(15, 50)
+SEEDS = rounds(8, 50)
 CONTROL_SEEDS = 20  # in which each fault must be found at least once
 
 

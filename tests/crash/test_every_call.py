@@ -82,7 +82,7 @@ def test_some_cuts(name: str) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_cut(name: str) -> None:
     # Of some only every sixth or tenth call: another CUT_SEED takes the others.
-    step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(6, 1)
+    step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(12, 1)
     for call in range(1 + SEED % step, live(name).files.calls + 1, step):
         cut = live(name, call)
         wrong = list(images(cut, [*EXTREMES, *mixtures(call, 2)]))
@@ -134,7 +134,7 @@ def test_some_cuts_during_the_recovery_from_a_cut() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_cuts_during_the_recovery_from_many_cuts(name: str) -> None:
-    step = (18 if name in OF_STRATEGIES else 6) * rounds(3, 1)
+    step = (18 if name in OF_STRATEGIES else 6) * rounds(6, 1)
     calls = range(1 + SEED % step, live(name).files.calls, step)
     wrong = double_cuts(name, list(calls), SEED, 3)
     assert not wrong, "\n".join(wrong)

@@ -16,7 +16,7 @@ from tests.cli.in_process import run_here
 from tests.cli.processes import SRC, running
 from tests.cluster.etcd_cluster import need_etcd
 from tests.node_fixture import eventually
-from tests.rounds import rounds
+from tests.rounds import only_in_a_siege, rounds
 
 
 @pytest.fixture
@@ -131,6 +131,8 @@ def test_a_small_demo_is_faultless(
     assert run_here("dump", "--data", str(data), "--verify").returncode == 0
 
 
+@pytest.mark.siege
+@only_in_a_siege
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)

@@ -16,7 +16,7 @@ from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.interop.conversation import JAVA5
 from tests.interop.drivers import ClientError, Driver, Json, driving
 from tests.interop.stock_clients import command
-from tests.rounds import IS_SIEGE
+from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
 from timeball.cli.supervisor import PORTS_APART
@@ -27,7 +27,7 @@ pytestmark = [
     # No call may fail, so it wants a disk that does not stall: with etcd without an answer for half a minute no group
     # has a leader. For a machine that does nothing else.
     pytest.mark.siege,
-    pytest.mark.skipif(not IS_SIEGE, reason="only in a siege"),
+    only_in_a_siege,
 ]
 
 MACHINES, GROUPS = ("a", "b", "c"), ("g1", "g2", "g3")

@@ -23,7 +23,7 @@ from tests.pipeline import cluster_jobs
 from tests.pipeline.standalone import Standalone, machines, standalone
 from tests.pipeline.test_kill_spark import bodies, data_files, eventually, is_dead, kill_tree
 from tests.pipeline.traffic import send, send_due_now
-from tests.rounds import rounds
+from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
 from timeball.limits import HOUR_MS
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS = 60_000
 BOUND_S = 500  # only for what hangs: five jobs of Spark share two cores with other tests
-VICTIMS = ("executor", "worker", "driver")[: rounds(1, 3)]
+VICTIMS = ("executor", "worker", "driver")
 
 
 @pytest.fixture
@@ -87,6 +87,7 @@ def kill(victim: str, cluster: Standalone, process: subprocess.Popen[str]) -> No
 
 
 @pytest.mark.siege
+@only_in_a_siege
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_what_is_killed_costs_nothing_but_time(victim: str, tmp_path: Path, net: Network | None) -> None:
     table = tmp_path / "data" / "pending"

@@ -20,7 +20,7 @@ from deltalake.exceptions import TableNotFoundError
 from tests.cli.processes import COMMAND, environment
 from tests.node_fixture import RunningNode, running_node
 from tests.pipeline.test_kill_spark import BOUND_S, data_files, eventually, kill_tree
-from tests.rounds import rounds
+from tests.rounds import only_in_a_siege, rounds
 
 from timeball import Timeball
 from timeball.message import Kind
@@ -163,6 +163,8 @@ def test_the_archive_survives_its_death_and_a_second_one(tmp_path: Path) -> None
         assert len(table.rows()) > 1_000 and unnamed, "no kill left a file that nobody names"
 
 
+@pytest.mark.siege
+@only_in_a_siege
 def test_a_replay_that_is_killed_and_given_again_is_there_once(tmp_path: Path) -> None:
     table = tmp_path / "data" / "pending"
     with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:

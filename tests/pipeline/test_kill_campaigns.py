@@ -24,7 +24,7 @@ from tests.crash.siege import CLOCK, Siege
 from tests.pipeline import bulk_campaign
 from tests.pipeline.campaigning import attach, released, waiting
 from tests.pipeline.test_kill_spark import kill_tree
-from tests.rounds import rounds
+from tests.rounds import only_in_a_siege
 
 from timeball.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
@@ -73,6 +73,7 @@ def balances(spark: SparkSession, endpoint: str) -> audit.AuditReport:
 
 
 @pytest.mark.siege
+@only_in_a_siege
 def test_a_bulk_that_is_killed_anywhere_is_there_once(tmp_path: Path, spark: SparkSession) -> None:
     data = tmp_path / "data"
     with Siege(data, SEED, QUIET) as siege, Endpoint(siege.broker.endpoint) as broker:
@@ -95,7 +96,7 @@ def test_a_bulk_that_is_killed_anywhere_is_there_once(tmp_path: Path, spark: Spa
             (lambda: broker.campaigns() != [], "planned"),
             (lambda: files_below(data / "rejects", "*.parquet"), "rejects written"),
         ]
-        for true, what in early[: rounds(1, 2)]:
+        for true, what in early:
             killed_when(true, what)
         some = int(rng.integers(1, 10))
         killed_when(

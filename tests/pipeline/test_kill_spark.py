@@ -25,6 +25,7 @@ from tests import bounds
 from tests.cli.processes import environment
 from tests.crash.siege import CLOCK, Siege, cancel, consume, send_many, send_one
 from tests.pipeline import bulk_write
+from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
 from timeball.cli.options import SparkOptions
@@ -208,6 +209,8 @@ def check_table(siege: Siege, ball: Timeball) -> int:
     return len(seqs)
 
 
+@pytest.mark.siege
+@only_in_a_siege
 def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: SparkSession) -> None:
     # The broker's own compaction would hide a pipeline that does nothing.
     quiet = {"segment-bytes": "8MiB", "checkpoint-interval-ms": "500", "compact-rows": "1000000"}

@@ -19,6 +19,7 @@ import pytest
 from deltalake.exceptions import DeltaError
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now, visible
+from tests.rounds import only_in_a_siege
 from tests.s3_fixtures import proxy as proxy
 from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, Fault, FaultyStore
@@ -271,6 +272,8 @@ def commands(store: FaultyStore) -> Iterator[Commands]:
             process.kill()
 
 
+@pytest.mark.siege
+@only_in_a_siege
 @pytest.mark.slow
 @pytest.mark.spark
 def test_a_bulk_job_writes_there_and_what_it_wrote_is_released_and_cancelled(

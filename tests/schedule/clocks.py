@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from tests.rounds import rounds
 from tests.schedule.moves import to_the_end
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
@@ -171,9 +172,10 @@ class Clocks:
         ten_years(world, random.Random(1), steps=40)
 
     @pytest.mark.slow
+    @pytest.mark.siege
     @pytest.mark.timeout(1_200)
     def test_ten_years_in_many_steps(self, world: World) -> None:
-        ten_years(world, random.Random(0), steps=200)
+        ten_years(world, random.Random(0), steps=rounds(80, 200))
 
 
 def ten_years(world: World, chance: random.Random, *, steps: int) -> None:

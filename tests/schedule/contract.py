@@ -112,7 +112,7 @@ class Contract(Moves, Clocks, Cuts):
     @pytest.mark.siege
     @pytest.mark.timeout(1_200)
     def test_anything_in_any_order_for_long(self) -> None:
-        count = -(-self.slow_factor * self.examples // rounds(2, 1))
+        count = -(-self.slow_factor * self.examples // rounds(4, 1))
         settings = hypothesis.settings(FAST, max_examples=count, stateful_step_count=60)
         run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 

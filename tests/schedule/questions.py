@@ -231,6 +231,6 @@ class Questions:
 
     @pytest.mark.slow
     @pytest.mark.siege
-    @pytest.mark.parametrize("seed", range(SEEDS, rounds(2, 5) * SEEDS))
+    @pytest.mark.parametrize("seed", range(SEEDS, rounds(SEEDS + 2, 5 * SEEDS)))
     def test_whatever_is_asked_for_long(self, seed: int) -> None:
         walk(type(self).new_rig, seed, 4 * STEPS)

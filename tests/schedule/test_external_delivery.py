@@ -193,8 +193,8 @@ def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("times", [nothing, half, too_late, anyhow])
 def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
-    run(DispatchRig(times), rounds(10, 25), 60)
-    run(DispatchRig(times, gather_bytes=1 << 30), rounds(5, 12), 60)
+    run(DispatchRig(times), rounds(5, 25), 60)
+    run(DispatchRig(times, gather_bytes=1 << 30), rounds(3, 12), 60)
 
 
 # -- negative controls -----------------------------------------------------------------------------------------

@@ -132,7 +132,9 @@ class FirstByteServer:
             if begin:
                 WRONG_PROTOCOLS.note(self._edge, begin, peer, self._loop.time(), "no TLS")
                 with suppress(OSError):
-                    connection.recv(UNREAD_BYTES)  # a close with unread bytes is a reset to the client, not an end
+                    connection.recv(
+                        UNREAD_BYTES
+                    )  # a close with unread bytes is a reset to the client, not an end
             connection.close()
             return
         task = self._loop.create_task(self._connect(connection, is_tls))

@@ -24,7 +24,7 @@ from timeball.protocols.http import requests as waits
 pytestmark = [pytest.mark.slow, pytest.mark.siege]
 
 # For each operation. In a siege 30,000 in all, beside a stream that must not stall: `timeball bench beside`.
-EXAMPLES = rounds(40, 750)
+EXAMPLES = rounds(20, 750)
 
 
 @pytest.mark.parametrize("label", LABELS)
