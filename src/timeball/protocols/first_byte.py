@@ -131,10 +131,8 @@ class FirstByteServer:
         if not begin or not (is_tls or self._may_be_plain(peer)):
             if begin:
                 WRONG_PROTOCOLS.note(self._edge, begin, peer, self._loop.time(), "no TLS")
-                with suppress(OSError):
-                    connection.recv(
-                        UNREAD_BYTES
-                    )  # a close with unread bytes is a reset to the client, not an end
+                with suppress(OSError):  # a close with unread bytes is a reset to the client, not an end
+                    connection.recv(UNREAD_BYTES)
             connection.close()
             return
         task = self._loop.create_task(self._connect(connection, is_tls))
