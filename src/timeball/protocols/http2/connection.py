@@ -83,8 +83,10 @@ SETTINGS_PER_STRAIN = 64  # settings in one frame that count as one more frame
 CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024  # of all its calls: what is read at once, so it never holds one up
 STRAIN_MAX = 4 * CALLS_PER_CONNECTION_MAX  # a client may end all its calls at once, several times
 STRAIN_PAID, STRAIN_FORGOTTEN_PER_S = 8, 100
-# A call that is refused by its headers: 512 at once end the connection, as each costs the broker about 20 us.
-STRAIN_REFUSED = 8
+# A call that is refused by its headers costs the event loop about 20 us. 128 at once end the connection: as many as
+# clients usually have open, and less than 5 ms of the loop. uvloop takes one new connection in each turn of the loop, so
+# each waits for one such turn of all that came before it.
+STRAIN_REFUSED = 32
 PREFACE_S = 10.0  # from the connection to the first bytes of HTTP/2
 CLIENT_PING_S, PING_STRIKES_MAX = 5.0, 2
 PING_S, PING_TIMEOUT_S = 60.0, 20.0
@@ -297,9 +299,7 @@ class Connection(asyncio.Protocol):
             if begun := self._begin(self.streams, number, headers, size_bytes, self.heard_s, is_heard):
                 self.streams.open[number] = begun
             else:
-                self._paid_frames += (
-                    self.streams.data_frames - frames
-                )  # an answer that refuses pays for nothing
+                self._paid_frames += self.streams.data_frames - frames  # such an answer pays for nothing
                 self._count_strain(STRAIN_REFUSED)
 
     def _check_begun(self, number: int, frame_name: str) -> None:
