@@ -50,8 +50,8 @@ up: $(READY)   ## run a broker with its pipeline
 test: $(READY)   ## the fast tests
 	$(BIN)/python -m pytest -m "not slow and not interop and (not spark or smoke)" --hypothesis-profile quick $(SHARED) $(ARGS)
 
-spark: $(CLASSES)   ## the tests that run Spark (Java 17, 21 or 25, or the packaged one)
-	$(BIN)/python -m pytest -m "spark and not slow and not interop" $(SHARED) $(ARGS)
+spark: $(CLASSES)   ## those that run Spark beyond the few of `make test` (Java 17, 21 or 25, or the packaged one)
+	$(BIN)/python -m pytest -m "spark and (not smoke or property) and not slow and not interop" $(SHARED) $(ARGS)
 
 newspark: $(NEWER) $(CLASSES)   ## a few of them on a newer version of Spark (fetched once, 0.5 GB)
 	PYTHONPATH=$(CURDIR)/$(NEWER) $(BIN)/python -m pytest -m "spark and smoke" $(SHARED) $(ARGS)

@@ -9,6 +9,8 @@ from tests.controls import CONTROLS
 from tests.examples import bound_examples
 from tests.java_options import java_options
 
+from timeball.broker.memory import collect_cycles_rarely
+
 # The second measures how long this process took to start: as early as can be.
 pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested"]
 
@@ -31,6 +33,11 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", java_options())
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of each collection of cycles, as a broker does: they stay until the end."""
+    collect_cycles_rarely()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers

@@ -257,8 +257,9 @@ async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> Non
         kept.append(reader.next_seq - reader.first_seq)
         if minute % 20 == 10:
             await world.restart()
-    # Of one and a half retentions, and of the minute until the next look; some 20 rows a minute.
-    assert max(kept[10:]) <= max(kept[:10]) < 150, kept
+    # Of one and a half retentions, and of the minute until the next look; some 20 rows a minute. The timing of threads
+    # moves the count by a few rows (seen: 30 to 34).
+    assert max(kept[10:]) <= max(kept[:10]) + 5 < 150, kept
     segments = world.broker.parts.reader.segments.all
     assert len(segments) <= 5 and world.clock.wall - segments[0].last_append_ms <= 3 * MINUTE_MS
     await world.advance(DAY_MS)

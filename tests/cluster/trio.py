@@ -15,6 +15,7 @@ from typing import TypeVar
 from tests.bounds import BOUND_S
 from tests.cluster.memory_store import Memory, MemoryStore
 from tests.log.small_log import batch
+from tests.ports import free_ports
 
 from timeball.clock import SystemClock
 from timeball.cluster import events as on
@@ -45,7 +46,7 @@ class Replica:
     def __init__(self, name: str, files: Files, memory: Memory, *, acks_all: bool, quorum_ms: int) -> None:
         self.name, self.files, self._memory = name, files, memory
         self._acks_all, self._quorum_ms = acks_all, quorum_ms
-        self.port = 0
+        (self.port,) = free_ports(1)  # outside of the range from which other tests are given ports meanwhile
         self.is_up = False
         self.epochs: list[int] = []  # in which it served
         self.applied = 0
@@ -60,7 +61,6 @@ class Replica:
         self.log = ReplicaLog(self.files, self.name, GROUP, SEGMENT_BYTES)
         replica = self.log.identity.replica
         listening = listen("127.0.0.1", self.port)
-        self.port = int(listening.getsockname()[1])
         addresses = {REPLICATION: f"127.0.0.1:{self.port}", "flight": f"127.0.0.1:{self.port + 1}"}
         coordinator = KeyCoordinator(MemoryStore(self._memory), CLOCK, cluster=CLUSTER, node=self.name)
         self.member = Member(
