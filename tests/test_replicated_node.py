@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.besieged import replicas_of, served
 from tests.cluster.etcd_cluster import need_etcd
-from tests.cluster.processes import GROUP, Cluster, NodeProcess, running_cluster
+from tests.cluster.processes import CLUSTER, GROUP, Cluster, NodeProcess, running_cluster
 
 from timeball import Timeball
+from timeball.cluster.messages import Hello, encode
 
 pytestmark = pytest.mark.xdist_group("etcd")
 
@@ -78,6 +80,23 @@ def test_a_leader_without_a_majority_begins_anew_in_the_same_process(cluster: Cl
         node.kill(signal.SIGCONT)
     with Timeball(cluster.leader(epoch).endpoint, timeout_ms=BOUND_S * 1_000) as ball:
         assert "orders" in ball.topics()
+
+
+def test_a_replica_of_another_cluster_is_hung_up_on(cluster: Cluster) -> None:
+    """Addresses may be given again to a cluster with the same group: its epoch must depose no leader here."""
+    leader = cluster.leader()
+    epoch = served(leader)
+    answers = {}
+    for name, hello in {
+        "this cluster": Hello(1, f"{CLUSTER}/{GROUP}", "x/1"),
+        "another": Hello(1_000, f"another/{GROUP}", "x/1"),
+    }.items():
+        with socket.create_connection(("127.0.0.1", leader.ports["replication-port"]), BOUND_S) as stranger:
+            stranger.sendall(b"".join(encode(hello)))
+            answers[name] = stranger.recv(1)
+    assert answers["this cluster"], "the control: an epoch that is over is refused"
+    assert answers["another"] == b""
+    assert served(cluster.leader()) == epoch
 
 
 def test_what_is_taken_by_another_is_said(cluster: Cluster, tmp_path: Path) -> None:

@@ -113,12 +113,15 @@ class ReplicatedNode:
             )
             undo.callback(log.close)
             self._caches = FollowerCaches(self.files, log, settings)
+            group = (
+                f"{settings.cluster}/{settings.group}"  # a replica of another cluster is refused at its HELLO
+            )
             rules = Rules(
-                log.identity.replica, settings.group, settings.acks == "all",
+                log.identity.replica, group, settings.acks == "all",
                 quorum_ms=QUORUM_TTLS * settings.lease_ttl_ms, batch_bytes=BATCH_BYTES,
             )  # fmt: skip
             tls, listening = self._tls(), listen(settings.host, settings.replication_port)
-            connections = Connections(settings.group, listening, self._clock.boot_ms, tls)
+            connections = Connections(group, listening, self._clock.boot_ms, tls)
             undo.callback(connections.close)
             self._coordinator = coordinator = coordinator_of(settings, self._clock)
             self.member = Member(

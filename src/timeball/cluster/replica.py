@@ -42,7 +42,7 @@ class Rules(msgspec.Struct, frozen=True):
     """The settings of a replica, fixed while it runs."""
 
     replica: str  # node and incarnation
-    group: str = "g1"
+    group: str = "cluster/g1"  # as HELLO names it: the cluster and its group
     acks_all: bool = False  # every replica of the set must have a commit, not most
     stands: bool = True  # False: told not to
     # A leader that hears no majority for this long stops; so does a candidate that does not get to lead.

@@ -84,8 +84,8 @@ CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024  # of all its calls: what is read at o
 STRAIN_MAX = 4 * CALLS_PER_CONNECTION_MAX  # a client may end all its calls at once, several times
 STRAIN_PAID, STRAIN_FORGOTTEN_PER_S = 8, 100
 # A call that is refused by its headers costs the event loop about 20 us. 128 at once end the connection: as many as
-# clients usually have open, and less than 5 ms of the loop. uvloop takes one new connection in each turn of the loop, so
-# each waits for one such turn of all that came before it.
+# clients usually have open, and less than 5 ms of the loop. uvloop accepts one connection in each turn of the loop, so
+# each waits for one such turn of every connection before it.
 STRAIN_REFUSED = 32
 PREFACE_S = 10.0  # from the connection to the first bytes of HTTP/2
 CLIENT_PING_S, PING_STRIKES_MAX = 5.0, 2
