@@ -166,7 +166,7 @@ def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
     ("folder", "listing"),
     [
         ("docs/decisions", "docs/decisions.md"),
-        ("docs/formats", "README.md"),
+        ("docs/formats", "docs/contents.md"),
         ("docs/formats", "CHANGELOG.md"),
         ("docs/formats", "docs/operations.md"),
     ],
@@ -359,20 +359,32 @@ def test_decisions_are_numbered_and_argued() -> None:
             assert word in text, f"{name}: {word}"
 
 
-def test_guarantees_stand_in_both_places() -> None:
-    def rows(text: str) -> dict[str, tuple[str, str]]:
-        cells = (line.split("|")[1:4] for line in text.splitlines() if re.match(r"\| \[?G\d+", line))
-        return {re.search(r"G\d+", c[0])[0]: (c[1].strip(), c[2].strip()) for c in cells}  # type: ignore[index]
+def test_each_decision_has_a_status() -> None:
+    rows = re.findall(
+        r"^\| \[(\d{4})\]\(decisions/(\S+)\) \| (.+?) \| (.+?) \|$", page("docs/decisions.md"), re.M
+    )
+    assert [name for _, name, _, _ in rows] == sorted(path.name for path in (DOCS / "decisions").glob("*.md"))
+    for number, name, title, status in rows:
+        heading, _, first = page(f"docs/decisions/{name}").splitlines()[:3]
+        assert heading == f"# {number} {title}", name
+        by = re.fullmatch(r"(superseded(?: in part)? by) \[(\d{4})\]\(decisions/\S+\)", status)
+        if by is None:
+            assert status == "accepted" and "uperseded" not in first, name
+        else:
+            assert first.lower().startswith(f"*{by[1]} [{by[2]}]"), name
 
-    short, long = rows(page("README.md")), rows(page("docs/guarantees.md"))
-    assert short == long and list(short) == [f"G{n}" for n in range(1, 11)]
-    for name in short:
-        told = re.search(rf"^## {name} .*?\n(.*?)(?=^## |\Z)", page("docs/guarantees.md"), re.M | re.S)
+
+def test_each_guarantee_says_what_it_does_not_cover() -> None:
+    text = page("docs/guarantees.md")
+    names = re.findall(r"^\| \[?(G\d+)", text, re.MULTILINE)
+    assert names == [f"G{n}" for n in range(1, 11)]
+    for name in names:
+        told = re.search(rf"^## {name} .*?\n(.*?)(?=^## |\Z)", text, re.M | re.S)
         assert told and "Not covered:" in told[1], name
 
 
 def test_the_markers_for_the_figures_are_there() -> None:
-    assert re.search(r"^<!-- figures -->$.*^<!-- /figures -->$", page("README.md"), re.M | re.S)
+    assert re.search(r"^<!-- figures -->$.*^<!-- /figures -->$", page("docs/figures.md"), re.M | re.S)
 
 
 # ---- controls ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The example with RocketMQ's official Python client runs as it stands, and the README shows no other."""
+"""The example with RocketMQ's official Python client runs as it stands, and the page on gRPC shows no other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples/rocketmq_grpc.py"
 ENDPOINT = "127.0.0.1:8081"  # as the example has it
 
 
-def test_the_readme_shows_the_example() -> None:
+def test_the_page_shows_the_example() -> None:
     code = EXAMPLE.read_text().partition('"""\n\n')[2]
-    assert f"```python\n{code}```\n" in page("README.md")
+    assert f"```python\n{code}```\n" in page("docs/protocols/grpc.md")
     assert len(code.splitlines()) <= 35, "a short example"
 
 

@@ -263,11 +263,13 @@ def test_a_command_that_does_not_exist_is_noticed(busy: RunningNode) -> None:
 
 
 @pytest.mark.spark
-def test_the_block_in_the_readme_runs(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_the_first_block_of_the_pipeline_runs(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
     """As it stands, with nothing before it."""
-    [code] = [block for block in blocks("README.md", "python") if 'format("timeball")' in block]
+    [code] = [block for block in blocks("docs/pipeline.md", "python") if 'format("timeball")' in block]
     assert "session.register(spark)" in code
-    exec(compile(code.replace(DEFAULT_ENDPOINT, node.endpoint), "README.md", "exec"), {})
+    exec(compile(code.replace(DEFAULT_ENDPOINT, node.endpoint), "docs/pipeline.md", "exec"), {})
     assert len(attached_seqs(broker)) == 1
 
 
