@@ -14,13 +14,16 @@ BUSY = (
     " message only with care.**"
 )
 HOW = """\
-`make versus` writes this page: the same work, round by round in turn, on brokers that are both up and warm. A cell is
-the median of {rounds}. Bodies have 128 bytes, headers are as stock Java clients send them, each answer's code is
-checked. C x W: C connections with W requests in flight each. CPU is the server's, user and system, for each message
-that went through: from the first request to the last answer; in a steady stream, to the last release; in a burst, from
-the instant on. Before each measurement memory is put to use as page cache. Beside lateness the latencies are
-those of the lateness, elsewhere those of the answers. The rows of a burst and of waiting are about
-{waiting} scheduled messages; the memory is the broker's process."""
+`make versus` writes this page. It runs the same work on both brokers, round by round in turn, while both are up and
+warm. Each cell is the median of {rounds}.
+
+- Bodies have 128 bytes, and headers are those of stock Java clients. The code of each answer is checked.
+- C x W means C connections with W requests in flight each.
+- CPU is the server's user and system time for each processed message, from the first request to the last answer. For a
+  steady stream it ends with the last release, and for a burst it starts at the due time.
+- Before each measurement, free memory is filled with page cache.
+- p50 and p99 are those of the lateness in the lateness rows, and those of the answers in all other rows.
+- The burst and waiting rows have about {waiting} scheduled messages. Memory is that of the broker's process."""
 SMALL = "**A small run: the figures mean nothing.**"
 
 

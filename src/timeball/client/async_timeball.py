@@ -6,7 +6,7 @@
 A thin layer over the client with threads: each call runs in one of `calls_max` threads of this object, and the loop
 only waits for its outcome. Arrow's Flight client offers nothing that an event loop could wait for, and a second client
 on gRPC's own asyncio would be every request, answer and retry once more. What the threads cost was measured
-(docs/client.md#what-the-threads-cost).
+(docs/client.md#cost-of-the-threads).
 
 A call that is cancelled is no longer waited for. What it asked for may happen all the same, as after an answer that was
 lost. A receive is an exception: it is cancelled at the broker, too, and what it had leased comes to other members at
