@@ -144,7 +144,7 @@ class Retention:
     def _tell_kept(self, unread: _Unread, kept: Sequence[Segment]) -> None:
         told = unread.group, unread.topic, kept[0].ordinal
         # Once for each segment: the pass comes every minute.
-        if kept and told != self._told:
+        if told != self._told:
             self._told = told
             size_bytes = sum(segment.end for segment in kept)
             logger.warning(
