@@ -183,3 +183,20 @@ def test_members_with_different_topics_are_told_of(node: RunningNode, wire: Wire
             next(stream)
     subscriptions = node.node.broker.consuming.subscriptions
     assert [one.wanted for one in subscriptions.conflicts("different-topics")] == [["a", "a, b"]]
+
+
+def test_a_topic_is_named_with_its_namespace(node: RunningNode, wire: Wire) -> None:
+    """As by members that use remoting, which have the namespace in the name."""
+    said = consumer_settings("members")
+    said.subscription.group.resource_namespace = "shop"
+    said.subscription.subscriptions.append(
+        d.SubscriptionEntry(topic=d.Resource(name="orders", resource_namespace="shop"))
+    )
+    subscriptions = node.node.broker.consuming.subscriptions
+    subscriptions.hear_topics("shop%members", ["shop%orders"])
+    wire.telemetry(said)
+    subscriptions.hear_topics("shop%members", ["shop%orders"])
+    assert subscriptions.conflicts("shop%members") == []
+    for topic in ("shop%others", "shop%orders"):
+        subscriptions.hear_topics("shop%members", [topic])
+    assert [one.wanted for one in subscriptions.conflicts("shop%members")] == [["shop%orders", "shop%others"]]

@@ -52,7 +52,7 @@ from timeball.protocols.grpc._generated.service_pb2 import (
     NotifyClientTerminationResponse,
     TelemetryCommand,
 )
-from timeball.protocols.grpc.calls import OK, Call, Handlers, group_name
+from timeball.protocols.grpc.calls import OK, Call, Handlers, group_name, topic_name
 from timeball.protocols.grpc.needs import check_settings
 from timeball.protocols.grpc.session import Client, GrpcContext, Stream, settle
 
@@ -149,7 +149,7 @@ class Telemetry:
     def _hear(self, settings: Settings) -> None:
         """Tell the broker which topics a member subscribes to; its filters come with each receive."""
         said = settings.subscription
-        topics = [one.topic.name for one in said.subscriptions]
+        topics = [topic_name(one.topic) for one in said.subscriptions]
         if topics:
             self._context.broker.consuming.subscriptions.hear_topics(group_name(said.group), topics)
 
