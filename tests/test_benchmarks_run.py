@@ -46,7 +46,7 @@ SLOW = {
     "add_replica",
 }
 SPARK = {"compact", "pipeline", "up"}
-MINUTES = {*SPARK, "beside"}  # how long they take: in a siege
+MINUTES = {*SPARK, "beside", "memory", "keys", "cluster", "add_replica"}  # how long they take: in a siege
 INTEROP = {"kafka"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 

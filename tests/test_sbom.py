@@ -17,6 +17,7 @@ from timeball import __version__
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("sbom"),  # all are made once
     pytest.mark.skipif(
         not (ROOT / ".venv/sbom").exists(), reason="no CycloneDX here: `make sbom` and `make slow` install it"
     ),

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from tests.cli.processes import Running, serving
 from tests.client.test_light import NEED, TALK, arguments
-from tests.rounds import rounds
+from tests.rounds import only_in_a_siege, rounds
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
@@ -177,6 +177,8 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
         pass
 
 
+@pytest.mark.siege
+@only_in_a_siege
 def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
     pip, timeball = new_environment(sys.executable, tmp_path / "env"), tmp_path / "env/bin/timeball"
     run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/client.txt")

@@ -11,6 +11,7 @@ from deltalake import DeltaTable
 from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import eventually, running_node
+from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
 from timeball.cli.replay import agree, beginning, describe_plan, instant, print_report
@@ -116,6 +117,8 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
     assert_says_how_to_reach_one(run_here("replay", *arguments))
 
 
+@pytest.mark.siege
+@only_in_a_siege
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)

@@ -18,6 +18,7 @@ from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
 from tests.cli.processes import running, timeball
 from tests.node_fixture import eventually
+from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
 from timeball.cli.exit_codes import ExitCode
@@ -150,6 +151,8 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
     assert not psutil.wait_procs(family, timeout=BOUND_S)[1]
 
 
+@pytest.mark.siege
+@only_in_a_siege
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)  # Spark starts twice

@@ -29,7 +29,7 @@ from timeball.errors import TimeballError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
 
-SCHEDULES = range(rounds(2, 9))
+SCHEDULES = range(rounds(1, 9))
 SCHEDULE_S, FLAP_S = 25.0, 0.2
 SLOW_EVERY, HOLD_MS, LOSS = 3, 100, 0.05  # 200 ms there and back
 SLOW_SENDERS = 24  # each waits for its answer, many seconds when a packet is lost again and again

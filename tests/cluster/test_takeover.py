@@ -57,14 +57,14 @@ def test_a_leader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.siege
 @pytest.mark.timeout(0)
 def test_a_leader_that_is_killed_many_times_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 2, rounds(6, 20))
+    besiege(tmp_path, 2, rounds(3, 20))
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(0)
 def test_a_leader_that_is_killed_and_wiped_loses_nothing(tmp_path: Path) -> None:
-    besiege(tmp_path, 3, rounds(3, 10), wipes=True)
+    besiege(tmp_path, 3, rounds(2, 10), wipes=True)
 
 
 # ---- a leader that is stopped, and wakes when another one leads -------------------------------------------------

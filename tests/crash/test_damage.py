@@ -30,7 +30,7 @@ from timeball.log import checkpoint
 from timeball.schedule import mapped_log
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
-DAMAGES = rounds(60, 150)
+DAMAGES = rounds(30, 150)
 BAD = ("silent", "fault")
 
 

@@ -45,21 +45,21 @@ def test_some_kills(tmp_path: Path) -> None:
 @pytest.mark.siege
 @pytest.mark.parametrize("schedule", KEEPERS)
 def test_some_kills_of_another_strategy(tmp_path: Path, schedule: str) -> None:
-    besiege(tmp_path / "data", SEED, rounds(3, 6), schedule, heir=schedule)
+    besiege(tmp_path / "data", SEED, rounds(2, 6), schedule, heir=schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.parametrize("schedule", KEEPERS)
 def test_another_strategy_takes_over_after_some_kills(tmp_path: Path, schedule: str) -> None:
-    besiege(tmp_path / "data", SEED + 2, rounds(3, 5), schedule)
+    besiege(tmp_path / "data", SEED + 2, rounds(2, 5), schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.siege
 @pytest.mark.timeout(0)
 def test_many_kills(tmp_path: Path) -> None:
-    besiege(tmp_path / "data", SEED + 1, rounds(8, 30))
+    besiege(tmp_path / "data", SEED + 1, rounds(4, 30))
 
 
 # ---- control: a log that loses what was acknowledged must be noticed ------------------------------------------

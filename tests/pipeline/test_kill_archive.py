@@ -119,6 +119,7 @@ def passed(node: RunningNode) -> list[tuple[int, int, str, bytes]]:
 
 
 @pytest.mark.siege
+@only_in_a_siege
 def test_the_archive_survives_its_death_and_a_second_one(tmp_path: Path) -> None:
     rng = np.random.default_rng(SEED)
     table = Archive(tmp_path / "data" / "archive")

@@ -20,6 +20,7 @@ from tests.cli.processes import environment
 from tests.node_fixture import RunningNode, running_node
 from tests.pipeline.due_rows import attach, fetched, left, released
 from tests.pipeline.test_kill_spark import eventually, kill_tree
+from tests.rounds import only_in_a_siege
 
 from timeball.limits import HOUR_MS
 from timeball.message import Kind, int64
@@ -78,6 +79,8 @@ def releases(node: RunningNode) -> dict[int, tuple[int, int]]:
     return found
 
 
+@pytest.mark.siege
+@only_in_a_siege
 def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) -> None:
     chance = np.random.default_rng(SEED)
     promised: list[int] = []

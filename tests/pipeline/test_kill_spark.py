@@ -262,6 +262,8 @@ def bodies(table: Path) -> list[str]:
     return sorted(rows.column("unique_key").to_pylist())
 
 
+@pytest.mark.siege
+@only_in_a_siege
 def test_a_bulk_write_that_is_killed_and_run_again_is_there_once(tmp_path: Path) -> None:
     with Siege(tmp_path / "data", SEED, {"compact-rows": "1000000"}) as siege:
         endpoint, table = siege.broker.endpoint, tmp_path / "data" / "pending"

@@ -175,7 +175,7 @@ class Clocks:
     @pytest.mark.siege
     @pytest.mark.timeout(1_200)
     def test_ten_years_in_many_steps(self, world: World) -> None:
-        ten_years(world, random.Random(0), steps=rounds(80, 200))
+        ten_years(world, random.Random(0), steps=rounds(60, 200))
 
 
 def ten_years(world: World, chance: random.Random, *, steps: int) -> None:

@@ -59,7 +59,7 @@ class Cuts:
     @pytest.mark.timeout(1_800)
     def test_a_power_cut_at_many_calls(self) -> None:
         first, last = calls_of(type(self).new_rig)
-        step = self.cuts_step * rounds(6, 1)
+        step = self.cuts_step * rounds(12, 1)
         first += zlib.crc32(type(self).__name__.encode()) % step
         assert violations(type(self).new_rig, range(first, last + 1, step), MANY) == []
 
@@ -68,7 +68,7 @@ class Cuts:
     @pytest.mark.timeout(1_800)
     def test_a_power_cut_in_the_recovery_from_one(self) -> None:
         first, last = calls_of(type(self).new_rig)
-        for cut in range(first, last + 1, 5 * self.cuts_step * rounds(4, 1)):
+        for cut in range(first, last + 1, 5 * self.cuts_step * rounds(8, 1)):
             with cut_world(type(self).new_rig, cut) as dead:
                 for again in range(1 + cut % 5, 30, 7):
                     files = dead.files.crash(cut, crash_at=again)

@@ -166,6 +166,7 @@ def run(rig: DispatchRig, max_examples: int = 15, step_count: int = 30) -> None:
     run_state_machine_as_test(Rigged, settings=settings)
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize(
     "times", one_now([anyhow, nothing, half, twice, too_late]), ids=lambda times: times.__name__
 )
@@ -193,8 +194,8 @@ def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("times", [nothing, half, too_late, anyhow])
 def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
-    run(DispatchRig(times), rounds(5, 25), 60)
-    run(DispatchRig(times, gather_bytes=1 << 30), rounds(3, 12), 60)
+    run(DispatchRig(times), rounds(3, 25), 60)
+    run(DispatchRig(times, gather_bytes=1 << 30), rounds(2, 12), 60)
 
 
 # -- negative controls -----------------------------------------------------------------------------------------
@@ -253,6 +254,7 @@ class SettlesWhatIsOut(Watched):
 WRONG = [BelievesHim, TakesTwice, NeverLooksBehind, SettlesWhatIsOut]
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize("wrong", one_now(WRONG), ids=lambda wrong: wrong.__name__)
 def test_a_wrong_scheduler_with_a_dispatcher_is_caught(wrong: type[Watched]) -> None:
     assert_caught(partial(DispatchRig, anyhow, wrong))

@@ -26,6 +26,7 @@ class Suite(Contract):
     __test__ = False
 
 
+@pytest.mark.siege
 @pytest.mark.parametrize("name", one_now(list(BY_CHANCE)))
 def test_a_wrong_schedule_is_caught_by_chance(name: str) -> None:
     assert_caught(BY_CHANCE[name])
