@@ -1,24 +1,24 @@
-"""Timeball: a broker that keeps a message until its instant, and then delivers it exactly once into its queue.
+"""Timeball: a broker that keeps a message until its due time, and then delivers it exactly once into its queue.
 
     from timeball import Timeball
 
     with Timeball("grpc://127.0.0.1:7400") as ball:
         ball.send("orders", b"close order 17 if unpaid", after="30m")
 
-The rooms, in the order a message meets them:
+The main modules and packages, lower layers first:
 
-    message clock errors limits   the vocabulary; imports nothing of ours
-    files config                  the disk and the settings, as arguments
-    log                           decisions -> bytes that stay
-    table                         promises at rest: the pending table's layout and catalogue
-    inspect                       a data folder, looked at without a broker
-    schedule                      bytes that wait -> due at T
-    broker                        requests -> decisions
-    protocols                     bytes <-> requests
-    pipeline                      the log, as tables (Spark)
-    client                        what a Python program imports
-    node                          composition root
-    cli                           one file a command
+    message clock errors limits   shared definitions; they import nothing else of Timeball
+    files config                  access to the disk, and the settings; other code gets both as arguments
+    log                           makes decisions durable: the commit log
+    table                         layout and catalogue of the pending table, which stores scheduled messages
+    inspect                       reads a data folder without a broker
+    schedule                      finds the scheduled messages that are due
+    broker                        makes decisions from requests
+    protocols                     converts bytes to requests, and answers to bytes
+    pipeline                      the log as tables (Spark)
+    client                        the library for Python programs
+    node                          the composition root
+    cli                           one file per command
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ from timeball.errors import (
     Unavailable,
 )
 
-if TYPE_CHECKING:  # for readers and type checkers; a program gets these from `__getattr__`
+if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` supplies these names
     from timeball.client.async_timeball import AsyncMessage, AsyncTimeball
     from timeball.client.messages import Message
     from timeball.client.sender import AcceptedRows, ExistingRows, Receipt, RefusedRows, SendSummary
@@ -118,7 +118,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Name -> its module, imported when a program asks for it: Arrow alone costs a command half of its start.
+# Name -> its module, imported on first use: the import of Arrow alone would be half of a command's start time.
 _PLACES = {
     "AcceptedRows": "timeball.client.sender",
     "AsyncMessage": "timeball.client.async_timeball",
@@ -147,7 +147,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a program asks for."""
+    """Import a public name on its first use."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

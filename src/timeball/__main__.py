@@ -1,4 +1,4 @@
-"""`python -m timeball`: the same as the command `timeball`, for where the command is not on the path."""
+"""`python -m timeball`: the same as the command `timeball`, for environments where the command is not on the path."""
 
 from timeball.cli.main import main
 

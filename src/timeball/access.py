@@ -1,10 +1,10 @@
-"""Accounts from a file, credentials from a request, and a decision before anything is done.
+"""Access control: accounts from a file, authentication of requests, and the permission check before any action.
 
     access file -> Access -- authenticate(headers) or verify(content, signature) --> Caller -- check(verb, …)
 
-Edges find out who calls and hand the caller along; `check` is asked by broker/policy.py and by no edge.
+Edges authenticate the caller and pass it on. broker/policy.py calls `check`, and no edge does.
 
-A right that is not granted is refused. The words of the file are RocketMQ's (DENY, PUB, SUB, PUB|SUB, ANY):
+A right that is not granted is refused. The file uses RocketMQ's words (DENY, PUB, SUB, PUB|SUB, ANY):
 
     request                          verb       needs
     send                             SEND       PUB on the topic
@@ -13,11 +13,12 @@ A right that is not granted is refused. The words of the file are RocketMQ's (DE
     look (ends of queues, status)    LOOK       an account; of a topic PUB or SUB on it, of a group SUB on it
     everything else                  ADMIN      admin = true
 
-`%RETRY%g` and `%DLQ%g` follow the group g and nothing else. `"*"` stands for all names that are not in the table, but
-never for topics that are the broker's own: messages of all accounts pass through them.
+`%RETRY%g` and `%DLQ%g` have the rights of the group g only. `"*"` stands for all names that the table does not list,
+but never for the broker's own topics: messages of all accounts pass through them.
 
-A signature covers a date and not the request, and a bearer sends the secret itself: only TLS keeps them from listeners.
-Invariant: no secret leaves this module, in no error and in no repr; secrets are compared in constant time.
+A signature covers a date but not the request, and a bearer token contains the secret: only TLS protects them from
+eavesdroppers. Invariant: no secret leaves this module, in no error and in no repr. Secrets are compared in constant
+time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ import msgspec
 from timeball.errors import Forbidden, SetupError, Unauthorized
 from timeball.message import DLQ_PREFIX, RETRY_PREFIX
 
-# RocketMQ's Python client writes its local time and calls it UTC; no zone is further away than that.
+# RocketMQ's Python client sends local time as UTC. No time zone is further away than this.
 DATE_DRIFT_MS_MAX = 15 * 60 * 60 * 1000
 FILE_BYTES_MAX = 4 * 1024 * 1024
 EVERY = "*"
-# Delayed messages, half messages and traces of all topics; RocketMQ's names, told by how they begin.
+# Prefixes of RocketMQ's own topics, for delayed messages, half messages and traces of all topics.
 OWN_TOPICS = ("SCHEDULE_TOPIC_", "RMQ_SYS_", "rmq_sys_", "TRANS_CHECK_")
 
 ASK = "this broker asks for an access key and its secret (docs/security.md)"
@@ -56,12 +57,12 @@ _BOTH = PUB | SUB
 _BITS: dict[str, int] = {"DENY": 0, "PUB": PUB, "SUB": SUB, "PUB|SUB": _BOTH, "SUB|PUB": _BOTH, "ANY": _BOTH}
 _WORDS = {PUB: "PUB", SUB: "SUB", _BOTH: "PUB or SUB"}
 
-# \Z and not $, which would let a line's end pass.
+# \Z instead of $, which would accept a trailing newline.
 Name = Annotated[str, msgspec.Meta(pattern=r"^(\*|[%|a-zA-Z0-9_-]{1,255})\Z")]
 
 
 class Verb(Enum):
-    """The right that a request needs; the value completes the sentence "may not …"."""
+    """The right that a request needs. The value completes the sentence "may not …"."""
 
     SEND = "send to"
     CANCEL = "take back messages of"
@@ -70,15 +71,15 @@ class Verb(Enum):
     ADMIN = "administer the broker"
 
 
-# What a verb needs on its topic; of two, one is enough.
+# The right that a verb needs on its topic. Of two rights, one is enough.
 _RIGHTS = {Verb.SEND: PUB, Verb.CANCEL: PUB, Verb.RECEIVE: SUB, Verb.LOOK: _BOTH}
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One account, as it stands in the access file."""
+    """One account, in the form of the access file."""
 
     access_key: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,128}\Z")]
-    # What a header can carry: ASCII, and no blank at an end.
+    # Limited to texts that a header can carry: ASCII, without blanks at the ends.
     secret_key: Annotated[str, msgspec.Meta(min_length=8, max_length=256, pattern=r"^[!-~][ -~]*[!-~]\Z")]
     admin: bool = False
     topics: dict[Name, Right] = {}
@@ -96,15 +97,18 @@ Accounts = Mapping[str, Account]
 
 
 def parse(data: bytes, place: str) -> Accounts:
-    """The accounts of an access file, by access key; `place` is its path. Raises SetupError, which names no secret."""
+    """Parse an access file. Returns its accounts by access key. `place` is the file's path.
+
+    Raises SetupError, which never contains a secret.
+    """
     if len(data) > FILE_BYTES_MAX:
         raise SetupError(f"--access-file {place}: {len(data)} bytes; at most {FILE_BYTES_MAX}")
     try:
         found = msgspec.toml.decode(data, type=_AccessFile)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also text that is no UTF-8
-        raise SetupError(
-            f"--access-file {place}: {error}"
-        ) from None  # the cause may hold the line, and the secret
+    # ValueError is also raised for text that is not UTF-8.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # Without the cause, which may contain the line with the secret.
+        raise SetupError(f"--access-file {place}: {error}") from None
     accounts: dict[str, Account] = {}
     for account in found.accounts:
         if account.access_key in accounts:
@@ -119,27 +123,27 @@ def parse(data: bytes, place: str) -> Accounts:
 
 
 class Caller:
-    """The caller of a request. This class itself is a caller without an access file, who may do everything."""
+    """The caller of a request. This base class is a caller without an access file, who may do everything."""
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """The access key; "" while access is not controlled."""
+        """The access key, or "" when there is no access control."""
         return ""
 
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden unless the caller may do this; Unauthorized when its account has gone."""
+        """Raise Forbidden unless the caller may do this, Unauthorized when its account was removed."""
 
     def check_somewhere(self, verb: Verb) -> None:
-        """Raise Forbidden when `check` would refuse this verb on every topic; Unauthorized as `check` does."""
+        """Raise Forbidden when `check` would refuse this verb on every topic, Unauthorized as `check` does."""
 
     def signature(self, now_ms: int) -> dict[str, str]:
-        """Return the headers by which another node of the cluster authenticates the caller."""
+        """Make the headers that authenticate the caller to another node of the cluster."""
         return {}
 
     def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
-        """Return whether `check` lets this pass."""
+        """Check whether `check` allows this."""
         try:
             self.check(verb, topic=topic, group=group)
         except (Forbidden, Unauthorized):
@@ -151,7 +155,7 @@ ANONYMOUS = Caller()
 
 
 class Principal(Caller):
-    """An account that makes a request. Its rights are those of the accounts now, however long it has been here."""
+    """An account that makes a request. Its rights are always those of the current access file."""
 
     __slots__ = ("_access", "_account")
 
@@ -173,14 +177,14 @@ class Principal(Caller):
         return self._account.access_key
 
     def signature(self, now_ms: int) -> dict[str, str]:
-        """Return the headers of a request that the account signs now: its secret stays here."""
+        """Make the headers of a request that the account signs now. The secret stays here."""
         date = datetime.fromtimestamp(now_ms // 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
         signed = hmac.digest(self._account.secret_key.encode(), date.encode(), "sha1").hex()
         text = f"MQv2-HMAC-SHA1 Credential={self.name}, SignedHeaders=x-mq-date-time, Signature={signed}"
         return {"authorization": text, "x-mq-date-time": date}
 
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden unless the account may do this; Unauthorized when it has gone, or has another secret now."""
+        """Raise Forbidden unless the account may do this, Unauthorized when it was removed or its secret changed."""
         account = self._access.current(self._account)
         if account.admin or (verb is Verb.LOOK and topic is None and group is None):
             return
@@ -197,12 +201,12 @@ class Principal(Caller):
             )
 
     def check_somewhere(self, verb: Verb) -> None:
-        """Raise Forbidden when the account may do this to no topic; Unauthorized as `check` does."""
+        """Raise Forbidden when the account may do this on no topic, Unauthorized as `check` does."""
         account = self._access.current(self._account)
         right = _RIGHTS[verb]
         if account.admin or any(_BITS[given] & right for given in account.topics.values()):
             return
-        # A group's retry topic follows the group.
+        # The retry topic of a group has the rights of the group.
         if not any(_BITS[given] & SUB for given in account.groups.values()):
             raise Forbidden(
                 f"account {self.name!r} may not {verb.value} any topic: {_WORDS[right]} on a topic would let it"
@@ -210,13 +214,12 @@ class Principal(Caller):
 
 
 class Access:
-    """The accounts in force. Any thread may ask; `replace` changes all of them at once."""
+    """The accounts in force. Any thread may use it. `replace` changes all accounts at once."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        self.refused = (
-            0  # requests without credentials, or with wrong ones; about, as threads count beside each other
-        )
+        # Requests without credentials or with wrong ones. Approximate, because threads add to it without a lock.
+        self.refused = 0
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -225,14 +228,14 @@ class Access:
         return f"Access({len(self._accounts)} accounts)"
 
     def replace(self, accounts: Accounts) -> None:
-        """Use these accounts from now on; a client whose account is gone is refused with its next request."""
+        """Use these accounts from now on. The next request of a removed account is refused."""
         self._accounts = accounts
 
     def authenticate(self, headers: Mapping[str, str], now_ms: int) -> Principal:
-        """Return the caller of these headers, lower-case "authorization" and "x-mq-date-time". Raises Unauthorized.
+        """Find the caller from the headers "authorization" and "x-mq-date-time" (lower case). Raises Unauthorized.
 
-        "MQv2-HMAC-SHA1 Credential=<access key>, SignedHeaders=x-mq-date-time, Signature=<hex>", or, for programs that
-        cannot sign, "Bearer <access key>:<secret key>".
+        The formats are "MQv2-HMAC-SHA1 Credential=<access key>, SignedHeaders=x-mq-date-time, Signature=<hex>", and,
+        for programs that cannot sign, "Bearer <access key>:<secret key>".
         """
         scheme, _, rest = headers.get("authorization", "").strip().partition(" ")
         if scheme.lower() == "bearer":
@@ -251,27 +254,27 @@ class Access:
         return self.verify(signed["key"], _bytes(date), bytes.fromhex(signed["hex"]))
 
     def verify(self, access_key: str, content: bytes, signature: bytes) -> Principal:
-        """Whose signature (HMAC-SHA1) of `content` this is; raises Unauthorized."""
+        """Find the account whose HMAC-SHA1 signature of `content` this is. Raises Unauthorized."""
         account = self._accounts.get(access_key)
         secret = _NO_SECRET if account is None else account.secret_key.encode()
         return self._let_in(account, hmac.compare_digest(hmac.digest(secret, content, "sha1"), signature))
 
     def named(self, access_key: str) -> Principal:
-        """Return the account of a request that was let in before; raises Unauthorized when it has gone."""
+        """Find the account of a request that was authenticated before. Raises Unauthorized if it was removed."""
         account = self._accounts.get(access_key)
         if account is None:
             raise self.refusal(f"account {access_key[:64]!r} is not in the access file any more")
         return Principal(self, account)
 
     def current(self, account: Account) -> Account:
-        """The account as it is now; Unauthorized when its secret is not the same any more."""
+        """Get the current version of an account. Raises Unauthorized if it was removed or its secret changed."""
         found = self._accounts.get(account.access_key)
         if found is None or found.secret_key != account.secret_key:
             raise self.refusal(_WRONG)
         return found
 
     def refusal(self, text: str) -> Unauthorized:
-        """Return the error for a request whose sender is not known; counted, for the broker's status."""
+        """Build the error for a request with an unknown sender, and count it for the broker's status."""
         self.refused += 1
         return Unauthorized(text)
 
@@ -286,7 +289,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _wrong_date(text: str, now_ms: int) -> str | None:
-    """Return the fault of a signature's date; None when it has none."""
+    """Find the fault of a signature's date, or None when it has none."""
     found = _DATE.fullmatch(text)
     try:
         if found is None:
@@ -313,10 +316,10 @@ def _may_topic(account: Account, topic: str, right: int) -> bool:
 
 
 def _may_of_group(account: Account, rest: str) -> bool:
-    """Return whether the account may use `%RETRY%<rest>`, where `rest` is a group, or a group and a topic behind it.
+    """Check whether the account may use `%RETRY%<rest>`, where `rest` is a group, or a group and a topic after it.
 
-    Where one name ends cannot be told. So the group that the file names counts; else some way to read it must be
-    allowed, and no way to read it may meet a name that the file refuses.
+    The end of the group's name cannot be determined. So an entry of the file for exactly this name decides. Otherwise
+    at least one way to split the text must be allowed, and no way may contain a name that the file refuses.
     """
     if rest in account.groups:
         return bool(_rights(account.groups, rest) & SUB)
@@ -330,7 +333,7 @@ def _may_of_group(account: Account, rest: str) -> bool:
 
 
 def _splits(text: str) -> Iterator[tuple[str, str]]:
-    """Every way to part it at a "_", as RocketMQ joins a group and a topic, or a "+", as its later versions do."""
+    """Yield every split of the text at a "_", which joins group and topic in RocketMQ, or the "+" of later versions."""
     for at, sign in enumerate(text):
         if sign in "_+":
             yield text[:at], text[at + 1 :]

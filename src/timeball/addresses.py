@@ -1,18 +1,21 @@
-"""Where a push may go: which URLs it may name, and which addresses may be connected to. No I/O, no names resolved.
+"""The rules for push URLs: which URLs a subscription may have, and which addresses a push may connect to.
 
-Also the names that HTTP clients may call the broker by (`host_names`), which are checked by the same grammar.
+This module does no I/O and resolves no names. It also checks the host names by which HTTP clients may call the broker
+(`host_names`), with the same grammar.
 
-A subscription's URL comes from outside and is opened from inside: what it may reach, its author may reach. So an
-address that is not on the open internet is refused (server-side request forgery), unless the operator allows it.
+The URL of a subscription comes from a client, but the broker opens it from inside the network: its author could reach
+every server that the broker reaches (server-side request forgery). So addresses outside of the public internet are
+refused, unless the operator allows them.
 
-    URL         http or https; no user, no fragment; a name, or an address in its one usual form. Other forms of an
-                address (0x7f.1, 017700000001, 2130706433) mean different things to different libraries
-    port        80, 443, or 1024 and up: below are mail, shells and name servers, some of which obey lines of a body
-    address     checked for each connection, after the name is resolved, and that address is the one connected to
+    URL         http or https; no user, no fragment; a host name, or an address in its standard form, because libraries
+                read other forms of an address (0x7f.1, 017700000001, 2130706433) differently
+    port        80, 443, or 1024 and up: below are mail, shells and name servers, and some obey lines of a body
+    address     checked for each connection after the name is resolved; the connection uses exactly this address
 
-What `--push-allow` names passes: a network lets its addresses pass, a host name those private and loopback addresses
-that it resolves to, and both any port. The addresses by which clouds hand credentials to their machines, and others
-that no service of a network has, pass by a network alone: a name may be made to point at them.
+`--push-allow` lists exceptions. A network allows its addresses. A host name allows the private, loopback and CGNAT
+addresses that it resolves to. Both allow any port (a network only in URLs that contain an address). Some addresses are
+only allowed by a network, because the owner of a name can make it point at them: those from which clouds give
+credentials to their machines, and others that no service in a network has.
 """
 
 from __future__ import annotations
@@ -31,14 +34,15 @@ Network = IPv4Network | IPv6Network
 class _Closed(NamedTuple):
     network: Network
     words: str
-    opens_by_name: bool  # for a host that the operator has named
+    opens_by_name: bool  # whether a host name in --push-allow allows the network's addresses
 
 
 def _closed(words: str, *networks: str, by_name: bool = False) -> list[_Closed]:
     return [_Closed(ip_network(network), words, by_name) for network in networks]
 
 
-# The first that holds an address counts. IANA's registries of special-purpose addresses, and what clouds have added.
+# The closed networks: IANA's registries of special-purpose addresses, and addresses that clouds use for metadata. The
+# first entry that contains an address counts.
 _CLOSED = [
     *_closed(
         "cloud metadata", "169.254.169.254/32", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32",
@@ -58,7 +62,7 @@ _CLOSED = [
     ),
     *_closed("reserved", "192.0.0.0/24", "240.0.0.0/4", "2001::/23", "fec0::/10", "100::/64"),
 ]  # fmt: skip
-_OPEN_IPV6 = ip_network("2000::/3")  # all of IPv6 that has been given out
+_OPEN_IPV6 = ip_network("2000::/3")  # the only part of IPv6 from which public addresses are assigned
 
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?"
@@ -73,23 +77,23 @@ NAME_CHARACTERS_MAX = 253
 
 
 class Target(NamedTuple):
-    """A URL, taken apart. `address`: of a host that is one."""
+    """The parts of a URL that a connection needs."""
 
     scheme: str
     host: str
     port: int
-    address: Address | None
+    address: Address | None  # the host, if it is an address
 
 
 class Allowed:
-    """Names and networks that the operator lets a push reach besides the open internet."""
+    """The host names and networks that a push may reach besides the public internet (`--push-allow`)."""
 
     def __init__(self, names: frozenset[str], networks: tuple[Network, ...]) -> None:
         self._names, self._networks = names, networks
 
     @classmethod
     def parse(cls, text: str) -> Allowed:
-        """Return what a setting says: host names, addresses and networks, with commas between; raise SetupError."""
+        """Parse a setting: host names, addresses and networks, separated by commas. Raises SetupError."""
         names, networks = set[str](), list[Network]()
         for item in filter(None, (part.strip().lower() for part in text.split(","))):
             try:
@@ -103,7 +107,7 @@ class Allowed:
         return cls(frozenset(names), tuple(networks))
 
     def check_url(self, url: str) -> Target:
-        """Return a URL taken apart; raise InvalidMessage for one that no push may have."""
+        """Parse and check the URL of a subscription. Raises InvalidMessage if it is not allowed."""
         target = parse(url)
         if target.address is not None and (reason := self.refusal(target.host, target.address)) is not None:
             raise InvalidMessage(f"url: {reason}")
@@ -114,7 +118,7 @@ class Allowed:
         return target
 
     def refusal(self, host: str, address: Address) -> str | None:
-        """Return why a push to this host may not connect to this address; None when it may."""
+        """Return the reason why a push to this host may not connect to this address, or None if it may."""
         if any(address in network for network in self._networks):
             return None
         if isinstance(address, IPv6Address) and address.scope_id is not None:
@@ -125,7 +129,7 @@ class Allowed:
                 return None
             return f"{address} is {closed.words}; the operator lets it pass with --push-allow"
         is_open = address in _OPEN_IPV6 if isinstance(address, IPv6Address) else True
-        # As the standard library has it, too, which may know of a network that is closed since this was written.
+        # The standard library's list may be newer than _CLOSED, so it must agree.
         if not is_open or not address.is_global or address.is_multicast or address.is_reserved:
             return f"{address} is not of the open internet; the operator lets it pass with --push-allow"
         return None
@@ -137,7 +141,7 @@ class Allowed:
 
 
 def parse(url: str) -> Target:
-    """Return a URL taken apart; raise InvalidMessage unless it has the one form that all libraries read alike."""
+    """Parse a URL. Raises InvalidMessage unless it has the one form that all libraries read in the same way."""
     if len(url) > limits.PUSH_URL_BYTES_MAX:
         raise InvalidMessage(f"url: {len(url)} characters; at most {limits.PUSH_URL_BYTES_MAX}")
     found = _URL.fullmatch(url)
@@ -154,14 +158,14 @@ def parse(url: str) -> Target:
 
 
 def is_name(host: str) -> bool:
-    """Return whether a text in lower case is a host name, and cannot be read as an address."""
+    """Check whether a text in lower case is a host name that no library reads as an address."""
     labels = host.split(".")
     is_numeric = _NUMBER.fullmatch(labels[-1]) is not None
     return len(host) <= NAME_CHARACTERS_MAX and not is_numeric and all(map(_LABEL.fullmatch, labels))
 
 
 def host_names(text: str) -> frozenset[str]:
-    """Return the names in the setting `--http-hosts`, with commas between; raise SetupError."""
+    """Parse the setting `--http-hosts`: host names, separated by commas. Raises SetupError."""
     names = frozenset(filter(None, (part.strip().lower() for part in text.split(","))))
     for name in names:
         if not is_name(name):
@@ -173,13 +177,14 @@ def host_names(text: str) -> frozenset[str]:
 
 
 def _address(host: str) -> Address | None:
-    """Return the address that a host is, None for a name; raise InvalidMessage for one in another form."""
+    """Parse a host as an address. Returns None for a name. Raises InvalidMessage for an address in another form."""
     if is_name(host):
         return None
     try:
         if host.startswith("["):
             return IPv6Address(host.strip("[]"))
-        # Four decimal numbers without zeros in front: all else is read as octal, hexadecimal or one number by some.
+        # Only four decimal numbers without leading zeros: some libraries read other forms as octal, hexadecimal or as
+        # one number.
         return IPv4Address(host)
     except ValueError as error:
         raise InvalidMessage(
@@ -188,5 +193,5 @@ def _address(host: str) -> Address | None:
 
 
 def parse_address(text: str) -> Address:
-    """Return the address that a resolver or a socket has given."""
+    """Parse an address from a resolver or a socket."""
     return ip_address(text)

@@ -1,4 +1,4 @@
-"""What Flight's answers say: JSON, with instants in milliseconds since 1970 UTC. wire.py has them all."""
+"""Answers of the Flight edge: JSON, with times in milliseconds since 1970 UTC. wire.py re-exports all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The current state of a message that was sent before under the same idempotency key.
 
     waiting      until `due_ms`, which a reschedule may have changed
-    visible      it is in its queue, or was; `due_ms`: its last due time, if it had one
+    visible      it is or was in its queue; `due_ms`: its last due time, if it had one
     cancelled    it will not be delivered
-    expired      it does not wait, and the log does not keep its end any more
-    handed       it waits in another group of the cluster: look it up by its id
+    expired      it is not pending, and the log no longer contains its outcome
+    handed       it is pending in another group of the cluster: look it up by its id
     unavailable  it is on its way from one group of the cluster to another
     """
 
@@ -23,16 +23,16 @@ class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_settled(self) -> bool:
-        """True if it does not wait, and never will again."""
+        """True if the message is not pending and never will be again."""
         return self.state in ("visible", "cancelled", "expired")
 
 
 class SendAck(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A batch is on disk: rows have first_seq, first_seq + 1, …
+    """A batch is on disk. Its rows have consecutive numbers from `first_seq` on.
 
-    `outcome`: "created" by this send, or "exists": sent before under the same idempotency key. Of a send that is
-    repeated `first_seq`, `rows` and `store_ms` are those of the first, and `states` the current states of its messages;
-    its outcome is "created" when it names the attempt of the first.
+    `outcome`: "created" by this send, or "exists": sent before under the same idempotency key. For a repeated send,
+    `first_seq`, `rows` and `store_ms` are those of the first send, and `states` the current states of its messages. Its
+    outcome is "created" if it names the attempt of the first send.
     """
 
     first_seq: int
@@ -43,21 +43,21 @@ class SendAck(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReleaseAck(msgspec.Struct, frozen=True):
-    """Of a batch that was brought, so many rows are released by it, on disk; the others were left."""
+    """The result of a batch from a dispatcher: `released` rows are released by it, on disk. `left` rows are not."""
 
     released: int
     left: int
 
 
 class SendRefusal(msgspec.Struct, frozen=True):
-    """A batch was refused whole; the stream goes on."""
+    """A batch was refused as a whole. The stream continues."""
 
     error: str
     text: str
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
-    """An acknowledgement or a refusal, as who has sent a batch decodes it: `error` says which."""
+    """An acknowledgement or a refusal, as the sender of a batch decodes it. It is a refusal if `error` is set."""
 
     first_seq: int = -1
     rows: int = 0
@@ -69,7 +69,7 @@ class SendAnswer(msgspec.Struct, frozen=True):
 
 
 class ReleaseAnswer(msgspec.Struct, frozen=True):
-    """The same for a batch that was brought: rows released by it, durably, and rows left; or an error's code."""
+    """The answer to a batch from a dispatcher: rows durably released by it, and rows left, or an error's code."""
 
     released: int = 0
     left: int = 0
@@ -85,17 +85,17 @@ VERDICTS = (
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The outcome of a cancel or a move. `at_ms`: when it happened, as far as known.
+    """The outcome of a cancel or a move. `at_ms`: when it happened, if known.
 
     cancelled           it will not be delivered
     rescheduled         it will be delivered at `due_ms`
-    already_cancelled   an earlier request ended it: it was not going to be delivered
+    already_cancelled   an earlier request cancelled it, so it was not going to be delivered
     released            too late: it is in its queue
-    expired             it waits no more; what became of it is older than what the broker keeps
-    not_found           no promise is known by this name
-    unavailable         a group of the cluster did not answer, and may have promises of this name: ask again. Also
-                        while the promise is on its way from one group to another
-    handed              of a number: it waits in another group, under another number. Name it by id or key
+    expired             it is not pending; its outcome is older than the broker's records
+    not_found           there is no such scheduled message
+    unavailable         a group of the cluster did not answer, and may have such messages: ask again. Also while
+                        the message is on its way from one group to another
+    handed              for a number: it is pending in another group under another number. Name it by id or key
     """
 
     subject: str
@@ -106,12 +106,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def cancelled(self) -> bool:
-        """Return whether the message will certainly not be delivered."""
+        """True if the message will certainly not be delivered."""
         return self.verdict in ("cancelled", "already_cancelled")
 
 
 class Content(msgspec.Struct, frozen=True):
-    """The content of a message. `body` has its first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
+    """The content of a message. `body` contains the first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
 
     body: bytes
     size_bytes: int
@@ -121,14 +121,14 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class GroupPlace(msgspec.Struct, frozen=True):
-    """A group and its state with a visible message.
+    """The state of a visible message in a group.
 
-    waiting    to be handed out: the first time, or again, not before `until_ms` if that is there
-    leased     a member has it, until `until_ms`
-    done       acknowledged; or passed by, as a reader by offset does, or a filter
-    dead       given up: a dead letter, or dealt with as one
+        waiting    to be delivered: the first time, or again, not before `until_ms` if set
+        leased     a consumer has it, until `until_ms`
+        done       acknowledged; or skipped, by a reader by offset or by a filter
+        dead       given up: a dead letter, or a resolved one
 
-    `attempts`: how often it was handed out, as the group counts; 0 where that is not known.
+    `attempts`: the number of deliveries, as the group counts, or 0 if unknown.
     """
 
     group: str
@@ -138,16 +138,16 @@ class GroupPlace(msgspec.Struct, frozen=True):
 
 
 class MessagePlace(msgspec.Struct, frozen=True):
-    """The place of the message that was sent as `seq`.
+    """The location of the message that was sent as `seq`.
 
     waiting      until `due_ms`
-    visible      in `queue_id` at `queue_offset` since `at_ms`; its instant was `due_ms`, if it had one
-    cancelled    at `at_ms`, as far as that is known
-    expired      it waits no more; what became of it is older than what the log keeps
+    visible      in `queue_id` at `queue_offset` since `at_ms`; its due time was `due_ms`, if it had one
+    cancelled    at `at_ms`, if known
+    expired      it is not pending; its outcome is older than the log
 
-    content    of one that waits or is visible, for a caller who may receive from its topic
-    groups     of one that is visible, those that the caller may consume as
-    by         the account that has cancelled it; `reason`: why, as far as that was said
+    content    of a waiting or visible message, for a caller who may receive from its topic
+    groups     of a visible message, the groups as which the caller may consume
+    by         the account that cancelled it; `reason`: why, if given
     """
 
     state: str
@@ -164,7 +164,7 @@ class MessagePlace(msgspec.Struct, frozen=True):
 
 
 class TopicState(msgspec.Struct, frozen=True):
-    """How far a group is in a topic: messages behind its stored offsets, and those that its members hold.
+    """The position of a group in a topic: messages after its stored offsets, and messages leased by its consumers.
 
     `expired`: messages that retention, or the deletion of the topic, removed before the group read them.
     """
@@ -176,9 +176,9 @@ class TopicState(msgspec.Struct, frozen=True):
 
 
 class Conflict(msgspec.Struct, frozen=True):
-    """Members of a group want different messages of a topic, so each loses some that another member has taken.
+    """Consumers of a group want different messages of a topic, so each misses messages that another one has taken.
 
-    `wanted`: their filters. With the topic "" the members subscribe to different topics, and `wanted` lists these.
+    `wanted`: their filters. If the topic is "", the consumers subscribe to different topics, and `wanted` lists these.
     """
 
     topic: str
@@ -186,7 +186,7 @@ class Conflict(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """A consumer group: the sums of its topics, its dead letters that are left, and how often it tries a message."""
+    """A consumer group: the sums of its topics, its unresolved dead letters, and its maximum number of attempts."""
 
     group: str
     lag: int
@@ -202,18 +202,18 @@ class GroupState(msgspec.Struct, frozen=True):
 
 
 class GroupPage(msgspec.Struct, frozen=True):
-    """Some groups, by name, and the name behind which the next ones stand, if there are more."""
+    """Some groups, by name. `next_page` is the name after which the next page begins, if there are more."""
 
     groups: list[GroupState]
     next_page: str | None = None
 
 
 class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A message that a group has given up. `body` has its first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
+    """A message that a group gave up. `body` contains the first SHOWN_BODY_BYTES_MAX bytes of `size_bytes`."""
 
-    dead_letter: str  # its handle
+    dead_letter: str  # the handle of this dead letter
     id: str | None
-    topic: str  # that the group consumes
+    topic: str  # the topic that the group consumes
     died_ms: int
     attempts: int
     body: bytes
@@ -221,28 +221,31 @@ class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
     tag: str | None
     keys: list[str]
     properties: dict[str, str]
-    reason: str | None = None  # the last one that a consumer gave for a nack, or for giving it up
+    # The last reason that a consumer gave for a negative acknowledgement, or for giving it up.
+    reason: str | None = None
 
 
 class DeadLetterPage(msgspec.Struct, frozen=True):
-    """Some dead letters, and the handle behind which the next ones stand, if there are more."""
+    """Some dead letters. `next_page` is the handle after which the next page begins, if there are more."""
 
     dead_letters: list[DeadLetterRow]
     next_page: str | None = None
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """How many dead letters a resend or a delete dealt with; of those that were named, whether each was there."""
+    """The number of dead letters that a resend or delete resolved, and whether each named one existed."""
 
     rows: int
     found: list[bool]
 
 
 class RangesCancelled(msgspec.Struct, frozen=True):
-    """Of so many numbers: how many promises this call ended; all others were settled, or on their way, before.
+    """The result of cancelling the messages of `rows` numbers.
 
-    `already_cancelled`: those of the settled ones that are known to have been cancelled; a call whose answer got lost
-    is asked again, and then the two make one count. They are remembered until their instant has passed.
+    `cancelled`: messages that this call cancelled. `settled`: messages that were settled, or on their way, before.
+    `already_cancelled`: those of the settled messages that are known to have been cancelled. If an answer was lost and
+    the call is repeated, `cancelled` and `already_cancelled` together are the result. Cancelled messages are remembered
+    until their due time has passed.
     """
 
     rows: int
@@ -252,12 +255,12 @@ class RangesCancelled(msgspec.Struct, frozen=True):
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True):
-    """A campaign: what was decided about it, and what this call has done.
+    """The state of a campaign, and the effect of this call on it.
 
-    `state`: planned, running, paused, cancelled or finished. `ranges`, (first_seq, rows), are left out of a list of
-    all. `held_from_ms`: what waits and is due then or later is held. `cancelled`: promises that its cancel has
-    ended. `count`: promises that this call has resumed or cancelled; `repeated`: it was in that state before. `groups`:
-    of a cluster those that have a part of it each, as its plan says.
+    `state`: planned, running, paused, cancelled or finished. `ranges`, (first_seq, rows), are omitted in a list of all
+    campaigns. `held_from_ms`: pending messages due at this time or later are held. `cancelled`: messages that its
+    cancel cancelled. `count`: messages that this call resumed or cancelled. `repeated`: the campaign was in that state
+    before. `groups`: the groups of the cluster that have a part of it each, according to its plan.
     """
 
     campaign: str
@@ -276,11 +279,11 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a group has handed over what waits in it, to its heir.
+    """The progress of a group that hands over its pending messages to another group, `heir`.
 
-    `moved`: messages that the heir has confirmed; `moving`: on their way; `waiting`: still here, those due within a
-    minute among them, which stay. `is_done`: the last look has found none to hand over. `problem`: why it does not go
-    on; empty when it does.
+    `moved`: messages that the heir has confirmed. `moving`: messages on their way. `waiting`: messages still here,
+    including those due within a minute, which stay. `is_done`: the last check found none to hand over. `problem`: why
+    it does not proceed, or empty if it does.
     """
 
     group: str
@@ -294,7 +297,7 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True):
-    """The table version and watermark after an attach; `repeated` if the broker had it already."""
+    """The table version and watermark after an attach. `repeated`: the broker already had this attach."""
 
     version: int
     watermark: int
@@ -310,7 +313,7 @@ class QueueRange(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """A life of the log: its first row, the instant of that row's frame, and that of the last frame before it."""
+    """A start of the broker: its first row, the time of that row's frame, and the time of the last frame before it."""
 
     first_seq: int
     at_ms: int
@@ -326,20 +329,21 @@ class LogStatus(msgspec.Struct, frozen=True):
 
 
 class TableStatus(msgspec.Struct, frozen=True):
-    """The pending table: where it is and its current version; then of one in an object store.
+    """The pending table: its URI and current version, then figures for a table in an object store.
 
-    Its version is -1 while it is behind the log, since the store did not answer.
+    The version is -1 while the table is behind the log because the store did not answer.
     """
 
     uri: str
     version: int
-    foreign_commits: int = 0  # of other programs since the start; the table was corrected behind each
+    # Commits of other programs since the start. The table was corrected after each.
+    foreign_commits: int = 0
     last_foreign_commit: str = ""
-    lost_files: int = 0  # that the log names and that are gone
-    lost_rows: int = 0  # of these, settled ones among them
-    problem: str = ""  # why the store's last answer was none
+    lost_files: int = 0  # files that the log names but that are missing
+    lost_rows: int = 0  # rows in these files, including settled ones
+    problem: str = ""  # the store's last error; "" if it answered
     cached_bytes: int = 0
-    missing_files: int = 0  # due within the hour, and not in the data folder
+    missing_files: int = 0  # files with messages due within the hour that are not in the data folder
 
 
 class ClusterGroup(msgspec.Struct, frozen=True):
@@ -350,10 +354,10 @@ class ClusterGroup(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The fields of the broker's status that programs need; docs/flight.md names them all.
+    """The fields of the broker's status that programs need (docs/flight.md lists all fields).
 
-    `group`: which one of its cluster the broker leads, and `groups`: all there are. A broker that belongs to no cluster
-    has neither; None: it leads, and has not read yet which others there are.
+    `group`: the cluster group that the broker leads. `groups`: all groups of the cluster. A broker outside a cluster
+    has neither. None: the broker leads a group, but has not read the list of groups yet.
     """
 
     now_ms: int
@@ -361,6 +365,6 @@ class Status(msgspec.Struct, frozen=True):
     table: TableStatus
     watermark: int
     settled_before_ms: int
-    strategy: str = "hour_log"  # who keeps promises
+    strategy: str = "hour_log"  # the strategy that stores scheduled messages
     group: str = ""
     groups: list[ClusterGroup] | None = []

@@ -1,9 +1,9 @@
-"""Time as an argument: the only module that reads a clock.
+"""Time, passed as an argument: only this module reads clocks.
 
-Two readings matter. The *wall* says which instant it is, and may be stepped by an operator or by NTP; the
-*boot* clock (CLOCK_BOOTTIME) only ever grows, counts suspend, and says nothing about the date. A scheduler
-that trusts the wall alone fires everything early after a spike forward; one that never moves back stalls for
-the length of a step back. `SchedulerClock` follows the wall but distrusts its steps:
+Two readings matter. The *wall* clock gives the date and time, and may be stepped by an operator or by NTP. The *boot*
+clock (CLOCK_BOOTTIME) only ever grows, counts suspend, and has no date. A scheduler that trusts the wall alone releases
+everything early after a spike forward. One that never moves back stalls for the length of a step back. `SchedulerClock`
+follows the wall but distrusts its steps:
 
     step = (wall - boot) - (the same at the previous reading)
 
@@ -12,12 +12,12 @@ the length of a step back. `SchedulerClock` follows the wall but distrusts its s
     forward, > 1 s              suspect: advance by boot only; accepted once it has stood for 5 s, or at once
                                 when the boot clock ran ahead of the monotonic one (a real suspend)
     backward, <= 1 s            hold until the wall catches up
-    backward, > 1 s             the past was wrong: now = wall; what was released is in the log and cannot
-                                be released again. On probation it takes back what was suspected; if the wall
-                                is still ahead after it, the rest is suspected anew
+    backward, > 1 s             the past was wrong: now = wall; released messages are in the log and cannot be
+                                released again. On probation this takes back the suspected step; if the wall is
+                                still ahead after it, the rest is suspected anew
 
-The rules, and the reasons for them, are those of the reliability study summed up in docs/decisions/0004-clock.md.
-Invariant: between two readings without a backward step > 1 s, `now_ms` does not decrease.
+The rules and their reasons are those of the reliability study summarised in docs/decisions/0004-clock.md. Invariant:
+between two readings without a backward step > 1 s, `now_ms` does not decrease.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from typing import ParamSpec, Protocol, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Between two readings in whole milliseconds, the wall's and the boot clock's.
+# A change of (wall - boot) up to this many milliseconds is only rounding of the two readings.
 OFFSET_JITTER_MS = 2
+# Bounds of the table above: jitter, smallest suspicious step, and length of the probation.
 JITTER_MS = 100
 STEP_MS = 1_000
 PROBATION_MS = 5_000
@@ -42,13 +43,13 @@ class Clock(Protocol):
     """A source of time."""
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970-01-01 UTC, as the machine believes."""
+        """Read the milliseconds since 1970-01-01 UTC according to the machine."""
 
     def boot_ms(self) -> int:
-        """Milliseconds since some fixed point, growing through suspend."""
+        """Read the milliseconds since a fixed point. They grow through suspend."""
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds for measuring durations; stands still during suspend."""
+        """Read nanoseconds for measuring durations. They stand still during suspend."""
 
 
 class SystemClock:
@@ -69,7 +70,7 @@ class SystemClock:
 
 @dataclass
 class ManualClock:
-    """A clock for tests: it moves only when told, so that a delay of 40 days costs nothing."""
+    """A clock for tests: it moves only by its methods, so a delay of 40 days takes no time."""
 
     wall: int = 1_700_000_000_000
     boot: int = 1_000_000
@@ -88,7 +89,7 @@ class ManualClock:
         return self.monotonic * 1_000_000
 
     def advance(self, ms: int) -> None:
-        """Let real time pass: all three clocks move."""
+        """Let real time pass: all three clocks move by `ms`."""
         self.wall += ms
         self.boot += ms
         self.monotonic += ms
@@ -98,13 +99,13 @@ class ManualClock:
         self.wall += ms
 
     def suspend(self, ms: int) -> None:
-        """Sleep the machine: wall and boot go on, the monotonic clock does not."""
+        """Suspend the machine: wall and boot clock move by `ms`, the monotonic clock does not."""
         self.wall += ms
         self.boot += ms
 
 
 class SchedulerClock:
-    """The instant by which promises are judged due. Not thread safe: owned by the event loop."""
+    """The time by which messages are judged due. Not thread-safe: belongs to the event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -114,18 +115,19 @@ class SchedulerClock:
         self._now = self._wall
         self._suspect_since_boot: int | None = None
         self.steps_suspected = 0
-        # The instant minus the boot clock: it changes when the wall is set. Called within the reading that shows it.
+        # Scheduler time minus boot clock. It changes when the wall is set. `on_offset` is called in the reading that
+        # finds it.
         self.offset_ms = self._begun_offset_ms = self._now - self._boot
         self.read_elapsed_ms = self._now  # `elapsed_ms` at the last reading
         self.on_offset: Callable[[int], None] = lambda _: None
 
     @property
     def suspect(self) -> bool:
-        """Return whether a forward step is on probation."""
+        """True while a forward step is on probation."""
         return self._suspect_since_boot is not None
 
     def now_ms(self) -> int:
-        """Read the clocks, apply the table above, and return the scheduler's instant in milliseconds."""
+        """Read the clocks, apply the table above, and return the scheduler's time in milliseconds since 1970."""
         wall, boot = self.clock.wall_ms(), self.clock.boot_ms()
         monotonic_ms = self.clock.monotonic_ns() // 1_000_000
         passed = boot - self._boot
@@ -135,7 +137,7 @@ class SchedulerClock:
         if step < -STEP_MS:
             self._step_back(wall, boot, passed)
         elif step > STEP_MS and slept <= JITTER_MS and wall > self._now + passed:
-            # A step that only leads back to where we are is nothing to distrust.
+            # A step that only returns to the present scheduler time is not suspicious.
             self._suspect_since_boot = boot
             self.steps_suspected += 1
             self._now += passed
@@ -151,18 +153,18 @@ class SchedulerClock:
         return self._now
 
     def elapsed_ms(self) -> int:
-        """Return milliseconds that only elapse: for deadlines in memory. They begin at the wall and are never set."""
+        """Read milliseconds for deadlines in memory: they begin at the wall time, only elapse, and are never set."""
         return self.clock.boot_ms() + self._begun_offset_ms
 
     def as_wall(self, elapsed_ms: int) -> int:
-        """Return which instant that will be, if no clock is set until then."""
+        """Convert `elapsed_ms` to scheduler time, provided that no clock is set until then."""
         return elapsed_ms + self.now_ms() - self.elapsed_ms()
 
     def _step_back(self, wall: int, boot: int, passed: int) -> None:
-        """A large step back undoes a suspected step forward, or a part of it, or shows that the past was wrong."""
+        """Handle a large step back: it undoes a suspected step, or a part of it, or shows that the past was wrong."""
         ahead = wall - (self._now + passed)
         if ahead > STEP_MS:
-            # Still ahead, so a step was on probation. What is left of it is no truer for being smaller.
+            # Still ahead, so a step was on probation. The rest of it stays suspected, although it is smaller.
             self._suspect_since_boot = boot
             self._now += passed
         else:
@@ -172,7 +174,7 @@ class SchedulerClock:
     def _on_probation(self, wall: int, boot: int, passed: int) -> None:
         assert self._suspect_since_boot is not None
         if wall <= self._now + passed + JITTER_MS:
-            # The suspected step has gone away in small pieces: nothing is left to distrust.
+            # The suspected step has vanished in small pieces, so nothing is suspicious any more.
             self._suspect_since_boot = None
             self._now = max(self._now, wall)
         elif boot - self._suspect_since_boot >= PROBATION_MS:
@@ -189,22 +191,23 @@ BOUNDS_NS = tuple(
 
 
 class Durations:
-    """How long something took, counted by bounds. One thread adds; any may read, and may miss the newest."""
+    """A histogram of durations. One thread adds. Any thread may read, and may miss the newest."""
 
     __slots__ = ("_clock", "counts", "sum_ns")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.counts = [0] * (len(BOUNDS_NS) + 1)  # by the first bound that is not exceeded; the last has none
+        # One count for each bound that is the first not exceeded, and a last one for longer durations.
+        self.counts = [0] * (len(BOUNDS_NS) + 1)
         self.sum_ns = 0
 
     def add(self, ns: int) -> None:
-        """Count one."""
+        """Count one duration, in nanoseconds."""
         self.counts[bisect_left(BOUNDS_NS, ns)] += 1
         self.sum_ns += ns
 
     def time(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call, and count how long that took unless it fails."""
+        """Call the function and count its duration, unless it raises."""
         began_ns = self._clock.monotonic_ns()
         result = call(*args, **kwargs)
         self.add(self._clock.monotonic_ns() - began_ns)

@@ -1,8 +1,9 @@
-"""One frozen record of settings: each field is an option, an environment variable and a key of the settings file.
+"""The settings of a broker, as one frozen record.
 
-A field says all of it in one place: type, default, help text, bounds. A field whose name has `_bytes` or `_ms` in it
-is a size or a duration; people write its unit (`64MiB`, `72h`). `Settings` refuses what cannot work when it is built,
-so that nothing further in has to check again.
+Each field is a command line option, an environment variable and a key of the settings file. A field defines all of
+these in one place: type, default, help text, bounds. A field whose name contains `_bytes` or `_ms` is a size or a
+duration, and users write it with a unit (`64MiB`, `72h`). `Settings` refuses values that cannot work when it is
+built, so other code does not have to check them again.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ PORT_MAX = 65_535
 
 
 def _of(default: Any, text: str, low: int | None = None, high: int | None = None) -> Any:
-    """Return a field with its help text and the least and greatest value that it may have."""
+    """Define a field with its help text, and its least and greatest allowed value."""
     return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings that an operator may choose. Units stand last in each name."""
+    """The settings that an operator may choose. A name with a unit ends in it. Raises SetupError for bad values."""
 
-    # where
+    # folder and address
     data: Path = _of(Path("timeball-data"), "Folder that holds the log and what waits.")
     host: str = _of("127.0.0.1", "Address to listen on.")
     port: int = _of(7400, "Port to listen on; 0 lets the system choose.", 0, PORT_MAX)
 
-    # who may come in (docs/security.md)
+    # access control and TLS (docs/security.md)
     access_file: str = _of(
         "", "Accounts and what each may do (TOML, not readable by others); empty: no access control."
     )
@@ -125,7 +126,7 @@ class Settings:
         limits.SECOND_MS, 30 * limits.DAY_MS,
     )  # fmt: skip
 
-    # several machines (docs/cluster.md): without --cluster none of these is used
+    # clusters (docs/cluster.md): not used without --cluster
     cluster: str = _of("", "Cluster that this node belongs to; empty: a broker alone.")
     node: str = _of("", "This node's name in the cluster; each has another.")
     group: str = _of(
@@ -161,7 +162,7 @@ class Settings:
         True, "Topics with a message.type refuse other types from gRPC clients, as RocketMQ's do."
     )
 
-    # waiting
+    # scheduled messages
     delay_ms_max: int = _of(limits.DELAY_MS_MAX, "The longest delay accepted.", 1, limits.DELAY_MS_MAX)
     delay_levels: str = _of(  # RocketMQ's messageDelayLevel
         "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h",
@@ -192,7 +193,7 @@ class Settings:
         0, limits.HOUR_MS,
     )  # fmt: skip
 
-    # moving what waits: the pipeline does it when it runs, the broker itself otherwise
+    # compaction of pending messages: the pipeline does it while it runs, otherwise the broker itself
     compact_rows: int = _of(
         1_000_000, "Move scheduled messages to the pending table when this many wait in the log's tail."
     )
@@ -206,25 +207,25 @@ class Settings:
         4096 * MIB, "About how much of a table in an object store is kept in the data folder.", 1 * MIB
     )
 
-    # what is told to OpenTelemetry (docs/tracing.md)
+    # traces for OpenTelemetry (docs/tracing.md)
     traces: bool = _of(
         False,
         "Export spans of messages by OTLP/HTTP; OTEL_EXPORTER_OTLP_ENDPOINT and its like say where and how many.",
     )
 
-    # what is logged, on stderr
+    # log lines on stderr
     log_level: LogLevel = _of("warning", "Least level of the lines on stderr: debug, info, warning or error.")
     log_format: LogFormat = _of("text", "Of these lines: text, or json for one document a line.")
 
     def __post_init__(self) -> None:
-        """Refuse values and combinations that cannot work, naming the option."""
+        """Check values and combinations. Raises SetupError, which names the option."""
         hints = types()
         for each in fields(self):
             value, option = getattr(self, each.name), option_name(each.name)
             choices = get_args(hints[each.name])
             if choices and value not in choices:
                 text = f"{option} {value}: one of {', '.join(choices)}"
-                # Operators of RocketMQ know delay levels as a way to wait and look for them here.
+                # Operators who know RocketMQ may expect its delay levels among the strategies.
                 levels = "; delay levels are always there, beside it" if each.name == "strategy" else ""
                 raise SetupError(text + levels)
             low, high = each.metadata["low"], each.metadata["high"]
@@ -251,7 +252,7 @@ class Settings:
 
     @property
     def delay_names(self) -> frozenset[str]:
-        """Return the user properties that delay a message."""
+        """The names of the user properties that delay a message."""
         return frozenset(name.strip() for name in self.delay_properties.split(",") if name.strip())
 
     def _check_security(self) -> None:
@@ -291,17 +292,20 @@ class Settings:
 
 @functools.cache
 def types() -> Mapping[str, Any]:
-    """Return each field's type."""
+    """Return {field name: type} of Settings."""
     return typing.get_type_hints(Settings)
 
 
 def option_name(name: str) -> str:
-    """Return the option of a field: segment_bytes -> --segment-bytes."""
+    """Convert a field's name to its option: segment_bytes -> --segment-bytes."""
     return "--" + name.replace("_", "-")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address. Of names, only "localhost" counts: others may change."""
+    """Check whether only this machine can reach the address.
+
+    The only name that counts is "localhost", because other names may be changed to point elsewhere.
+    """
     try:
         return ip_address(host).is_loopback
     except ValueError:

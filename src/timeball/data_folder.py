@@ -1,4 +1,4 @@
-"""Whose a data folder is, and of which format: its file FORMAT, and a mark while a restore is not finished."""
+"""Marks of a data folder: the file FORMAT with the product and format version, and RESTORING during a restore."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from timeball.log.format import FORMAT_VERSION
 from timeball.log.segment import holds_log
 
 FORMAT_NAME = "FORMAT"
-RESTORING = "RESTORING"  # there while a restore is not finished: no broker starts on such a folder
+RESTORING = "RESTORING"  # exists until a restore is finished: no broker starts on such a folder
 
 
 class FormatFacts(msgspec.Struct):
-    """The contents of the file FORMAT in a data folder."""
+    """The content of the file FORMAT in a data folder."""
 
     product: str
     format: int
 
 
 def check_folder(files: RealFiles) -> None:
-    """Raise SetupError when the folder belongs to something else or to a newer Timeball."""
+    """Raise SetupError if the folder belongs to another program or a newer Timeball, or if a restore is unfinished."""
     root = files.root
     if root.exists() and not root.is_dir():
         raise SetupError(f"--data {root} is a file; name a folder")
@@ -48,6 +48,6 @@ def check_folder(files: RealFiles) -> None:
 
 
 def write_format(files: Files) -> None:
-    """Mark a new folder as ours."""
+    """Write the file FORMAT into a new folder. An existing file stays unchanged."""
     if not files.exists(FORMAT_NAME):
         files.replace(FORMAT_NAME, msgspec.json.encode(FormatFacts("timeball", FORMAT_VERSION)))

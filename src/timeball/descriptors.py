@@ -1,8 +1,8 @@
-"""How many descriptors this process may have, and some that are held back for the broker's own files.
+"""The limit of file descriptors, with a reserve for the broker's own files.
 
-Connections are accepted in libraries that have no bound of their own, so strangers can take every descriptor; and a
-log that gets none for its next segment has failed for good. Accepting fails at the soft limit. It is kept `RESERVE`
-below the hard one, and raised for the moment in which a file of the broker's own is opened.
+Libraries accept connections without a limit of their own, so clients could use up all descriptors. If the log then gets
+no descriptor for its next segment, it has failed for good. The remedy: accepting fails at the process's soft limit,
+which is kept `RESERVE` below the hard limit, and is raised only for the moment in which the broker opens a file.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from contextlib import contextmanager
 
 from timeball.errors import SetupError
 
-OPEN_FILES_MAX = (
-    1 << 20
-)  # some systems allow a billion, and programs that a child may start close each number
-OPEN_FILES_MIN = 256  # some 50 for the broker itself, the reserve, and connections
+# Some systems allow a billion, but some programs close every possible number when they start as a child process.
+OPEN_FILES_MAX = 1 << 20
+OPEN_FILES_MIN = 256  # about 50 for the broker itself, the reserve, and connections
 RESERVE = 64
-RESERVE_OF_LIBRARIES = 16  # of these, what is lent for longer than one open: strangers may come by then, too
+# The part of the reserve that is lent for calls of libraries. These last longer than one open, so connections may take
+# descriptors of it meanwhile.
+RESERVE_OF_LIBRARIES = 16
+# Descriptors to lend for one open, try by try. Few first: a descriptor that a connection takes is lost for the reserve.
 RESERVE_STEPS = (
     4,
     16,
     RESERVE,
-)  # no more is lent than is needed, since one that strangers get is lent no more
+)
 
-_changing = threading.Lock()
-_lent: list[int] = []  # by those who open something now
-_base = 0  # the soft limit while nothing is lent
+_changing = threading.Lock()  # guards the limit, `_lent` and `_base`
+_lent: list[int] = []  # the sizes of all current loans
+_base = 0  # the soft limit without loans
 
 
 def allow_many() -> None:
-    """Have this process open as many files as the system lets it; raises SetupError if that is too few for a broker.
+    """Raise the soft limit to the most that the system allows, less the reserve.
 
-    The usual 1,024 are fewer than the connections an edge takes.
+    The usual 1,024 are fewer than the connections that an edge accepts. Raises SetupError if the system allows too few
+    for a broker.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
@@ -49,13 +52,13 @@ def allow_many() -> None:
 
 
 def open_files_max() -> int:
-    """Return how many descriptors there are for everything but the reserve."""
+    """Return the current soft limit: the number of descriptors without the reserve."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OPEN_FILES_MAX if soft == resource.RLIM_INFINITY else soft
 
 
 def in_use() -> Iterable[int]:
-    """Return the descriptors that are in use, or that may be: to look needs one, too."""
+    """List the descriptors in use. If none is free to list them with, returns all that may be in use."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -64,7 +67,10 @@ def in_use() -> Iterable[int]:
 
 @contextmanager
 def lent(count: int = RESERVE) -> Iterator[None]:
-    """Let this process open so many more files while the body runs."""
+    """Lend `count` descriptors of the reserve: raise the soft limit while the body runs.
+
+    Concurrent loans share the reserve: the largest one counts.
+    """
     _set([count], [])
     try:
         yield

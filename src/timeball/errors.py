@@ -1,34 +1,34 @@
-"""Every error Timeball raises on purpose, sorted by who must act.
+"""All errors that Timeball raises on purpose, sorted by who must act.
 
     TimeballError
-    ├── RequestError        the caller asked for something that cannot be: change the request
-    │   ├── InvalidMessage      a name, size or property that no broker of ours accepts
+    ├── RequestError        the request is not possible as it is: change the request
+    │   ├── InvalidMessage      a name, size or property that no broker accepts
     │   │   └── InvalidName         of a topic or a group
     │   ├── Conflict            an idempotency key that another send has used: choose a new one; or records
-    │   │                       of a source that were sent before: go on from its positions
-    │   ├── InvalidDelay        an instant or delay that is negative, not a number, or too far away
-    │   ├── InvalidFilter       a tag or SQL expression that cannot be read, or is too large
+    │   │                       of a source that were sent before: continue from its positions
+    │   ├── InvalidDelay        a due time or delay that is negative, not a number, or too far away
+    │   ├── InvalidFilter       a tag or SQL expression that cannot be parsed, or is too large
     │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
     │   ├── Unauthorized        no credentials, or wrong ones: send an access key of the access file
-    │   ├── Forbidden           the account may not do this (its line in the access file says what it may), or no client
-    │   │                       may: the topic's permission, the group's switch or a reserved name forbids it
-    │   ├── NotFound            no such topic, promise or file
+    │   ├── Forbidden           the account may not do this (its entry in the access file lists its rights), or no
+    │   │                       client may: the topic's permission, the group's switch or a reserved name forbids it
+    │   ├── NotFound            no such topic, scheduled message or file
     │   │   └── GroupNotFound       no such consumer group
-    │   └── OutOfRange          a position outside the range that is kept, which it carries
-    ├── OverLimit           correct, but more than this broker takes now: wait or raise the limit
+    │   └── OutOfRange          a position outside the kept range; the error states the range
+    ├── OverLimit           correct, but more than this broker accepts now: wait or raise the limit
     ├── Unavailable         the broker is starting, stopping or stopped, or Spark, etcd or an object store is lost:
     │                       retry later
     │   ├── LeaseLost           this node's lease in etcd has ended: it no longer leads, and takes a new one
-    │   └── NotLeader           this node does not lead the group: ask again, another one answers soon
-    ├── PeerError           another node sent what is not of the replication protocol: look at its version and port
+    │   └── NotLeader           this node does not lead the group: retry, another one answers soon
+    ├── PeerError           another node violated the replication protocol: check its version and port
     ├── SetupError          the operator must act: port, folder, Java, a setting
-    └── StorageError        the disk must be looked at; the log has stopped
+    └── StorageError        the disk must be checked; the log has stopped
         ├── Corrupt             bytes that do not match their checksum; never delivered, never dropped
-        │   └── MissingFile         a data file that the log names is gone: put it back, all else goes on
-        └── DiskFailed          a write or sync failed; the first one is final
+        │   └── MissingFile         a data file that the log names is missing: restore it, all else goes on
+        └── DiskFailed          a write or sync failed; the first failure is final
 
-`code` is for machines and never changes; the sentence is for people and says what to do.
-A broken invariant of our own is an AssertionError and none of these.
+`code` is for programs and never changes. The message is for people and says what to do. A broken invariant of Timeball
+itself is an AssertionError and none of these.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 class TimeballError(Exception):
     """Base of all errors raised on purpose.
 
-    `summary`: of a `send_many` that ends with this error, its SendSummary up to there: rows accepted, refused, unknown.
+    `summary`: if a `send_many` ends with this error, its SendSummary so far: rows accepted, refused and unknown.
     """
 
     code: ClassVar[str] = "error"
@@ -59,25 +59,25 @@ class InvalidMessage(RequestError):
 
 
 class InvalidName(InvalidMessage):
-    """A topic or a group may not be called so."""
+    """The name of a topic or a group is not acceptable."""
 
     code = "invalid_name"
 
 
 class Conflict(RequestError):
-    """The idempotency key has been used by a send of other messages, or a source stands elsewhere."""
+    """The idempotency key was used by a send of other messages, or a source is at another position."""
 
     code = "conflict"
 
 
 class InvalidDelay(RequestError):
-    """The due instant is negative, not a number or beyond the maximum delay."""
+    """The due time is negative, not a number or beyond the maximum delay."""
 
     code = "invalid_delay"
 
 
 class InvalidFilter(RequestError):
-    """A filter's text cannot be read. `position` counts its characters from 1; `limit` names the bound passed."""
+    """A filter cannot be parsed. `position` is a character, counted from 1. `limit` names the exceeded bound."""
 
     code = "invalid_filter"
 
@@ -87,13 +87,13 @@ class InvalidFilter(RequestError):
 
 
 class InvalidReceipt(RequestError):
-    """A receipt handle names no lease of this group and topic, or one that has ended."""
+    """A receipt handle is not for a lease of this group and topic, or the lease has ended."""
 
     code = "invalid_receipt"
 
 
 class Unauthorized(RequestError):
-    """The request comes without credentials, or with wrong ones; which of the two is not said."""
+    """The request has no credentials, or wrong ones. The error does not reveal which of the two."""
 
     code = "unauthorized"
 
@@ -117,19 +117,19 @@ class GroupNotFound(NotFound):
 
 
 class OutOfRange(RequestError):
-    """A position lies outside the range that is kept."""
+    """A position is outside the kept range."""
 
     code = "out_of_range"
 
 
 class OverLimit(TimeballError):
-    """A limit is reached; nothing else suffers."""
+    """A limit is reached. Other requests are not affected."""
 
     code = "over_limit"
 
 
 class Unavailable(TimeballError):
-    """The broker, Spark, etcd or an object store cannot serve now."""
+    """The broker, Spark, etcd or an object store cannot serve at present."""
 
     code = "unavailable"
 
@@ -141,13 +141,13 @@ class LeaseLost(Unavailable):
 
 
 class NotLeader(Unavailable):
-    """This node does not lead the group, or not any more: another one answers."""
+    """This node does not lead the group, or no longer does: another node answers."""
 
     code = "not_leader"
 
 
 class PeerError(TimeballError):
-    """Another node of the cluster does not keep the replication protocol; the connection to it ends."""
+    """Another node of the cluster violates the replication protocol. The connection to it ends."""
 
     code = "peer"
 
@@ -159,7 +159,7 @@ class SetupError(TimeballError):
 
 
 class StorageError(TimeballError):
-    """The storage failed; the log has stopped."""
+    """The storage failed. The log has stopped."""
 
     code = "storage"
 
@@ -171,13 +171,13 @@ class Corrupt(StorageError):
 
 
 class MissingFile(Corrupt):
-    """A data file of the pending table is gone. Its messages wait until it is put back, others do not."""
+    """A data file of the pending table is missing. Its messages wait until it is restored. Others are delivered."""
 
     code = "missing_file"
 
 
 class DiskFailed(StorageError):
-    """A write or a sync failed; it is not tried again (docs/decisions/)."""
+    """A write or a sync failed. It is not retried (docs/decisions/)."""
 
     code = "disk_failed"
 
@@ -190,5 +190,5 @@ def _tree(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
 
 
 def from_code(code: str, text: str) -> TimeballError:
-    """The error with this `code`, for the far side of a wire; an unknown code becomes the base class."""
+    """Make the error with this `code`, received from another process. An unknown code becomes the base class."""
     return _tree(TimeballError).get(code, TimeballError)(text)

@@ -1,13 +1,13 @@
-"""The disk as an argument: the only module that opens, maps, syncs, renames and removes.
+"""Access to the disk, passed as an argument: only this module opens, maps, syncs, renames and removes files.
 
-Every store receives a `Files` and names things relative to its root, so that the same code runs on a real
-folder (`RealFiles`) and on the crash model of the tests, which forgets bytes that were not synced, tears writes in
-flight and loses directory entries that were not synced. A caller may rely on exactly this:
+Every store receives a `Files` and names files relative to its root. So the same code runs on a real folder
+(`RealFiles`) and on the crash model of the tests, which forgets bytes that were not synced, tears writes in flight and
+loses directory entries that were not synced. A caller may rely on exactly these guarantees:
 
     * bytes written are on disk after `File.sync()` has returned, and not before;
     * a created, renamed or removed name is on disk after `sync_dir()` of its folder, and not before;
     * `replace()` leaves either the old or the new content, whole, and has synced both file and name;
-    * a mapping shows what was written through the same Files object at once.
+    * a mapping immediately shows bytes written through the same Files object.
 
 Errors of the operating system become typed ones here: ENOSPC, EDQUOT, EMFILE and ENFILE are OverLimit (the caller may
 free space or descriptors and go on), a missing name is NotFound, everything else is DiskFailed.
@@ -32,96 +32,99 @@ from timeball import descriptors
 from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
 
 WARM_STEP = 8 * 1024 * 1024
-_CLOSED = (1 << 31) - 1  # a descriptor that no process has: every call on it is EBADF
+_CLOSED = (1 << 31) - 1  # a descriptor number that no process has: every call on it fails with EBADF
 
 
 class File(Protocol):
-    """One open file; offsets are absolute, there is no file position."""
+    """One open file. Offsets are absolute. There is no file position."""
 
     def write_at(self, offset: int, data: bytes | memoryview | pa.Buffer) -> None:
-        """Write all of `data`; not durable before `sync`."""
+        """Write all of `data`. Not durable before `sync`."""
 
     def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
-        """Make the file `size_bytes` long, the new part reading as zeros; with its room on the disk, if `reserved`."""
+        """Set the file's length. A new part reads as zeros. If `reserved`, its disk space is reserved."""
 
     def reserve(self, begin: int, end: int) -> None:
-        """Reserve the room of this part on the disk, so that no write there can fail for lack of it."""
+        """Reserve disk space for the bytes [begin, end), so that no write there can fail for lack of it."""
 
     def map(self, *, at_random: bool = False) -> memoryview:
-        """The whole file, writable and shared; valid until the file is closed and all views are gone.
+        """Map the whole file, writable and shared. Valid until the file is closed and all views are gone.
 
-        `at_random`: it is touched here and there, so that reading ahead would only fill memory.
+        `at_random`: accesses are scattered, so reading ahead would only fill memory.
         """
 
     def sync(self) -> None:
-        """Content and size are durable once this returns. A failure is final: never retry on this file."""
+        """Make content and size durable. A failure is final: never retry on this file."""
 
     def close(self) -> None:
-        """Let go of the descriptor; views stay valid."""
+        """Close the descriptor. Views stay valid."""
 
 
 class Files(Protocol):
     """A folder. Names use '/' and are relative to the root."""
 
-    has_links: bool  # whether a file may have a second name
+    has_links: bool  # whether files can have a second name (hard links)
 
     def free_bytes(self) -> int:
-        """Return the room left on the disk."""
+        """Measure the free disk space, in bytes."""
 
     def make_dir(self, name: str) -> None:
-        """Create a folder and its parents; the new names are durable on return."""
+        """Create a folder and its parents. The new names are durable on return."""
 
     def list_dir(self, name: str) -> list[str]:
-        """Sorted names in a folder; empty when it does not exist."""
+        """List the sorted names in a folder, or empty when it does not exist."""
 
     def exists(self, name: str) -> bool:
-        """Return whether a file or folder has this name."""
+        """Check whether a file or folder has this name."""
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes."""
+        """Measure the length of a file in bytes."""
 
     def create(self, name: str) -> File:
-        """Open for writing, empty; the name is not durable before `sync_dir`."""
+        """Create an empty file, or truncate it, and open it for writing. The name is not durable before `sync_dir`."""
 
     def open(self, name: str) -> File:
         """Open an existing file for writing."""
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-        """The whole file, valid after removal of the name. `at_random`: a page here and there, none read ahead."""
+        """Map a whole file. Valid after removal of the name.
+
+        `at_random`: accesses are scattered, so no reading ahead.
+        """
 
     def unload(self, mapped: pa.Buffer) -> None:
-        """Let this process's memory go of what it has read of a `map_readonly`; the system's cache keeps it."""
+        """Release this process's memory of a mapping from `map_readonly`. The system's page cache keeps the bytes."""
 
     def warm(self, name: str, begin: int, end: int) -> None:
-        """Bring this part of an allocated file into memory, so that writing it costs no more than a copy."""
+        """Load this part of an allocated file into the page cache, so that writing it costs no more than a copy."""
 
     def replace(self, name: str, data: bytes) -> None:
         """Make `data` the content of `name`, atomically and durably."""
 
     def rename(self, name: str, to: str) -> None:
-        """Give a file another name in its folder, a present file's too; not durable before `sync_dir`."""
+        """Rename a file within its folder, replacing a file of the new name. Not durable before `sync_dir`."""
 
     def link(self, name: str, to: str) -> None:
-        """Give a file a second name, if the file system can; not durable before `sync_dir`."""
+        """Give a file a second name, if the file system supports it. Not durable before `sync_dir`."""
 
     def remove(self, name: str) -> None:
-        """Remove a file's name; not durable before `sync_dir`."""
+        """Remove a file's name. Not durable before `sync_dir`."""
 
     def sync_file(self, name: str) -> None:
-        """Make durable the content of a file that something else has written."""
+        """Make the content of a file durable that other code has written."""
 
     def sync_dir(self, name: str) -> None:
-        """Make durable the names in a folder."""
+        """Make the names in a folder durable."""
 
     def external(self, name: str) -> str:
-        """A path of the operating system for libraries that do their own I/O in this folder."""
+        """Convert to a path of the operating system, for libraries that do their own I/O in this folder."""
 
     def absorb(self, name: str) -> None:
-        """Take note of what a library has written below `external(name)`; it is not durable yet."""
+        """Register files that a library has written below `external(name)`. They are not durable yet."""
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# Of a file system without hard links, or a file that has as many as it may have.
+# Errors of file systems without hard links, or of files with the most links allowed.
 _NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -137,13 +140,13 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def disk_full(doing: str) -> OverLimit:
-    """Return the error that a disk, or its user's share, is full."""
+    """Build the error for a full disk or an exhausted quota."""
     return OverLimit(f"disk full while {doing}: free some space on this file system, then go on")
 
 
 @contextmanager
 def no_room_to_sync(doing: str) -> Iterator[None]:
-    """Raise OverLimit when a sync fails for want of room; for a new file, which is then removed and written again."""
+    """Raise OverLimit when a sync fails for lack of space. For new files: the caller removes and writes them again."""
     try:
         yield
     except DiskFailed as error:
@@ -167,7 +170,7 @@ def _typed(doing: str) -> Iterator[None]:
 
 
 def _open(path: Path, flags: int) -> int:
-    """A descriptor, from the reserve when strangers have all others."""
+    """Open a descriptor. Uses the reserve when connections have taken all other descriptors."""
     for count in (0, *descriptors.RESERVE_STEPS):
         try:
             with descriptors.lent(count) if count else nullcontext():
@@ -196,22 +199,22 @@ class RealFile:
                 view, offset = view[written:], offset + written
 
     def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
-        """See File. Reserves the blocks, so that a full disk shows here and not at a commit."""
+        """See File. Reserves the blocks, so that a full disk is noticed here and not at a commit."""
         with _typed(f"allocating {size_bytes} bytes for {self.path.name}"):
             if size_bytes < os.fstat(self._fd).st_size or not reserved:
                 os.ftruncate(self._fd, size_bytes)
-            elif size_bytes > 0:  # posix_fallocate takes no empty range
+            elif size_bytes > 0:  # posix_fallocate rejects an empty range
                 os.posix_fallocate(self._fd, 0, size_bytes)
 
     def reserve(self, begin: int, end: int) -> None:
-        """See File. Blocks that the file has already cost nothing, also on a full disk."""
+        """See File. Blocks that the file already has cost nothing, even on a full disk."""
         with _typed(f"allocating {end - begin} bytes for {self.path.name}"):
             os.posix_fallocate(self._fd, begin, end - begin)
 
     def map(self, *, at_random: bool = False) -> memoryview:
         """See File."""
         with _typed(f"mapping {self.path.name}"):
-            if os.fstat(self._fd).st_size == 0:  # mmap takes no empty range
+            if os.fstat(self._fd).st_size == 0:  # mmap rejects an empty range
                 return memoryview(bytearray())
             mapped = mmap.mmap(self._fd, 0, mmap.MAP_SHARED)
             if at_random:
@@ -219,28 +222,28 @@ class RealFile:
             return memoryview(mapped)
 
     def sync(self) -> None:
-        """See File. ENOSPC is no OverLimit here: what was written is lost, freeing space does not help."""
+        """See File. ENOSPC is not an OverLimit here: the written bytes are lost, so freeing space does not help."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
             raise DiskFailed(f"fdatasync of {self.path.name} failed: {error.strerror}") from error
 
     def close(self) -> None:
-        """See File. A second close does nothing: the number may be another file's by then."""
+        """See File. A second close does nothing, because another file may have the descriptor's number by then."""
         fd, self._fd = self._fd, _CLOSED
         if fd != _CLOSED:
             os.close(fd)
 
 
 class _Mapping:
-    """A file mapped for reading, without a descriptor: Python's mmap keeps one for each mapping (until 3.13).
+    """A file mapped for reading without a descriptor: Python's mmap keeps one for each mapping (until 3.13).
 
-    Thousands of files are mapped at once, files of the pending table among them, and the
-    descriptors are needed for connections.
+    Thousands of files are mapped at once, including files of the pending table, and the descriptors are needed for
+    connections.
     """
 
     def __init__(self, fd: int, size_bytes: int, offset: int = 0, *, populate: bool = False) -> None:
-        # Set first: __del__ runs after a failure here, too.
+        # Set first, because __del__ also runs after a failure here.
         self._address, self._size_bytes = _MAP_FAILED, size_bytes
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         self._address = _mmap(None, size_bytes, mmap.PROT_READ, flags, fd, offset)
@@ -249,7 +252,7 @@ class _Mapping:
             raise OSError(number, os.strerror(number))
 
     def buffer(self) -> pa.Buffer:
-        """The bytes; the mapping lasts as long as any part of them is held."""
+        """The bytes. The mapping lasts as long as any part of them is referenced."""
         return pa.foreign_buffer(self._address, self._size_bytes, self)
 
     def __del__(self) -> None:
@@ -258,17 +261,17 @@ class _Mapping:
 
 
 class RealFiles:
-    """A folder of the operating system, held by one process at a time."""
+    """A folder of the operating system, used by one process at a time."""
 
     has_links = True
 
     def __init__(self, root: Path) -> None:
-        # Absolute: `external` is told to other processes, whose working folder is another.
+        # Absolute, because `external` paths go to other processes, which have other working folders.
         self.root = root.absolute()
         self._lock_fd: int | None = None
 
     def lock(self) -> None:
-        """Claim the folder for this process, or raise SetupError."""
+        """Lock the folder for this process. Raises SetupError if another process has it."""
         self.make_dir(".")
         fd = _open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
@@ -281,13 +284,13 @@ class RealFiles:
         self._lock_fd = fd
 
     def unlock(self) -> None:
-        """Give the folder back."""
+        """Release the lock of the folder."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     def free_bytes(self) -> int:
-        """Return the room left for this process on the folder's file system, as `df` shows it."""
+        """Measure the space left for this process on the folder's file system, in bytes, as `df` shows it."""
         return shutil.disk_usage(self.root).free
 
     def make_dir(self, name: str) -> None:
@@ -296,8 +299,8 @@ class RealFiles:
         with _typed(f"making folder {path if name == '.' else name}"):
             missing = {p for p in (path, *path.parents) if not p.exists()}
             path.mkdir(parents=True, exist_ok=True)
-        # Below the root every name is synced even when it was there: a run killed between making it and
-        # syncing it leaves a folder that all processes see and a power cut takes away with all it holds.
+        # Below the root every name is synced, even an existing one. A run killed between making a folder and syncing it
+        # leaves a folder that processes see, but that a power cut removes with all its content.
         for made in (path, *path.parents):
             if made in missing or (made != self.root and made.is_relative_to(self.root)):
                 _sync_directory(made.parent)
@@ -329,7 +332,7 @@ class RealFiles:
         with _typed(f"mapping {name}"):
             fd = _open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                size_bytes = os.fstat(fd).st_size  # mmap takes no empty range
+                size_bytes = os.fstat(fd).st_size  # mmap rejects an empty range
                 mapped = _Mapping(fd, size_bytes).buffer() if size_bytes else pa.py_buffer(b"")
             finally:
                 os.close(fd)
@@ -338,19 +341,22 @@ class RealFiles:
         return mapped
 
     def unload(self, mapped: pa.Buffer) -> None:
-        """See Files. Of a shared mapping this drops page tables alone: the next read finds the same bytes."""
+        """See Files. For a shared mapping this only drops page table entries: the next read finds the same bytes."""
         if mapped.size:
             _madvise(mapped.address, mapped.size, mmap.MADV_DONTNEED)
 
     def warm(self, name: str, begin: int, end: int) -> None:
-        """See Files. Mapped with its pages for a moment: no call for reading ahead takes more than some 100 KB."""
-        # What cannot be warmed is written all the same, and no slower than without.
+        """See Files.
+
+        Maps the pages for a moment, because no system call for reading ahead loads more than some 100 KB.
+        """
+        # Errors are ignored: a part that is not warmed can still be written, at the usual speed.
         with suppress(OSError):
             fd = _open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 end = min(end, os.fstat(fd).st_size)
                 for at in range(begin - begin % WARM_STEP, end, WARM_STEP):
-                    # A step at a time: unmapping holds up the page faults of all other threads.
+                    # One step at a time, because unmapping delays the page faults of all other threads.
                     _Mapping(fd, min(WARM_STEP, end - at), at, populate=True)
             finally:
                 os.close(fd)
@@ -375,7 +381,7 @@ class RealFiles:
             os.replace(self.root / name, self.root / to)
 
     def link(self, name: str, to: str) -> None:
-        """See Files. A name that is taken keeps its file."""
+        """See Files. If the second name exists, it is left unchanged."""
         with _typed(f"linking {name}"):
             try:
                 os.link(self.root / name, self.root / to)
@@ -407,7 +413,7 @@ class RealFiles:
         return str(self.root / name)
 
     def absorb(self, name: str) -> None:
-        """See Files. The operating system has seen every write already."""
+        """See Files. Nothing to do: the operating system sees every write."""
 
 
 def _sync_directory(path: Path) -> None:
@@ -422,15 +428,14 @@ def _sync_directory(path: Path) -> None:
 
 
 def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:
-    """Return the bytes of an operator's file outside the data folder that other users must not read.
+    """Read an operator's secret file, which is outside the data folder and must not be readable by other users.
 
-    Raises SetupError naming the option: when it cannot be read, and when its mode has one of these bits.
+    Raises SetupError, naming `option`, if it cannot be read or its mode has one of the bits of `forbidden_mode`.
     """
     try:
         with Path(path).open("rb") as file:
-            mode = (
-                os.fstat(file.fileno()).st_mode & 0o777
-            )  # of the file that is read: the name may mean another one next
+            # Mode of the open file, because the name could be changed to another file in between.
+            mode = os.fstat(file.fileno()).st_mode & 0o777
             if mode & forbidden_mode:
                 raise SetupError(f"{option} {path}: others may read it (mode {mode:04o}); chmod 600 it")
             return file.read()

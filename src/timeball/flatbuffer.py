@@ -1,7 +1,8 @@
-"""Vocabulary: where the metadata of an Arrow message, a flatbuffer, has a field (flatbuffers, "internals").
+"""Find fields in flatbuffers, the format of the metadata of Arrow messages (flatbuffers, "internals").
 
-A table begins with the distance back to its vtable, which says by number where each field stands behind the table's
-begin; 0 is one that is left out. An offset counts from its own place. Numbers are little-endian.
+A table begins with the distance back to its vtable. The vtable has an entry for each field number: the field's offset
+from the table's begin, or 0 for a field that is left out. Other offsets count from their own position. All numbers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ Bytes = bytes | memoryview
 
 _SIGNED, _UNSIGNED, _SHORT = struct.Struct("<i"), struct.Struct("<I"), struct.Struct("<H")
 
-# Fields, by Arrow's format/Schema.fbs.
+# Field numbers, from Arrow's format/Schema.fbs.
 SCHEMA_ENDIANNESS, SCHEMA_FIELDS = 0, 1
 FIELD_NAME, FIELD_TYPE_KIND, FIELD_TYPE, FIELD_DICTIONARY = 0, 2, 3, 4
 INT_BITS, INT_IS_SIGNED = 0, 1
 FIXED_WIDTH = 0
-# Fields, by Arrow's format/Message.fbs.
-VERSION_5 = 4  # of Arrow 1.0; an older one has another way to say that a body is compressed
+# Field numbers, from Arrow's format/Message.fbs.
+VERSION_5 = 4  # since Arrow 1.0; older versions mark a compressed body in another way
 MESSAGE_VERSION, MESSAGE_HEADER_TYPE, MESSAGE_HEADER, MESSAGE_BODY_BYTES = 0, 1, 2, 3
 BATCH_ROWS, BATCH_NODES, BATCH_BUFFERS, BATCH_COMPRESSION = 0, 1, 2, 3
 
 
 def target(buffer: Bytes, at: int) -> int:
-    """Return what the offset at `at` points to; raise struct.error where the buffer ends before."""
+    """Return the position that the offset at `at` points to. Raises struct.error if the buffer ends before."""
     return at + int(_UNSIGNED.unpack_from(buffer, at)[0])
 
 
 def field(buffer: Bytes, table: int, number: int) -> int | None:
-    """Return where a table has a field, None for one that is left out; raise struct.error, IndexError if cut off."""
+    """Return the position of a table's field, or None if it is left out.
+
+    Raises struct.error or IndexError if the buffer is cut off.
+    """
     vtable = table - _SIGNED.unpack_from(buffer, table)[0]
     if vtable < 0:
         raise IndexError(vtable)
@@ -42,21 +46,27 @@ def field(buffer: Bytes, table: int, number: int) -> int | None:
 
 
 def present_field(buffer: Bytes, table: int, number: int) -> int:
-    """Return the same of a message that we or pyarrow wrote, which has this field."""
+    """Return the position of a field that must be there, in a message that we or pyarrow wrote."""
     at = field(buffer, table, number)
     assert at is not None, f"field {number} is left out"
     return at
 
 
 def tables(buffer: Bytes, at: int) -> Iterator[int]:
-    """Yield where each table of a vector begins, to which the offset at `at` points; raise struct.error if cut off."""
+    """Yield the positions of the tables in the vector that the offset at `at` points to.
+
+    Raises struct.error if the buffer is cut off.
+    """
     vector = target(buffer, at)
     for entry in range(int(_UNSIGNED.unpack_from(buffer, vector)[0])):
         yield target(buffer, vector + 4 + 4 * entry)
 
 
 def text(buffer: Bytes, at: int) -> str:
-    """Return the text to which the offset at `at` points; raise struct.error, IndexError, UnicodeDecodeError."""
+    """Return the text that the offset at `at` points to.
+
+    Raises struct.error or IndexError if the buffer is cut off, UnicodeDecodeError for other text than UTF-8.
+    """
     begin = target(buffer, at) + 4
     end = begin + int(_UNSIGNED.unpack_from(buffer, begin - 4)[0])
     if end > len(buffer):

@@ -1,10 +1,12 @@
-"""What a person writes for a delay and an instant, as milliseconds: in Python's `after=` and `at=`, as in options.
+"""Parse delays and due times as users write them, to milliseconds: `after=` and `at=` in Python, and options.
 
-`after` is relative and stays relative until the broker admits the message, so that a wrong clock on this
-machine does not move it. `at` is absolute. Fractions of a millisecond are rounded up: never early.
+`after` is relative to now. It stays relative until the broker admits the message, so a wrong clock on the client's
+machine does not shift the due time. `at` is absolute. Fractions of a millisecond are rounded up, because a message must
+never be early.
 
-Refused, with the reason: a number without a unit, negative, further away than the broker's limit, a datetime without a
-zone (whose noon?), and whole seconds where milliseconds are meant.
+These values are refused, with the reason: a number without a unit, a negative delay, one longer than the broker's
+limit, a datetime without a time zone (its meaning would depend on the machine), and a number that is probably in
+seconds instead of milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Literal, SupportsIndex
 from timeball import limits, local_time
 from timeball.errors import InvalidDelay
 
-END = -1  # in the place of an instant at which a group begins: behind the last message
+END = -1  # in place of the time from which a consumer group reads: after the last message
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -40,7 +42,7 @@ _TEXT_MAX = 100
 After = timedelta | str | Literal[0]
 At = datetime | SupportsIndex | str
 
-# ISO 8601, of which years and months have no length of their own.
+# Durations of ISO 8601, without years and months, because these have no fixed length.
 _ISO = re.compile(
     r"p(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)w|(?=[0-9t])(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)d)?"
     r"(?:t(?=[0-9])(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)h)?(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)m)?"
@@ -49,9 +51,10 @@ _ISO = re.compile(
 
 
 def delay_ms(after: After, name: str = "after") -> int:
-    """Milliseconds of a delay: a timedelta, or text with units such as "250ms", "30m", "1h30m", "1.5d", "PT30M".
+    """Convert a delay to ms: a timedelta, or text with units such as "250ms", "30m", "1h30m", "1.5d", "PT30M".
 
-    A bare number is refused, because it would be seconds here and milliseconds there; 0 alone needs no unit.
+    A number without a unit is refused, because some libraries mean seconds by it and others milliseconds. Only 0 needs
+    no unit. Raises InvalidDelay, which names the argument `name`.
 
     >>> delay_ms("1h30m"), delay_ms("2.5s"), delay_ms(timedelta(days=40)), delay_ms(0)
     (5400000, 2500, 3456000000, 0)
@@ -80,9 +83,9 @@ def delay_ms(after: After, name: str = "after") -> int:
 
 
 def due_ms(at: At) -> int:
-    """Milliseconds since 1970 UTC of an instant: an aware datetime, RFC 3339, or that number itself.
+    """Convert a due time to ms since 1970 UTC: an aware datetime, text in RFC 3339, or this number itself.
 
-    A number may be text, as everything on a command line is.
+    A number may be text, because all values on a command line are text. Raises InvalidDelay.
 
     >>> due_ms("2026-01-01T01:00:00+01:00")
     1767225600000
@@ -107,7 +110,7 @@ def due_ms(at: At) -> int:
 
 
 def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
-    """(delay_ms, due_ms) of a message: at most one of them is not None."""
+    """Convert `after` and `at` of a message to (delay_ms, due_ms). Raises InvalidDelay if both are given."""
     if after is not None and at is not None:
         raise InvalidDelay("after= and at= name two instants; give one of them")
     return (
@@ -116,9 +119,9 @@ def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
     )
 
 
-@lru_cache(1_024)  # an application has a few delays, and sends each again and again
+@lru_cache(1_024)  # an application uses few delays, and uses each of them again and again
 def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30m', '250ms', '2d'") -> int:
-    """Return the milliseconds of a duration with units, or of one in ISO 8601; raise InvalidDelay with the advice.
+    """Convert a duration with units, or in ISO 8601, to ms. Raises InvalidDelay with the advice.
 
     >>> duration_ms("1h 30m"), duration_ms("PT1.5S")
     (5400000, 1500)
@@ -142,7 +145,7 @@ def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30
 
 
 def instant_ms(text: str) -> int:
-    """Return the milliseconds since 1970 of RFC 3339 with a zone, or of a whole number of them; raise InvalidDelay."""
+    """Convert RFC 3339 with a time zone, or a whole number of ms, to ms since 1970. Raises InvalidDelay."""
     stripped = text.strip()
     try:
         if len(text) > _TEXT_MAX:
@@ -169,10 +172,11 @@ def _of_datetime(at: datetime) -> int:
 
 
 def _by_our_rules(at: datetime, instant_us: int, zone: str) -> int:
-    """Return the instant of a datetime in a zone of `zoneinfo`, which may have read the files of the host.
+    """Check the time (microseconds since 1970) of a datetime in a zone of `zoneinfo` against our rules of the zone.
 
-    It is taken as Python reads it, also the second pass of a repeated time (`fold=1`), if our rules agree. Within a gap
-    it is the end of the gap.
+    Python may have read the rules from files of the host. If our rules agree, Python's result counts, also for the
+    second pass of a repeated local time (`fold=1`). If the local time is in a gap, the result is the end of the gap.
+    Otherwise the rules differ: raises InvalidDelay.
     """
     ours, local_us = local_time.zone_named(zone), local_time.local_us(at)
     if instant_us + ours.offset_us(instant_us) == local_us or not 0 <= instant_us < _LAST_US:

@@ -1,13 +1,14 @@
-"""A 64-bit hash of text columns, computed on whole columns, the same on every machine and in every release.
+"""A 64-bit hash of text columns, computed on whole columns, identical on every machine and in every release.
 
-The value is stored in key runs, so it may never change; that is why it is not a library's hash (polars and
-pandas do not promise stability, and no vectorised XXH64 is at hand). It is only a filter: a reader that finds a
-row by hash compares the text before it uses the row.
+The hash is stored in key runs, so it may never change. That is why it is not a library's hash: polars and pandas do not
+promise stability, and there is no vectorised XXH64. It is only a filter: a reader that finds a row by its hash compares
+the text before it uses the row.
 
     h = len * K0;  for each 8-byte little-endian word w, the last one zero-padded:  h = mix(h ^ w)
     mix(x): x ^= x >> 32; x *= K1; x ^= x >> 29; x *= K2; x ^= x >> 32      (the finaliser of SplitMix64's family)
 
-A key run is a sorted table from hash to a number: what makes one promise among a billion cost a block or two a run.
+A key run is a sorted table from hash to number. With it, finding one scheduled message among a billion reads one or two
+blocks per run.
 
     +---- … ----+- … -+---- … ----+------- … -------+---- … ----+---- … ----+-------+-------------+--------+-----------+
     | block 0   |     | block b-1 | names, as JSON  | b fences  | b crc32c  | pairs | names_bytes | crc32c | "TBKEYS2" |
@@ -15,11 +16,11 @@ A key run is a sorted table from hash to a number: what makes one promise among 
       hashes, then numbers          padded with        8 bytes     4 bytes    8       8             8        8 bytes
       8 bytes each                  blanks to 8        each        each                 little-endian
 
-A block has BLOCK_PAIRS pairs, the last one what is left. A fence is the first hash of a block, so that a look-up reads
-only blocks that may hold what it asks for, and compares each with its checksum as it reads it; the last checksum is of
-what lies between the blocks and itself. What stands behind the blocks is known last: a run may be written as it is
-merged. Mapped, never loaded. A run is a cache; one that does not match its checksums is made again. Codec only: no I/O
-here.
+A block has BLOCK_PAIRS pairs, the last block the rest. A fence is the first hash of a block, so that a look-up reads
+only the blocks that may contain its hashes, and compares each with its checksum at the read. The last checksum covers
+the bytes between the blocks and itself. The blocks come first, so that a run can be written while it is merged. A run
+is mapped, never loaded. It is a cache: a run that does not match its checksums is rebuilt. This module is only a codec
+and does no I/O.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ UInt64Array = npt.NDArray[np.uint64]
 _TOP = (1 << 64) - 1
 K0, K1, K2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9
 _K0, _K1, _K2 = np.uint64(K0), np.uint64(K1), np.uint64(K2)
-# Up to so many rows `hash_text` and `hash_keys` hash text by text, at 3 us each: numpy's calls take 100 us for a column
-# of any length. A look-up asks for so few, and the log's index adds the one row of the cancel before it.
+# Up to this many rows, `hash_text` and `hash_keys` hash text by text, at 3 us each: numpy's calls take 100 us for a
+# column of any length. Look-ups have so few texts, and so has the log's index, which adds one row after each cancel.
 FEW = 32
 
 
 def hash_one(text: str) -> int:
-    """Return the hash of a single text."""
+    """Hash a single text."""
     data = text.encode()
     h = len(data) * K0 & _TOP
     for at in range(0, len(data), 8):
@@ -61,7 +62,7 @@ def hash_one(text: str) -> int:
 
 
 def hash_text(column: pa.Array) -> UInt64Array:
-    """Hashes of a string column, one a row; the hash of a null is that of the empty string."""
+    """Hash each row of a string column. A null has the hash of the empty string."""
     count = len(column)
     if count <= FEW:
         return np.array([hash_one(text or "") for text in column.to_pylist()], np.uint64)
@@ -70,7 +71,7 @@ def hash_text(column: pa.Array) -> UInt64Array:
     offsets = np.frombuffer(offset_buffer, dtype=np.int32, count=count + 1, offset=column.offset * 4).astype(
         np.int64
     )
-    # Eight bytes of padding let the last word of the last row be read whole.
+    # Eight bytes of padding, so that the last word of the last row can be read whole.
     data = np.zeros(int(offsets[-1]) + 8, dtype=np.uint8)
     if offsets[-1]:
         data[:-8] = np.frombuffer(data_buffer, dtype=np.uint8, count=int(offsets[-1]))
@@ -100,7 +101,7 @@ def _mix(x: UInt64Array) -> UInt64Array:
 
 
 def hash_keys(unique_key: pa.Array, keys: pa.Array) -> tuple[UInt64Array, npt.NDArray[np.int64]]:
-    """(hashes, row numbers) of every unique key and every blank-separated key of a batch; unsorted."""
+    """Hash every unique key and every blank-separated key of a batch. Returns (hashes, row numbers), unsorted."""
     if len(keys) <= FEW:
         texts = [(key, row) for row, key in enumerate(unique_key.to_pylist()) if key is not None]
         for row, joined_keys in enumerate(keys.to_pylist()):
@@ -125,21 +126,21 @@ def hash_keys(unique_key: pa.Array, keys: pa.Array) -> tuple[UInt64Array, npt.ND
 
 MAGIC = b"TBKEYS2\x00"
 TRAILER = struct.Struct("<QQQ8s")
-_COVERED = struct.Struct("<QQ")  # of the trailer, by its own checksum
-BLOCK_PAIRS = 2_048  # 32 KiB: one read of a disk, some microseconds of checksum
-MERGE_PAIRS = 1 << 20  # in memory at a time while runs are merged: some 16 bytes each, four times
+_COVERED = struct.Struct("<QQ")  # the part of the trailer that its checksum covers
+BLOCK_PAIRS = 2_048  # 32 KiB: one disk read, and some microseconds for its checksum
+MERGE_PAIRS = 1 << 20  # in memory at once during a merge: some 16 bytes each, four times
 
 Pairs = tuple[UInt64Array, Int64Array]  # hashes, numbers
 
 
 class KeyRun:
-    """Pairs of a hash and a number, sorted by hash; over bytes, which may be those of a mapped file.
+    """Pairs of a hash and a number, sorted by hash, read from bytes, which may be a mapped file.
 
-    `names`: what the writer wants to be told again with them, as the files that the numbers speak of.
+    `names`: texts stored by the writer, such as the paths of the files to which the numbers refer.
     """
 
     def __init__(self, data: pa.Buffer) -> None:
-        """Read what stands behind the blocks; raise Corrupt."""
+        """Read the trailer, names and fences. Raises Corrupt."""
         if data.size < TRAILER.size:
             raise Corrupt("key run is shorter than its trailer")
         trailer = data.slice(data.size - TRAILER.size)
@@ -160,26 +161,27 @@ class KeyRun:
 
     @classmethod
     def build(cls, hashes: UInt64Array, numbers: Int64Array, names: Sequence[str] = ()) -> KeyRun:
-        """Return a run of unsorted pairs, in memory."""
+        """Build a run from unsorted pairs, in memory."""
         order = np.argsort(hashes, kind="stable")
         return cls(pa.py_buffer(b"".join(encode([(hashes[order], numbers[order])], names))))
 
     @property
     def data(self) -> pa.Buffer:
-        """Return the bytes of the file."""
+        """The bytes of the file."""
         return self._data
 
     def find_numbers(self, hashes: UInt64Array) -> Int64Array:
-        """Return the numbers, ascending, of keys that may be one of those hashed; compare the text before believing it.
+        """Find the numbers, ascending, of keys that may have one of these hashes. The caller compares the texts.
 
-        Raises Corrupt when a block that may hold one of them does not match its checksum.
+        Raises Corrupt when a block that may contain one of them does not match its checksum.
         """
         found, fences = set[int](), self._fences
         blocks: dict[int, Pairs] = {}
-        # One by one, by methods of the arrays: a look-up asks for few, and calls that take columns cost three times as
-        # much for each array that they make.
+        # A loop over hashes, with methods of the arrays: a look-up has few hashes, and vectorised calls cost three
+        # times as much for each array that they make.
         for wanted in hashes:
-            # It may stand at the end of the block before the one that begins with it, and in all that begin with it.
+            # The hash may be at the end of the block before the first block that begins with it, and in all that begin
+            # with it.
             first = max(1, int(fences.searchsorted(wanted))) - 1
             for block in range(first, int(fences.searchsorted(wanted, "right"))):
                 inside, numbers = blocks.get(block) or blocks.setdefault(block, self._block(block))
@@ -189,11 +191,11 @@ class KeyRun:
         return np.array(sorted(found), np.int64)
 
     def columns(self) -> Pairs:
-        """Return all pairs, sorted by hash; raise Corrupt."""
+        """Read all pairs, sorted by hash. Raises Corrupt."""
         return joined([self._block(block) for block in range(len(self._fences))])
 
     def between(self, low: int, high: int) -> Pairs:
-        """Return the pairs with low <= hash < high; raise Corrupt."""
+        """Read the pairs with low <= hash < high. Raises Corrupt."""
         begin = max(0, int(np.searchsorted(self._fences, np.uint64(low), side="left")) - 1)
         end = int(np.searchsorted(self._fences, np.uint64(min(high, _TOP)), side="right"))
         hashes, numbers = joined([self._block(block) for block in range(begin, end)])
@@ -211,7 +213,7 @@ class KeyRun:
 
 
 def encode(parts: Iterable[Pairs], names: Sequence[str] = ()) -> Iterator[bytes]:
-    """Yield the bytes of a run, piece by piece, of pairs that come sorted by hash."""
+    """Yield the bytes of a run, piece by piece, from parts of pairs that are sorted by hash."""
     fences, sums, pairs = list[int](), list[int](), 0
 
     def blocks(part: Pairs) -> Iterator[bytes]:
@@ -237,24 +239,24 @@ def encode(parts: Iterable[Pairs], names: Sequence[str] = ()) -> Iterator[bytes]
 
 
 def merge(runs: Sequence[KeyRun], changed: Callable[[int, Pairs], Pairs]) -> Iterator[Pairs]:
-    """Yield the pairs of these runs in one order, some MERGE_PAIRS at a time; raise Corrupt.
+    """Yield the pairs of these runs in one order, some MERGE_PAIRS at a time. Raises Corrupt.
 
-    `changed` is given the place of a run among them and pairs of it, and returns those to keep, with their new numbers.
+    `changed(index of a run, pairs of it)` returns the pairs to keep, with their new numbers.
     """
     total = sum(run.pairs for run in runs)
-    # Hashes are spread evenly, so equal shares of their range hold about as many pairs each.
+    # Hashes are evenly distributed, so equal parts of their range contain about equally many pairs.
     count = max(1, -(-total // MERGE_PAIRS))
     bounds = [(_TOP + 1) * at // count for at in range(count + 1)]
     for low, high in pairwise(bounds):
         parts = [changed(at, run.between(low, high)) for at, run in enumerate(runs)]
         hashes, numbers = joined(parts)
-        # Stable: a sort that makes use of the runs being sorted each.
+        # The stable sort is fast here, because the parts are sorted already.
         order = np.argsort(hashes, kind="stable")
         yield hashes[order], numbers[order]
 
 
 def joined(parts: Sequence[Pairs]) -> Pairs:
-    """Return the pairs of all these, one after the other."""
+    """Concatenate these pairs."""
     return (
         np.concatenate([np.empty(0, np.uint64), *(part[0] for part in parts)]),
         np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)]),

@@ -1,19 +1,21 @@
-"""Local times: a date and a time of day in a time zone, as instants.
+"""Convert local times (a date and a time of day in a time zone) to instants (points in time, independent of zones).
 
-Every edge and Spark resolve local times here, so one text means one instant on every machine. The rules of the zones
-are those of the `tzdata` package that Timeball is installed with. The files of the host, of Java and of DuckDB are
-never read, because they can be years older.
+All edges and Spark use this module, so one text means one instant on every machine. The rules of time zones come from
+the `tzdata` package with which Timeball is installed. The rules of the host, of Java and of DuckDB are never used,
+because they can be years older.
 
     local time             instant
     shown once             that one
     in a gap               the first instant after the gap
     shown twice            the first one
 
-One definition covers all three: the first instant at which a clock there has reached the local time. Of each stretch
-with one offset from UTC, `_reached` is the latest local time that has been shown when the stretch ends. These numbers
-never decrease, so one binary search finds the stretch, for one value and for a column.
+One definition covers all three cases: the first instant at which a clock in the zone has reached the local time. A zone
+is a sequence of periods with one offset from UTC each. For each period, `_reached` is the latest local time that clocks
+have shown by its end. These numbers never decrease, so one binary search finds the period, for one value and for a
+column.
 
-Times are microseconds since 1970, as numbers without bounds of a calendar. Local times are counted as if they were UTC.
+Times are numbers of microseconds since 1970, not limited to the years of a calendar. Local times are counted as if they
+were in UTC.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ _SECOND_US = 1_000_000
 DAY_US = 86_400 * _SECOND_US
 _EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - a local time
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
-# The Gregorian calendar repeats after 400 years, which are whole weeks: so do rules such as "last Sunday of March".
+# The Gregorian calendar repeats every 400 years. These are whole weeks, so rules such as "last Sunday of March" repeat
+# as well.
 _CYCLE_YEARS = 400
 _CYCLE_US = 146_097 * DAY_US
 _ALWAYS_US = 1 << 62  # beyond any instant
-_FAR_US = 1 << 60  # 36,000 years: what lies beyond is cut off here, so that no sum overflows
+_FAR_US = 1 << 60  # 36,000 years: columns are clipped to this, so that no sum overflows
 
-# RFC 9636, section 3: a header, the counts of what follows, and the data with times of 4 bytes; both again with 8.
+# RFC 9636, section 3: a header with counts, and data with times of 4 bytes. Then a header and data with times of 8
+# bytes.
 _HEADER_BYTES = 44
 _COUNTS = slice(20, 44)
 _NAME = r"(?:[A-Za-z]{3,}|<[A-Za-z0-9+-]{3,}>)"
@@ -55,19 +59,19 @@ _DAY = re.compile(rf"(?:M(\d+)\.(\d)\.(\d)|J(\d+)|(\d+))(?:/{_TIME})?")
 
 
 class _Data(NamedTuple):
-    """Data of a TZif file: when offsets change, and those that follow; `first_s` is the offset before all changes."""
+    """The data of a TZif file."""
 
-    changes_s: list[int]
-    offsets_s: list[int]
-    first_s: int
-    footer: str
+    changes_s: list[int]  # times when the offset changes
+    offsets_s: list[int]  # the offset after each change
+    first_s: int  # the offset before the first change
+    footer: str  # the rule for the time after the last change, as in POSIX's TZ
 
 
 class Zone:
-    """A time zone as stretches with one offset from UTC each."""
+    """A time zone: a sequence of periods with one offset from UTC each."""
 
     def __init__(self, name: str, changes_s: list[int], offsets_s: list[int], *, repeats: bool) -> None:
-        """`offsets_s` has one more than `changes_s`; with `repeats` the last 400 years of them come again."""
+        """`offsets_s` has one more entry than `changes_s`. With `repeats`, the last 400 years repeat for ever."""
         self.name = name
         self._starts = [-_ALWAYS_US, *(change * _SECOND_US for change in changes_s)]
         self._offsets = [offset * _SECOND_US for offset in offsets_s]
@@ -79,20 +83,20 @@ class Zone:
             self._reached.append(latest)
 
     def offset_us(self, instant_us: int) -> int:
-        """Return how far a clock there is ahead of UTC."""
+        """Compute how far a clock in the zone is ahead of UTC at an instant."""
         cycles = max(0, -((self._end_us - instant_us) // _CYCLE_US))
         return self._offsets[bisect_right(self._starts, instant_us - cycles * _CYCLE_US) - 1]
 
     def instant_us(self, local_us: int) -> int:
-        """Return the first instant at which a clock there has reached this local time."""
-        # A day more: local time is less than a day ahead of UTC, or behind it.
+        """Compute the first instant at which a clock in the zone has reached this local time."""
+        # One day more, because local time is less than a day ahead of UTC or behind it.
         cycles = max(0, -((self._end_us - DAY_US - local_us) // _CYCLE_US))
         local_us -= cycles * _CYCLE_US
         at = bisect_right(self._reached, local_us)
         return max(self._starts[at], local_us - self._offsets[at]) + cycles * _CYCLE_US
 
     def instants_us(self, local_us: Int64Array) -> Int64Array:
-        """Return what `instant_us` returns for each; far outside of any calendar, an instant that is as far."""
+        """Compute `instant_us` for each value. Values more than 36,000 years from 1970 are clipped to that first."""
         import numpy as np
 
         local = np.clip(local_us, -_FAR_US, _FAR_US)
@@ -104,14 +108,14 @@ class Zone:
         return found
 
     def is_shown(self, local_us: int) -> bool:
-        """Return whether a clock there ever shows this local time; False within a gap."""
+        """Check whether a clock in the zone ever shows this local time. Within a gap it does not."""
         instant_us = self.instant_us(local_us)
         return instant_us + self.offset_us(instant_us) == local_us
 
 
 def zone_named(name: str) -> Zone:
-    """Return a zone of the IANA's list; raise InvalidDelay for any other name."""
-    if name not in _names():  # only listed names are ever looked for in a folder
+    """Return a zone by its IANA name. Raises InvalidDelay for any other name."""
+    if name not in _names():  # so that only listed names are ever used as paths of files
         raise InvalidDelay(
             f"{name[:64]!r} is no time zone of the IANA's list (tzdata {VERSION}); write it as Europe/Berlin or UTC"
         )
@@ -119,12 +123,12 @@ def zone_named(name: str) -> Zone:
 
 
 def fixed_offset(offset_s: int) -> Zone:
-    """Return a zone that has always had this offset from UTC."""
+    """Build a zone that always has this offset from UTC."""
     return Zone("", [], [offset_s], repeats=False)
 
 
 def local_us(shown: datetime) -> int:
-    """Return a local time as a number; its tzinfo is not looked at."""
+    """Convert a local time to a number. Its tzinfo is ignored."""
     return (shown.replace(tzinfo=None) - _EPOCH) // timedelta(microseconds=1)
 
 
@@ -142,7 +146,7 @@ def _zone(name: str) -> Zone:
 
 
 def _read(data: bytes) -> _Data:
-    """Return the part of a file that has times of 8 bytes: version 2 or later of the format."""
+    """Decode the part of a file that has times of 8 bytes: version 2 or later of the format."""
     if data[:4] != b"TZif" or data[4:5] < b"2":
         raise ValueError("not a TZif file of version 2 or later")
     utc, standard, leaps, times, types, chars = _counts(data)
@@ -163,7 +167,7 @@ def _counts(data: bytes) -> tuple[int, ...]:
 
 
 def _made(name: str, data: _Data) -> Zone:
-    """Return the zone of a file, whose footer says how it goes on behind the last change."""
+    """Build the zone of a file. After the last change in the file, the rule in its footer applies."""
     changes, offsets = list(data.changes_s), [data.first_s, *data.offsets_s]
     rule = _FOOTER.fullmatch(data.footer)
     if rule is None:
@@ -185,12 +189,12 @@ def _made(name: str, data: _Data) -> Zone:
 
 
 class _Rule(NamedTuple):
-    """The day of each year at which clocks change, in POSIX's three forms, and the second of that day."""
+    """The yearly time at which clocks change: a day in one of POSIX's three forms, and the second of that day."""
 
-    month: int  # 0: no month, but the day of the year
-    week: int
-    day: int  # of the week from Sunday (0) on; without a month of the year
-    skips_leap_day: bool
+    month: int  # 0 if `day` is a day of the year
+    week: int  # of the month, 1 to 5; 5 is the last one
+    day: int  # of the week, from Sunday (0) on; without a month: of the year, from 0 on
+    skips_leap_day: bool  # the day of the year is counted without 29 February
     second: int
 
     @classmethod
@@ -206,7 +210,7 @@ class _Rule(NamedTuple):
         return cls(0, 0, int(found[5]), False, second)
 
     def local_s(self, year: int) -> int:
-        """Return the second since 1970, in local time."""
+        """Compute the time of the change in a year: seconds since 1970, in local time."""
         first = date(year, self.month or 1, 1).toordinal()
         day = first + self.day
         if self.month:

@@ -1,15 +1,19 @@
-"""What travels: one schema for every row of the log, and the kinds a row can have.
+"""The schema of messages: one schema for every row of the log, and the kinds of rows.
 
-A batch of messages is an Arrow record batch in `LOG_SCHEMA`; a single message exists only at the edges.
-The schema is the format: it is named by `SCHEMA_VERSION` in every frame header, so a change of a column
-means a new version and a reader for the old one (docs/formats/commit-log.md). `seq`, the row's sequence
-number, is not a column of the log: rows are dense within a frame, so the header's first number says it all.
+A batch of messages is an Arrow record batch in `LOG_SCHEMA`. Single messages exist only at the edges. The schema is the
+format: `SCHEMA_VERSION` in every frame header names it, so a changed column requires a new version and a reader for the
+old one (docs/formats/commit-log.md). `seq`, the sequence number of a row, is not a column of the log: the rows of a
+frame have consecutive numbers, and the frame header contains the first one.
 
-Kinds are small integers and zero is invalid, so that memory that was never written can never be a message.
+Kinds are small integers. Zero is invalid, so that memory that was never written can never be a message.
 
-META rows are state of the broker as a key (`unique_key`) and a value (`body`). An empty value deletes the key. Values
-under `secret/`, and a snapshot, stay inside the broker: what hands rows to the outside passes them through
+META rows are state of the broker, as a key (`unique_key`) and a value (`body`). An empty value deletes the key. Values
+under `secret/`, and the snapshot, stay inside the broker: code that gives rows to the outside passes them through
 `without_secrets`.
+
+A *promise* is a row that accepts a message for later: a scheduled message, a half message of a transaction, or a
+delivered message that returns to its group when its lease ends (broker/consuming/). It is *settled* when it is durably
+released or cancelled.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 SCHEMA_VERSION = 1
+# Batches up to this size count as small: their arrays are cached, and Python code beats Arrow kernels.
 SMALL_ROWS = 256
-ALIKE_ROWS = 64  # of fewer it costs as much to see that they are alike as to list them
+ALIKE_ROWS = 64  # for fewer rows, testing whether they are alike costs as much as listing them
 
-_ENDS_MAX = (1 << 31) - 1  # where a text of a column may end
+_ENDS_MAX = (1 << 31) - 1  # largest end offset of a text in a column (int32)
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -37,56 +42,60 @@ class Kind(IntEnum):
     """The kind of a row of the log. Values are on disk: never reuse one."""
 
     INVALID = 0
-    MESSAGE = 1  # visible at once
-    # Accepted, due later. Without an instant it is a half message, due when its transaction is committed; with a place
-    # in a queue (of the schedule's topic) it waits for a delay level.
+    MESSAGE = 1  # visible immediately
+    # Accepted, due later. Without a due time it is a half message, due when its transaction is committed. With a queue
+    # position (in the schedule topic) it waits for a delay level.
     PROMISE = 2
-    MOVED = (
-        3  # the promise named by `source_seq`, written again: it lies elsewhere, or is due at another instant
-    )
-    RELEASE = 4  # the message, now visible; `source_seq` names the promise it keeps
-    CANCEL = 5  # the promise named by `source_seq` will not be kept
-    TABLE = 6  # a change of the pending table: files join or leave it, or numbers are set aside (table/attachment.py)
-    META = 7  # state of the broker: `unique_key` names it, the body is its value; the last row counts
+    # The promise `source_seq`, written again: it is stored elsewhere now, or has another due time.
+    MOVED = 3
+    RELEASE = 4  # the message, now visible; `source_seq` is the promise that it releases
+    CANCEL = 5  # the promise `source_seq` will not be released
+    # A change of the pending table: files join or leave it, or numbers are reserved (table/attachment.py).
+    TABLE = 6
+    # State of the broker: `unique_key` is its key, the body its value. The last row of a key counts.
+    META = 7
 
 
 LOG_SCHEMA = pa.schema(
     [
         ("kind", pa.int8()),
         ("topic", pa.string()),
-        ("queue_id", pa.int32()),  # -1 until a queue is chosen, which happens when the row becomes visible
-        # Position in (topic, queue) of a visible row, or of a promise that waits for a delay level; null for others.
+        ("queue_id", pa.int32()),  # -1 until a queue is chosen, when the row becomes visible
+        # Position in (topic, queue) of a visible row, or of a promise that waits for a delay level. Otherwise null.
         ("queue_offset", pa.int64()),
         ("tag", pa.string()),
-        ("keys", pa.string()),  # blank-separated, as RocketMQ has them
-        ("unique_key", pa.string()),  # the message id a client knows
+        ("keys", pa.string()),  # separated by blanks, as in RocketMQ
+        ("unique_key", pa.string()),  # the message id that clients see
         ("body", pa.binary()),
-        ("properties", pa.string()),  # RocketMQ's own text form: name \x01 value \x02 …
+        ("properties", pa.string()),  # RocketMQ's text form: name \x01 value \x02 …
         ("born_ms", pa.int64()),
         ("born_host", pa.string()),
-        ("store_ms", pa.int64()),  # when this row was appended
+        ("store_ms", pa.int64()),  # time of the append of this row
         ("store_host", pa.string()),
         ("flag", pa.int32()),
         ("sys_flag", pa.int32()),
         ("reconsume_times", pa.int32()),
-        ("due_ms", pa.int64()),  # null for an ordinary message, a half message and the rows that end one
-        # Releases, cancels, moves: when the promise was appended (null: of a receipt).
-        # Promises: since when a delay counts.
+        # Null for an ordinary message, a half message, and the rows that end a half message.
+        ("due_ms", pa.int64()),
+        # Releases, cancels, moves: when the promise was appended (null: the promise is a lease receipt). Promises: the
+        # time from which the delay counts.
         ("accepted_ms", pa.int64()),
-        # Releases and cancels: the promise settled. Moves: the promise. Promises: the row handed out that
-        # they bring back to a consumer, if they are for that (broker/consuming/).
+        # Releases and cancels: the promise that they settle. Moves: the promise. Promises: the delivered row that they
+        # return to a consumer, if that is their purpose (broker/consuming/).
         ("source_seq", pa.int64()),
-        # Releases, cancels, moves: the row that gave the promise the instant it had; null when that is the promise.
+        # Releases, cancels, moves: the row that had set the promise's due time, or null when the promise's own row did.
         ("version_seq", pa.int64()),
+        # Moves to another due time: the previous one, or NO_INSTANT_MS for a half message. Null for moves to another
+        # place. Releases: the promised due time, if a clock step made the delay end at another time.
         (
             "from_due_ms",
             pa.int64(),
-        ),  # moves to another instant: the one before, NO_INSTANT_MS of a half; null for those to another place
-        # Releases: the instant promised, if a step of the clock has made a duration end at another.
+        ),
     ]
 )
 
-# What a send may say of a message; admission fills in the rest of its row. Each edge takes those its protocol has.
+# The fields that a send may give for a message. Admission fills in the rest of its row. Each edge accepts those that
+# its protocol has.
 SEND_COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
     "body": pa.binary(),
@@ -100,19 +109,20 @@ SEND_COLUMNS: dict[str, pa.DataType] = {
     "flag": pa.int32(),
     "sys_flag": pa.int32(),
     "reconsume_times": pa.int32(),
-    "due_ms": pa.int64(),  # absolute, milliseconds since 1970 UTC
-    "delay_ms": pa.int64(),  # relative; becomes absolute at admission
-    "delay_level": pa.int32(),  # RocketMQ's; at most one of these three
+    "due_ms": pa.int64(),  # absolute: milliseconds since 1970 UTC
+    "delay_ms": pa.int64(),  # relative; admission makes it absolute
+    "delay_level": pa.int32(),  # RocketMQ's; at most one of these three is set
 }
-# One message of a client that sends one at a time, before it is a row of a batch: a value for each of these.
+# The columns of a SendRow: one message of a client that sends single messages, before it becomes part of a batch.
 SEND_NAMES = [name for name in SEND_COLUMNS if name != "delay_ms"]
 SendRow = tuple[Any, ...]
-SendBatch = pa.RecordBatch | list[SendRow]  # columns of SEND_COLUMNS, or a row for each message
-LogRow = tuple[Any, ...]  # the same as a row of the log: a value for each column of LOG_SCHEMA
-ReadRow = tuple[Any, ...]  # and with its number before them: a value for each column of READ_SCHEMA
+SendBatch = pa.RecordBatch | list[SendRow]  # columns of SEND_COLUMNS, or one row per message
+LogRow = tuple[Any, ...]  # a row of the log: a value for each column of LOG_SCHEMA
+# A row with its number: a value for each column of READ_SCHEMA.
+ReadRow = tuple[Any, ...]
 
-# A promise at rest. Sorted by (due_ms, seq) within a file; see docs/formats/pending-table.md. `seq` is the row that
-# gave it its instant; `number` is the promise, null when that is the same row.
+# A promise in the pending table. Sorted by (due_ms, seq) within a file. See docs/formats/pending-table.md. `seq` is the
+# row that set its due time. `number` is the promise's own row, or null when that is the same.
 TABLE_SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -134,33 +144,33 @@ TABLE_SCHEMA = pa.schema(
     ]
 )
 
-# What readers get: the log's columns behind the sequence number.
+# The schema of reads: the sequence number, then the log's columns.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
 
-# `from_due_ms` of the row that gives a half message its first instant: a move from an instant that has long passed.
+# `from_due_ms` of a row that gives a half message its first due time, as if moved from a time long past.
 NO_INSTANT_MS = 0
 
-# RocketMQ's topic of those who wait for a delay level, a queue a level.
+# RocketMQ's topic of messages that wait for a delay level, with a queue per level.
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
-# Before a group's name: the topics of its second tries, and of its dead letters.
+# Prefixes of a group's name: the topic of its retries, and the topic of its dead letters.
 RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
 
-# RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
+# Bytes of RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
 STORED_OVERHEAD_BYTES = 91
 
-# Property of a CANCEL row: its reason, if the caller gave one.
+# Properties of a CANCEL row. The reason, if the caller gave one.
 CANCEL_REASON = "REASON"
-# Another: the account that has cancelled it, under an access file.
+# The account that cancelled it, if an access file is in use.
 CANCELLED_BY = "BY"
-# Another: the group of the cluster that the message was handed over to. Such a row holds the whole message, and this
-# is the last of its properties (broker/handed_rows.py).
+# The cluster group that the message was handed over to. Such a row contains the whole message, and this is its last
+# property (broker/handed_rows.py).
 HANDED_TO = "HANDED_TO"
 
-# Properties of a message that goes back to its group: which that is, and the topic that its consumers see.
+# Properties of a message that returns to its group: the group, and the topic that its consumers see.
 PRIORITY, LITE_TOPIC = "_SYS_MSG_PRIORITY_", "__LITE_TOPIC"  # of RocketMQ 5.5
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
-# When a member gave it back in its last delivery (ms since 1970); gone with the next delivery. And why a member last
-# gave it back, or up; that stays until another reason takes its place.
+# NACK_TIME: when a consumer negatively acknowledged the last delivery (ms since 1970). Removed at the next delivery.
+# NACK_REASON: why a consumer last did so, or gave the message up. Kept until another reason replaces it.
 NACK_TIME, NACK_REASON = "NACK_TIME", "NACK_REASON"
 
 PROPERTY_NAME_END = "\x01"
@@ -168,16 +178,15 @@ PROPERTY_END = "\x02"
 
 
 def encode_properties(properties: dict[str, str]) -> str:
-    """RocketMQ's text form of message properties (`MessageDecoder.messageProperties2String`)."""
+    """Encode message properties in RocketMQ's text form (`MessageDecoder.messageProperties2String`)."""
     return "".join(f"{k}{PROPERTY_NAME_END}{v}{PROPERTY_END}" for k, v in properties.items())
 
 
 def decode_properties(text: str) -> dict[str, str]:
-    """Inverse of `encode_properties`; entries without a name separator are ignored, as RocketMQ does."""
+    """Decode properties, inverse of `encode_properties`. Ignores entries without a name separator, as RocketMQ does."""
     found = {}
-    for entry in text.split(
-        PROPERTY_END
-    ):  # of all ways the fastest; every message of a RocketMQ client passes here
+    # The fastest way to split. Every message of a RocketMQ client passes here.
+    for entry in text.split(PROPERTY_END):
         name, is_pair, value = entry.partition(PROPERTY_NAME_END)
         if is_pair:
             found[name] = value
@@ -185,9 +194,9 @@ def decode_properties(text: str) -> dict[str, str]:
 
 
 def build_rows(count: int, **columns: object) -> pa.RecordBatch:
-    """A batch of `count` rows in LOG_SCHEMA from arrays, scalars or None; columns left out are null.
+    """Build a batch of `count` rows in LOG_SCHEMA from arrays, scalars or None. Omitted columns are null.
 
-    Arrays may be Arrow, numpy or sequences of length `count`. This is the one place that knows all columns.
+    Arrays may be Arrow, numpy or sequences of length `count`. This is the only place that lists all columns.
     """
     unknown = columns.keys() - set(LOG_SCHEMA.names)
     if unknown:
@@ -208,9 +217,9 @@ def _made_once(value: str | int, kind: pa.DataType, count: int) -> pa.Array:
 
 
 def repeated(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Array:
-    """`count` times the same value.
+    """Make an array with the same value `count` times.
 
-    Flags are 0 nearly always, the kind is one of few, and names are few too: made once for each small number of rows.
+    Flags are nearly always 0, kinds and names are few: such arrays are cached for each small number of rows.
     """
     if count <= SMALL_ROWS and (isinstance(value, str) or (isinstance(value, int) and -1 <= value <= 16)):
         return _made_once(value, kind, count)
@@ -218,8 +227,8 @@ def repeated(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Arra
 
 
 def _filled_with(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Array:
-    """`pa.repeat`, which lets another thread have the interpreter, and gets it back when that one likes."""
-    scalar = pa.scalar(value, kind)  # raises what is wrong with the value
+    """Do the same as `pa.repeat`, which releases the interpreter lock and may then wait long to get it back."""
+    scalar = pa.scalar(value, kind)  # raises the error for an invalid value
     if pa.types.is_integer(kind):
         values = np.full(count, value, kind.to_pandas_dtype())
         return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(values)])
@@ -231,22 +240,22 @@ def _filled_with(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.
 
 
 def byte_lengths(column: pa.Array) -> Int64Array:
-    """Bytes of each value of a string or binary column; 0 for a null.
+    """Compute the bytes of each value of a string or binary column, or 0 for a null.
 
-    From the offsets: this runs for every small batch, and a compute kernel costs more than the work.
+    It reads the offsets, because it runs for every small batch, for which a compute kernel costs more than the work.
     """
     if column.null_count == len(column):
         return np.zeros(len(column), dtype=np.int64)
     ends = np.frombuffer(column.buffers()[1], dtype=np.int32, offset=4 * column.offset, count=len(column) + 1)
     lengths = ends[1:] - ends[:-1]
     if column.null_count:
-        lengths[np.asarray(column.is_null())] = 0  # a null may have bytes behind it, which do not count
+        lengths[np.asarray(column.is_null())] = 0  # a null may have bytes in the data buffer
     return lengths.astype(np.int64)
 
 
 def _column(field: pa.Field, value: object, count: int) -> pa.Array:
     if value is None:
-        # Most columns of most batches are null, and most batches are small.
+        # Cached, because most columns of most batches are null, and most batches are small.
         return _nulls(field.type, count) if count <= SMALL_ROWS else pa.nulls(count, field.type)
     if isinstance(value, pa.ChunkedArray):
         value = value.combine_chunks()
@@ -258,12 +267,12 @@ def _column(field: pa.Field, value: object, count: int) -> pa.Array:
 
 
 def int64(column: pa.Array) -> Int64Array:
-    """The values of a null-free int64 column as numpy, without a copy."""
+    """View the values of a null-free int64 column as numpy, without a copy."""
     return np.asarray(column.to_numpy(zero_copy_only=True), dtype=np.int64)
 
 
 def lateness_ms(due_ms: int, accepted_ms: int | None, store_ms: int) -> int:
-    """Return how late a message was that became visible at `store_ms`; what was due before it was accepted is on time.
+    """Compute how late a message became visible at `store_ms`, in ms. A due time before acceptance is not late.
 
     >>> lateness_ms(1_000, 500, 1_007), lateness_ms(1_000, 5_000, 5_002)
     (7, 2)
@@ -272,13 +281,13 @@ def lateness_ms(due_ms: int, accepted_ms: int | None, store_ms: int) -> int:
 
 
 def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
-    """Return LOG_SCHEMA rows as READ_SCHEMA rows: the sequence numbers become a column."""
+    """Convert LOG_SCHEMA rows to READ_SCHEMA rows: the sequence numbers become a column."""
     seq = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))
     return pa.RecordBatch.from_arrays([seq, *rows.columns], schema=READ_SCHEMA)
 
 
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
-    """Return the bytes of each message as RocketMQ would store it; `few_rows.stored_size` does for values."""
+    """Compute the bytes of each message as RocketMQ would store it. `few_rows.stored_size` does so for one message."""
     total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
     for name in ("topic", "body", "properties"):
         total += byte_lengths(rows.column(name))
@@ -286,12 +295,12 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
 
 
 def codes_of(column: pa.Array) -> tuple[Int64Array, list[str]]:
-    """Return each row's number in the list of distinct values, and that list."""
-    # Nearly all batches are for one topic, and to see that costs a fifth of finding the values of many.
+    """Find the distinct values. Returns each row's index in the list of them, and that list."""
+    # Nearly all batches are for one topic, and this test costs a fifth of finding many values.
     if len(column) > ALIKE_ROWS and _are_alike(column):
         return np.zeros(len(column), dtype=np.int64), [column[0].as_py()]
     if len(column) <= SMALL_ROWS:
-        # A kernel's fixed cost is that of a hundred rows in Python, and most commits have fewer.
+        # A kernel's fixed cost is that of a hundred rows in Python, and most commits have fewer rows.
         values = column.to_pylist()
         if values.count(values[0] if values else None) == len(values):
             return np.zeros(len(values), dtype=np.int64), values[:1]
@@ -303,24 +312,24 @@ def codes_of(column: pa.Array) -> tuple[Int64Array, list[str]]:
 
 
 def _are_alike(texts: pa.Array) -> bool:
-    """Return whether a string column holds one value in all its rows, and no null."""
+    """Check whether a string column has the same value in all rows, and no null."""
     if texts.null_count or texts.type != pa.string():
         return False
     _, places, data = texts.buffers()
     ends = np.frombuffer(places, dtype=np.int32, offset=4 * texts.offset, count=len(texts) + 1)
     size = int(ends[1] - ends[0])
-    # Their sum first: texts that differ mostly differ in length.
+    # The total length first: different texts mostly have different lengths.
     if int(ends[-1] - ends[0]) != size * len(texts) or not (ends[1:] - ends[:-1] == size).all():
         return False
     if size == 0:
         return True
     held = np.frombuffer(data, dtype=np.uint8, offset=int(ends[0]), count=size * len(texts))
-    # All are the first one when each is the one before it.
+    # All are equal when each is equal to the one before it.
     return bool((held[size:] == held[:-size]).all())
 
 
 def alike(values: Int64Array) -> list[Int64Array]:
-    """Return the positions of each distinct value, in order."""
+    """Group equal values. Returns the positions of each distinct value, in order."""
     if len(values) == 1:
         return [np.zeros(1, dtype=np.int64)]
     # Stable: rows of one queue keep their order, which becomes the order of their offsets.
@@ -332,26 +341,26 @@ def alike(values: Int64Array) -> list[Int64Array]:
 
 
 def filled(column: pa.Array, value: str | int) -> pa.Array:
-    """Return the column with this value for nulls; itself when it has none: a kernel costs most then."""
+    """Replace nulls by this value. Returns the column itself without nulls, because a kernel costs most then."""
     return column.fill_null(value) if column.null_count else column
 
 
 # ---- META rows ------------------------------------------------------------------------------------------------
 
 SECRET_PREFIX = "secret/"
-SNAPSHOT_KEY = "snapshot"  # all other values at once, the secret ones too (log/checkpoint.py)
+SNAPSHOT_KEY = "snapshot"  # all other values at once, including the secret ones (log/checkpoint.py)
 
 
 def meta_rows(pairs: list[tuple[str, bytes]], now_ms: int) -> pa.RecordBatch:
-    """Return LOG_SCHEMA rows of these keys and values."""
+    """Build META rows (LOG_SCHEMA) of these keys and values."""
     keys, values = ([pair[at] for pair in pairs] for at in (0, 1))
     return build_rows(len(pairs), kind=int(Kind.META), unique_key=keys, body=values, store_ms=now_ms)
 
 
 def without_secrets(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the rows with null for each value that must not leave the broker; needs kind, key and body."""
+    """Replace values that must not leave the broker by null. The rows need the columns kind, unique_key and body."""
     is_meta = rows.column("kind").to_numpy() == Kind.META
-    # Most batches have no META row, and every read of the log from outside comes by here.
+    # Fast path: most batches have no META row, and every read of the log from outside passes here.
     if not is_meta.any():
         return rows
     keys = pc.fill_null(rows.column("unique_key"), "")

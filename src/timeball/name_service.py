@@ -1,4 +1,4 @@
-"""The name server of a process, over all groups of its cluster."""
+"""The name server of a process: it answers RocketMQ clients' look-ups for all groups of its cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from timeball.security import Security, load_client_tls
 
 
 class NameService:
-    """A name server and what it knows. Belongs to the event loop; the coordinator is its caller's to close."""
+    """A name server and its directory of the cluster's groups.
+
+    Belongs to the event loop. The caller closes the coordinator.
+    """
 
     def __init__(self, settings: Settings, coordinator: Coordinator) -> None:
         self._settings = settings
@@ -27,11 +30,11 @@ class NameService:
 
     @property
     def directory(self) -> Directory:
-        """Return who leads which group, read for as long as this runs."""
+        """The leader and replicas of each group, kept up to date while the service runs."""
         return self._directory
 
     async def start(self) -> int:
-        """Listen, unless there is no port for it; return the port. Raises SetupError."""
+        """Listen, unless the settings have no port for it. Returns the port, or -1. Raises SetupError."""
         settings, port = self._settings, -1
         if settings.name_server_port >= 0:
             port = await self._server.start(settings.host, settings.name_server_port)
@@ -39,18 +42,18 @@ class NameService:
         return port
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and reading the directory."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._server.close()
 
     def status(self) -> dict[str, object]:
-        """Return what the status of a cluster's node says of groups, as answers.Status has it."""
+        """Return the fields of a cluster node's status about groups, in the form of answers.Status."""
         directory = self._directory
         kept = {group: directory.replicas(group, "flight") for group in sorted(directory.views)}
         found = [{"group": group, "addresses": addresses} for group, addresses in kept.items() if addresses]
-        # Before the coordinator was read there are none, and a reader must not take its group for the only one.
+        # None until the coordinator has been read: a reader must not take its group for the only one.
         return {"group": self._settings.group, "groups": found or None}
 
     def _groups(self) -> list[GroupPlace]:

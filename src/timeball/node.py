@@ -1,8 +1,8 @@
-"""The composition root: builds every part from the settings, starts them in order, stops them in reverse.
+"""The composition root: builds a broker's parts from the settings, starts them in order, and stops them in reverse.
 
-Start: claim the folder, read the checkpoint, open the log, rebuild the caches, open the gates. Nothing is
-acknowledged and nothing released before the caches agree with the log. Stop: close the gates, let the log
-finish, save a checkpoint. A failure of the storage stops the node and is what `run_until_signal` raises.
+Start: lock the folder, read the checkpoint, open the log, rebuild the caches, open the ports. Nothing is acknowledged
+or released before the caches agree with the log. Stop: close the ports, let the log finish, save a checkpoint. A
+storage failure stops the node, and `run_until_signal` raises it.
 """
 
 from __future__ import annotations
@@ -73,32 +73,38 @@ logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.000_5
 
-Hot = tuple[Opened, Applying]
+Hot = tuple[Opened, Applying]  # a follower's open log, and its caches with all rows of this log applied
 
 
 class Node:
-    """One broker process. `files` and `clock` are arguments so that tests can cut the power and jump in time."""
+    """One broker process.
+
+    `files` and `clock` are arguments so that tests can simulate power cuts and set the clock.
+    """
 
     def __init__(
         self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
         leading: Leading | None = None, replica: ReplicaReadOuts | None = None,
     ) -> None:  # fmt: skip
-        """Build on `files`, already claimed, or on those of the settings. `leading`: the log has other replicas."""
+        """Build on `files`, which are locked already, or on the folder of the settings.
+
+        `leading` and `replica` are given in a cluster, whose log has other replicas.
+        """
         self.settings, self._leading, self._replica = settings, leading, replica
         self.clock = clock or SystemClock()
         self._real_files = RealFiles(settings.data) if files is None else None
         chosen = files or self._real_files
         assert chosen is not None
         self.files: Files = chosen
-        self.build_broker: Callable[..., Broker] = (
-            Broker  # of a cluster's group: one that asks the others, too
-        )
+        # In a cluster, a function that builds a GroupedBroker, which also asks other groups.
+        self.build_broker: Callable[..., Broker] = Broker
         self.broker: Broker
         self.upkeep: Upkeep
         self.security = OPEN
         self.edges: Edges | None = None
         self._traces: Tracing | None = None
-        self.cluster_status: Callable[[], dict[str, object]] = dict  # more of it, given by a cluster's node
+        # In a cluster, a function that returns further fields of the status.
+        self.cluster_status: Callable[[], dict[str, object]] = dict
         reader, background, lookup = (
             ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("reader", "background", "lookup")
         )
@@ -112,38 +118,38 @@ class Node:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
+        """The port for Flight clients."""
         return self._port("flight")
 
     @property
     def name_server_port(self) -> int:
-        """The port that RocketMQ clients look topics up at; -1 when there is none."""
+        """The port for RocketMQ clients' look-ups of topics, or -1 if there is none."""
         return self._port("name_server")
 
     @property
     def remoting_port(self) -> int:
-        """The port that RocketMQ clients send to and pull from; -1 when there is none."""
+        """The port for RocketMQ clients' sends and pulls, or -1 if there is none."""
         return self._port("remoting")
 
     @property
     def grpc_port(self) -> int:
-        """The port that RocketMQ 5's gRPC clients connect to; -1 when there is none."""
+        """The port for RocketMQ 5's gRPC clients, or -1 if there is none."""
         return self._port("grpc")
 
     @property
     def http_port(self) -> int:
-        """The port that HTTP clients connect to; -1 when there is none."""
+        """The port for HTTP clients, or -1 if there is none."""
         return self._port("http")
 
     def _port(self, name: str) -> int:
         return self.edges.ports[name] if self.edges is not None else -1
 
     async def start(self, *, listen: bool = True, hot: Hot | None = None) -> None:
-        """Recover and serve; raises SetupError, Corrupt or OverLimit and leaves nothing behind.
+        """Recover and serve. If it raises SetupError, Corrupt or OverLimit, all resources are released again.
 
-        `hot`: a follower begins to serve with the log that it has open, and the caches that have applied all of it.
+        `hot` is given when a follower becomes the leader: its open log, and its caches.
         """
-        # The default lets a busy thread hold the interpreter for 5 ms, which is all the lateness we may have.
+        # By default, a busy thread may hold the interpreter for 5 ms. That is all the lateness that a message may have.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._failed = asyncio.get_running_loop().create_future()
         self.security = Security(self.settings)
@@ -156,7 +162,7 @@ class Node:
             if listen:
                 await recovering.start()
             await self._build(hot)
-            # Before the ports are opened: what clients need takes longer to import than the log to read.
+            # Releases begin before the ports open: importing the code for clients takes longer than reading the log.
             self._run_until_stop(self.broker.ticker.run())
             self._run_until_stop(self._loop_lag.run())
             self.metrics = await in_thread(self._threads[2], self._metrics)
@@ -165,9 +171,9 @@ class Node:
             await self.broker.mover.follow()
             if listen:
                 await self._listen(recovering)
-        except BaseException:  # of any kind: the folder must not stay claimed
+        except BaseException:  # even a cancellation must not leave the folder locked
             recovering.close()
-            if self._ticker_tasks:  # it releases already
+            if self._ticker_tasks:  # releases have begun already
                 await self._end_tasks()
                 await self._end_writes()
             if self._real_files is not None:
@@ -241,7 +247,9 @@ class Node:
         self.broker.mover.follow_later(found.bring_up)
         await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
-        await writer.flushed()  # what was in flight is served from now on: no later start may find it
+        # The leases that the last stop saved are in use again. Their deletion from the log must be durable before the
+        # node serves, so that the start after a crash does not restore them again.
+        await writer.flushed()
         self.upkeep = Upkeep(self.broker, found.snapshot_seq, found.log_from_seq)
 
     def _metrics(self) -> Metrics:
@@ -265,7 +273,7 @@ class Node:
             await self.broker.mover.adopt(waiting)
 
     async def _apply_log(self) -> tuple[Opened, Applying, msgspec.Struct | None]:
-        """Read checkpoint and log; return also the state that the strategy saved with the checkpoint."""
+        """Read checkpoint and log. Also returns the state that the strategy saved with the checkpoint."""
         saved = checkpoint.load(self.files)
         opened = await self._open_log(saved)
         start = starting_point(saved, opened.segments)
@@ -321,17 +329,17 @@ class Node:
         )  # fmt: skip
 
     async def stop(self) -> None:
-        """Finish what was accepted, save, and give the folder back."""
+        """Finish accepted requests, save a checkpoint, and unlock the folder."""
         await self.close_edges()
         await self.finish()
 
     async def close_edges(self) -> None:
-        """Stop listening, and let the last answers leave."""
+        """Stop listening, and send the last answers."""
         closing = [] if self.edges is None else [self.edges.close()]
         await asyncio.gather(self.broker.parts.leave_store(), *closing)
 
     async def finish(self) -> None:
-        """Append the state of memory, save, and give the folder back; requests that still come are refused."""
+        """Append state that is only in memory, save a checkpoint, and unlock the folder. Refuses further requests."""
         await self._end_tasks()
         await self.broker.consuming.close()
         await self._end_writes()
@@ -348,9 +356,9 @@ class Node:
             self._real_files.unlock()
 
     async def run_until_signal(self, before_stop: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until SIGTERM or SIGINT; raises what stopped the storage. SIGHUP: the access file is read again.
+        """Serve until SIGTERM or SIGINT. Raises the error that stopped the storage. SIGHUP reloads the access file.
 
-        `before_stop` runs while the broker still answers, so that its clients can end in order.
+        `before_stop` runs while the broker still answers, so that its clients can end in an orderly way.
         """
         assert self._failed is not None
         loop, asked = asyncio.get_running_loop(), stop_asked()
@@ -366,7 +374,7 @@ class Node:
             self._failed.result()
 
     def when_failed(self, call: Callable[[BaseException], None]) -> None:
-        """Call with what stops the storage, as soon as it is known."""
+        """Register a function that is called with the error that stops the storage."""
 
         def tell(done: asyncio.Future[None]) -> None:
             error = None if done.cancelled() else done.exception()
@@ -377,8 +385,8 @@ class Node:
         self._failed.add_done_callback(tell)
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
-        """The broker's figures and the process's."""
-        import psutil  # with the edges (protocols/edges.py): before the first release it would cost 15 ms
+        """Return the figures of the broker and of the process."""
+        import psutil  # not at the top: it would delay the first release by 15 ms; protocols/edges.py imports it, too
 
         with lent(RESERVE_OF_LIBRARIES):
             memory = psutil.Process().memory_info()
@@ -388,7 +396,8 @@ class Node:
             "tzdata": local_time.VERSION,
             "pid": os.getpid(),
             "rss_bytes": memory.rss,
-            "anon_bytes": memory.rss - memory.shared,  # without the mapped log, which is page cache
+            # Without the mapped log, which belongs to the page cache.
+            "anon_bytes": memory.rss - memory.shared,
             "disk": {
                 "free_bytes": self.files.free_bytes(),
                 "no_room": self.broker.parts.writer.no_room,

@@ -1,10 +1,10 @@
-"""Where tables and files lie: what Arrow, delta-rs and Spark each want to be told about one place.
+"""Locations of tables and files: converts a URI to the file systems and options of Arrow, delta-rs and Spark.
 
-The only module that knows. A place is a folder, or a URI: `file`, `s3` (Hadoop's `s3a` means the same), or what the
-libraries know besides: `gs`, `abfss`, `hdfs`. The rest of the package hands URIs on as they are.
+A *place* is a folder's path or a URI with the scheme `file`, `s3` (Hadoop's `s3a` means the same), or another scheme of
+the libraries: `gs`, `abfss`, `hdfs`. Only this module interprets places. All other code passes them on unchanged.
 
-How S3 is reached stands in the environment, under the names that Amazon's own tools use; so it reaches the workers of
-Spark as well, and no key stands in a URI, which goes into logs and statuses:
+The access to S3 is configured by environment variables, under the names that Amazon's tools use. So it also works in
+the workers of Spark, and no URI contains a key: URIs appear in logs and statuses.
 
     AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL       a server that is not Amazon's
     AWS_REGION, AWS_DEFAULT_REGION              us-east-1 where only an endpoint is named
@@ -24,26 +24,26 @@ from timeball.errors import SetupError
 
 S3_SCHEMES = ("s3", "s3a")
 DEFAULT_REGION = "us-east-1"
-# An object store has keys and no folders. Spark needs a jar for each, which its package lacks.
+# Object stores have keys, but no folders. Spark needs a jar for each kind of store, which its package does not contain.
 OBJECT_STORES = (*S3_SCHEMES, "gs", "gcs", "abfs", "abfss", "az")
-# Amazon's name -> Arrow's; delta-rs takes Amazon's.
+# Amazon's name -> Arrow's name. delta-rs uses Amazon's names.
 _KEYS = {
     "AWS_ACCESS_KEY_ID": "access_key",
     "AWS_SECRET_ACCESS_KEY": "secret_key",
     "AWS_SESSION_TOKEN": "session_token",
 }
-# A store that does not answer is an error within a minute, not a task that hangs.
+# With these timeouts, a store that does not answer causes an error within a minute, so that no task hangs.
 _CONNECT_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 20.0
 
 
 def in_object_store(place: str) -> bool:
-    """Return whether a place is in an object store."""
+    """Check whether a place is in an object store."""
     return _scheme(place) in OBJECT_STORES
 
 
 def arrow(place: str, environment: Mapping[str, str] = os.environ) -> tuple[fs.FileSystem, str]:
-    """Return Arrow's file system for a place, and the path there; SetupError when Arrow cannot reach such a place."""
+    """Return Arrow's file system for a place, and the path in it. Raises SetupError if Arrow cannot reach the place."""
     try:
         if _scheme(place) in S3_SCHEMES:
             return fs.S3FileSystem(**_arrow_options(environment)), _s3_path(place)
@@ -58,7 +58,7 @@ def arrow(place: str, environment: Mapping[str, str] = os.environ) -> tuple[fs.F
 def arrow_all(
     places: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[fs.FileSystem, list[str]]:
-    """Return Arrow's file system for places of one kind, at least one, and the path of each."""
+    """Return Arrow's file system for places, and the path of each. `places` is not empty and has one scheme."""
     files, first = arrow(places[0], environment)
     if _scheme(places[0]) in S3_SCHEMES:
         return files, [_s3_path(place) for place in places]
@@ -66,10 +66,10 @@ def arrow_all(
 
 
 def delta(place: str, environment: Mapping[str, str] = os.environ) -> tuple[str, dict[str, str] | None]:
-    """Return the URI of a table as delta-rs wants it, and its `storage_options`.
+    """Return the URI of a table in delta-rs's form, and its `storage_options`.
 
-    delta-rs commits with a conditional put where the place is S3: the store refuses the second of two commits of one
-    version, so no lock service is needed.
+    On S3, delta-rs commits with a conditional put: the store refuses the second of two commits of one version, so no
+    lock service is needed.
     """
     if _scheme(place) not in S3_SCHEMES:
         return place, None
@@ -85,9 +85,9 @@ def delta(place: str, environment: Mapping[str, str] = os.environ) -> tuple[str,
 
 
 def spark_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the settings by which Spark's own checkpoints reach the same S3, if Spark is given `hadoop-aws`.
+    """Return the settings with which Spark's own checkpoints reach the same S3, if Spark has the jar `hadoop-aws`.
 
-    Without the keys: Hadoop finds them in the environment, and settings are shown in Spark's pages.
+    They contain no keys, because Spark's web UI shows settings. Hadoop finds the keys in the environment.
     """
     prefix, settings = "spark.hadoop.fs.s3a", dict[str, str]()
     if region := _region(environment):
@@ -107,7 +107,7 @@ def _arrow_options(environment: Mapping[str, str]) -> dict[str, object]:
     if endpoint := _endpoint(environment):
         scheme, _, address = endpoint.partition("://")
         options |= {"endpoint_override": address.rstrip("/"), "scheme": scheme}
-    # A small file is one request, and is there whole or not at all; without this it is three.
+    # With this, a small file is written by one request instead of three, and so exists completely or not at all.
     options["allow_delayed_open"] = True
     return options | {"connect_timeout": _CONNECT_TIMEOUT_S, "request_timeout": _REQUEST_TIMEOUT_S}
 
@@ -125,11 +125,11 @@ def _region(environment: Mapping[str, str]) -> str | None:
 
 
 def _s3_path(place: str) -> str:
-    """Return bucket/key; SetupError for a URI that says how the store is reached."""
+    """Return bucket/key. Raises SetupError for a URI that contains credentials or parameters."""
     path = place.partition("://")[2].strip("/")
     bucket = path.partition("/")[0]
     if not bucket or "@" in bucket or "?" in path:
-        # Not the URI itself: what is wrong with it may be a key.
+        # The error does not contain the URI, because the wrong part may be a secret key.
         raise SetupError("an s3 place is s3://bucket/path alone: keys and endpoint stand in AWS_… variables")
     return path
 

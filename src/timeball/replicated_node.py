@@ -1,8 +1,9 @@
 """A node of a cluster: a replica of a group's log, and the group's broker while this replica leads.
 
-Until it leads, the node forwards what comes to its ports to the leader. When its replica leads, the broker is built on
-the replica's log and takes over the ports. When it leads no more the process ends, and the next one follows: what a
-former leader has in memory is worth nothing (docs/decisions/0003-fail-stop.md).
+While the replica follows, the node forwards connections to its ports to the leader. When the replica becomes the
+leader, the broker is built on the replica's log and takes over the ports. When its leadership ends, the process ends,
+and the next process starts as a follower: the state in a former leader's memory cannot be trusted
+(docs/decisions/0003-fail-stop.md).
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from timeball.stop_signals import stop_asked
 
 logger = logging.getLogger(__name__)
 
-QUORUM_TTLS = 3  # a leader that hears no majority for so many lease times stops
-HAND_OVER_S = 2.0
+QUORUM_TTLS = 3  # a leader without contact to a majority stops after this many lease times
+HAND_OVER_S = 2.0  # longest wait for the hand-over to the next leader
 LOOK_S = 0.01
 
 
 class LentDisk(Disk):
-    """The replica's thread as the broker's disk thread, which outlives the broker."""
+    """The replica's thread in the role of the broker's disk thread. The thread outlives the broker."""
 
     def __init__(self, thread: ReplicaThread) -> None:
         self.post, self._submit = thread.post, thread.submit  # type: ignore[method-assign]
@@ -68,11 +69,11 @@ class LentDisk(Disk):
         return self._submit(fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing: the replica goes on."""
+        """Do nothing, because the replica still needs the thread."""
 
 
 class ReplicatedNode:
-    """One replica, in one process."""
+    """The process of one replica. Belongs to the event loop."""
 
     def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         self.settings, self._clock = settings, clock or SystemClock()
@@ -98,13 +99,11 @@ class ReplicatedNode:
         self._others: GroupCalls
 
     async def start(self) -> None:
-        """Open the replica's log, join the cluster, and listen; raises SetupError and what the disk says."""
+        """Open the replica's log, join the cluster, and listen. Raises SetupError and storage errors."""
         settings = self.settings
         self._security = Security(settings)
         check_folder(self.files)
-        async with (
-            AsyncExitStack() as undo
-        ):  # a start that fails leaves no folder claimed, and no port in use
+        async with AsyncExitStack() as undo:  # a start that fails unlocks the folder and frees the ports
             self.files.lock()
             undo.callback(self.files.unlock)
             write_format(self.files)
@@ -145,7 +144,7 @@ class ReplicatedNode:
         self.member.start(self.thread)
 
     async def run_until_signal(self) -> BaseException | None:
-        """Follow or lead until SIGTERM or SIGINT; return None then, and else why the process must begin anew."""
+        """Follow or lead until SIGTERM or SIGINT, then return None. Otherwise returns why the process must restart."""
         loop, asked = asyncio.get_running_loop(), stop_asked()
         if self._security.access is not None:
             loop.add_signal_handler(signal.SIGHUP, self._reload)
@@ -162,7 +161,7 @@ class ReplicatedNode:
             self.broker_node.security.reload()
 
     async def stop(self) -> None:
-        """Hand over if this replica leads, and end in order."""
+        """Hand over if this replica leads, and stop all parts in order."""
         if self._serve_task is not None:
             await asyncio.wait([self._serve_task])
         if self._hand_over_task is not None:
@@ -181,14 +180,14 @@ class ReplicatedNode:
     # -- duties that the member brings (cluster/member.py) -----------------------------------------------------------
 
     def apply(self, seq: int) -> None:
-        """Bring the follower's caches up to a row."""
+        """Apply committed rows up to `seq` to the follower's caches, in the background."""
         self._apply_to_seq = seq
         if self._apply_task is None or self._apply_task.done():
             self._apply_task = asyncio.create_task(self._apply())
             self._apply_task.add_done_callback(self._applied)
 
     async def _apply(self) -> None:
-        # What is told meanwhile is applied in the next round: many small commits cost one.
+        # Rows that are committed meanwhile are applied in the next round, so many small commits cost only one round.
         to_seq = 0
         while to_seq < self._apply_to_seq:
             to_seq = self._apply_to_seq
@@ -199,18 +198,18 @@ class ReplicatedNode:
             self.end(error)
 
     def serve(self, epoch: int) -> None:
-        """Build the broker on the replica's log."""
+        """Start to lead: build the broker on the replica's log, in the background."""
         logger.info("replica leads epoch=%d", epoch)
         self._serve_task = asyncio.create_task(self._serve())
 
     def hand_over(self, node: str) -> None:
-        """Stop serving, let this node lead, and end the process; nothing when that is under way."""
+        """Stop serving, let `node` lead, and end the process. Does nothing if this is in progress already."""
         if self.broker_node is not None and self._hand_over_task is None:
             logger.info("replica hands over node=%s", node)
             self._hand_over_task = asyncio.create_task(self._give_way(self.broker_node, node))
 
     def figures(self) -> ReplicaFigures:
-        """Return the replica's figures."""
+        """Collect the replica's figures for status and metrics."""
         thread, member = self.thread, self.member
         state, offsets = thread.state, thread.clock_offsets.ms
         peers = state.lead.peers if state.lead else {}
@@ -230,7 +229,7 @@ class ReplicatedNode:
         return await survey(self._coordinator)
 
     def end(self, error: BaseException) -> None:
-        """End the process: it leads no more, or its disk has failed."""
+        """End the process, because it no longer leads or its disk has failed."""
         if not self._ended.done():
             self._ended.set_result(error)
 
@@ -240,7 +239,7 @@ class ReplicatedNode:
                 await self._apply_task
             opened = await asyncio.wrap_future(self.thread.submit(self._log.opened))
             hot = await in_thread(self._applier, self._caches.finish, opened.segments.next_seq)
-            # The broker is built on all files that the log names: what this disk lacks, another one has.
+            # The broker needs all data files that the log names. Those missing on this disk come from other replicas.
             await asyncio.wrap_future(self.data_files.complete())
             self._gateway.stop_listening()
             self._draining = asyncio.create_task(self._gateway.drain())
@@ -255,30 +254,30 @@ class ReplicatedNode:
             self.broker_node = node
             node.when_failed(self.end)
             self.serving.set()
-        except BaseException as error:  # of any kind: no caller awaits this task
+        except BaseException as error:  # no caller awaits this task, so every error must end the process here
             self.end(error)
 
     async def _give_way(self, broker: Node, node: str) -> None:
-        """Hand over as a stop does, and begin anew as a follower."""
+        """Hand over as in `stop`, and end the process, so that the next one starts as a follower."""
         try:
             await self._leave(broker, node)
             if self.thread.state.role is not Role.STOPPED:
-                await self.member.close()  # the group is free: another may lead it without waiting
+                await self.member.close()  # frees the group, so that another replica can lead without waiting
             self.end(LeaseLost(f"handed over to {node}"))
-        except BaseException as error:  # of any kind: no caller awaits this task
+        except BaseException as error:  # no caller awaits this task, so every error must end the process here
             self.end(error)
 
     async def _leave(self, broker: Node, node: str) -> None:
-        """Stop serving and hand over, to this node if one is named."""
-        # The last answers may take a while to leave; the next leader need not wait for that.
+        """Stop serving and hand over to `node`, or to any replica if `node` is ""."""
+        # Sending the last answers may take a while. The next leader does not have to wait for it.
         closing = asyncio.create_task(broker.close_edges())
-        await asyncio.sleep(0)  # no port is listened on any more
+        await asyncio.sleep(0)  # lets the task run until the ports are closed
         await broker.finish()
         await self._hand_over(node)
         await closing
 
     async def _hand_over(self, node: str) -> None:
-        """Let this replica lead, or, if none is named, one that has the whole log."""
+        """Let `node` lead or, if it is "", a replica that has the whole log. Waits at most HAND_OVER_S."""
         state = self.thread.state
         lead = state.lead
         if lead is None:
@@ -305,7 +304,7 @@ class ReplicatedNode:
         return PeerTls(*load_peer_tls(settings.replication_ca, settings.tls_cert, settings.tls_key))
 
     def _http(self) -> Http | None:
-        """Return how a follower reads HTTP; None when it forwards it unread."""
+        """Build the follower's handling of HTTP requests. None means that it forwards connections unread."""
         settings, security = self.settings, self._security
         pages = ForeignPages(
             settings, has_accounts=security.access is not None, cluster_hosts=self._names.directory.hosts
@@ -316,13 +315,14 @@ class ReplicatedNode:
         if security.tls is None:
             return Http(answers)
         if not settings.replication_ca:
-            return None  # the leader's certificate could not be checked
+            return None  # without a CA, this node could not check the leader's certificate
         return Http(answers, security.tls.http, load_client_tls(settings.replication_ca, "", ""))
 
     def _broker_settings(self) -> Settings:
-        """Return the settings of the broker: clients of RocketMQ know a group as a broker.
+        """Return the settings of the group's broker.
 
-        This node's name server answers for all groups, those that other nodes lead included.
+        Unless the broker's name is set, it is the group's name, because RocketMQ clients see a group as a broker. The
+        broker has no name server: that of this node answers for all groups, including those that other nodes lead.
         """
         settings = self.settings
         name = settings.group if settings.broker_name == BROKER_NAME else settings.broker_name

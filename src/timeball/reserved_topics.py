@@ -1,9 +1,9 @@
-"""Topics that belong to the broker: clients may read some of them and write none.
+"""System topics: clients may not create or delete them, and may not send to most of them.
 
-A client that could write into the schedule's topic or the half messages' topic would forge promises and
-transactions. The names and the sentences are RocketMQ's; the answer's code is NO_PERMISSION for a send and
-INVALID_PARAMETER for an attempt to create or delete one. A forbidden name is told from its letters alone, so
-a topic that does not exist here is refused as well (`rmq_sys_wheel_timer`: our timer has no such topic).
+A client that could write to the schedule topic or to the topic of half messages could forge scheduled messages and
+transactions. The names and the error messages are RocketMQ's. The code of the answer is NO_PERMISSION for a send, and
+INVALID_PARAMETER for an attempt to create or delete such a topic. Only the name decides, so names that exist only in
+RocketMQ are refused as well (`rmq_sys_wheel_timer`: our timer has no topic).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYSTEM_PREFIX = "rmq_sys_"
 
 AUTO_CREATE_TOPIC = "TBW102"  # a producer asks for its route before it writes to a topic that does not exist
 BENCHMARK_TOPIC = "BenchmarkTest"
-TRACE_TOPIC = "RMQ_SYS_TRACE_TOPIC"  # where clients write their traces to
+TRACE_TOPIC = "RMQ_SYS_TRACE_TOPIC"  # RocketMQ's clients write their traces to it
 
 _NOT_WRITABLE = frozenset(
     {
@@ -28,29 +28,30 @@ _NOT_WRITABLE = frozenset(
     }
 )  # fmt: skip
 _SYSTEM = _NOT_WRITABLE | {AUTO_CREATE_TOPIC, BENCHMARK_TOPIC, TRACE_TOPIC}
-SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # what tools leave out of lists
+SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # tools leave these out of lists
 
 
-# Topics that only RocketMQ's own clients write, as a part of their retries. Nothing that is scheduled goes there.
+# Topics that rules.py refuses for scheduled messages. Retry and dead letter topics are among them, because only
+# RocketMQ's own clients write to these, as a part of their retries.
 NOT_SCHEDULED = tuple(sorted(_NOT_WRITABLE))
 NOT_SCHEDULED_PREFIXES = (SYSTEM_PREFIX, RETRY_PREFIX, DLQ_PREFIX)
 
 
 def reply_topic(cluster_name: str) -> str:
-    """Return the topic that clients reply to requests in."""
+    """Return the topic to which clients send replies to requests."""
     return f"{cluster_name}_REPLY_TOPIC"
 
 
 def forbidden(topic: str) -> str | None:
-    """Return why no client may send to this topic; None when it may. The code to it is NO_PERMISSION."""
+    """Return the reason why no client may send to this topic, or None if it may. Its code is NO_PERMISSION."""
     if topic in _NOT_WRITABLE or topic.startswith(SYSTEM_PREFIX):
-        # RocketMQ's own sentences: its tools and clients show or compare them.
+        # RocketMQ's exact text, which its tools and clients show or compare.
         return f"Sending message to topic[{topic}] is forbidden."
     return None
 
 
 def conflict(topic: str) -> str | None:
-    """Return why no client may create or delete this topic; None when it may. The code is INVALID_PARAMETER."""
+    """Return the reason why no client may create or delete this topic, or None. Its code is INVALID_PARAMETER."""
     if topic in _SYSTEM or topic.startswith(SYSTEM_PREFIX):
         return f"The topic[{topic}] is conflict with system topic."
     return None

@@ -1,11 +1,11 @@
-"""What a message may be: one table of rules, each for a whole column and for a single value.
+"""The rules for messages, in one table. Each rule can check a whole column or a single value.
 
-    admission         refuses a batch by `check_columns`, and an instant by `check_instants`
-    Spark's writer    sorts rows out by `first_broken`; its survey makes Spark expressions of the rules' `shape`
+    admission         refuses a batch by `check_columns`, and due times by `check_instants`
+    Spark's writer    separates bad rows by `first_broken`; its survey makes Spark expressions of the rules' `shape`
     codecs, client    check a message before it is a row, by `fault` and `check`
 
-Which topic a caller may send to is no rule of the message: broker/policy.py decides that. Nothing here waits, or reads
-a clock or a disk.
+Whether a caller may send to a topic is not a rule of the message: broker/policy.py decides that. Nothing here waits, or
+reads a clock or a disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from timeball.message import (
 BoolArray = npt.NDArray[np.bool_]
 Keys: TypeAlias = str | Iterable[str]
 
-# The longest value of each text, in bytes.
+# The longest value of each text, in bytes (UTF-8).
 BYTES_MAX = {
     "topic": limits.TOPIC_BYTES_MAX,
     "body": limits.BODY_BYTES_MAX,
@@ -52,15 +52,16 @@ _UNKNOWN_FIELD = re.compile("unknown field `([^`]*)`")
 KEY_TEXT = "a key has no blanks and no control characters, because blanks separate keys"
 MARKS = f"[{PROPERTY_NAME_END}{PROPERTY_END}]"
 LABEL_TEXT = "text without control characters, and without blanks at its ends"
-# Spelled out for RE2, Java and Python alike: none knows the other's classes.
+# Written out for RE2, Java and Python, which do not share character classes.
 _BLANK = "[\\x20\\x85\\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f]")
 _NOT_IN_KEY = re.compile(f"{_CONTROL.pattern}|{_BLANK}")
 NOT_IN_KEY = _NOT_IN_KEY.pattern
-NOT_AN_ENTRY = rf"{NOT_IN_KEY}|\A\z"  # of a list of keys
+NOT_AN_ENTRY = rf"{NOT_IN_KEY}|\A\z"  # for entries of a list of keys
 NOT_A_LABEL = rf"{_CONTROL.pattern}|\A{_BLANK}|{_BLANK}\z"
 _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")  # of pipeline and broker
+# Job names of the pipeline and the broker.
+_JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")
 
 
 Shape = Literal["name", "reserved", "present", "longest", "words", "between", "form", "one"]
@@ -70,15 +71,17 @@ Shape = Literal["name", "reserved", "present", "longest", "words", "between", "f
 class Rule:
     """One rule about one column.
 
-    `in_column` gives True for each row that breaks it, False for a null; `in_value` says the same of one value. Both
-    are given the instant by which a due instant is measured. Only a text of `needs_bytes` bytes, or more, can break it.
-    `shape` and the bounds say the same as data, for an engine that runs neither: numbers lie
-    between `low` and `high(now_ms)`, a text of "words" has fewer than `needs_bytes` spaces. A rule of "form" is about
-    values as a DataFrame gives them, before they become the text that the log keeps: `form_faults` finds it.
+    `in_column` gives True for each row that breaks the rule, False for a null. `in_value` does the same for one value.
+    Both receive the time against which a due time is judged. Only a text of at least `needs_bytes` bytes can break the
+    rule.
+
+    `shape` and the bounds describe the same rule as data, for an engine that can run neither function: numbers lie
+    between `low` and `high(now_ms)`, and a text of shape "words" has fewer than `needs_bytes` spaces. A rule of shape
+    "form" concerns values of a DataFrame before they become the text that the log stores. `form_faults` checks it.
     """
 
     column: str
-    text: str  # what is wrong with a row that breaks it, for people
+    text: str  # the error text for users
     in_column: Callable[[pa.Array, int], BoolArray]
     in_value: Callable[[Any, int], bool]
     shape: Shape
@@ -88,14 +91,14 @@ class Rule:
 
 
 def size_bytes(text: str | bytes) -> int:
-    """Return how many bytes a text takes in UTF-8."""
+    """Compute the bytes of a text in UTF-8."""
     if isinstance(text, bytes) or text.isascii():
         return len(text)
     return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _form(column: str, text: str) -> Rule:
-    """Return a rule that the stored text cannot show any more: keys that are joined have blanks between them."""
+    """Make a rule that cannot be checked on the stored text, in which joined keys have blanks between them."""
     return Rule(
         column,
         f"{column}: {text}",
@@ -106,7 +109,7 @@ def _form(column: str, text: str) -> Rule:
 
 
 def _one(column: str) -> Rule:
-    """Return the rule that a text ends no property: RocketMQ's consumers get it among the properties of its message."""
+    """Make the rule that a text contains no property separator: RocketMQ's consumers receive it as a property."""
     return Rule(
         column,
         f"{column}: the characters U+0001 and U+0002 separate properties",
@@ -117,7 +120,7 @@ def _one(column: str) -> Rule:
 
 
 def _with_marks(values: pa.Array) -> BoolArray:
-    # All bytes at once first: a regular expression for each of a million ids takes ten times as long.
+    # All bytes are tested at once first: a regular expression for each of a million ids takes ten times as long.
     data = values.buffers()[2]
     if data is None or not (np.frombuffer(data, np.uint8) - np.uint8(1) < 2).any():
         return np.zeros(len(values), np.bool_)
@@ -130,7 +133,7 @@ def _longest(column: str) -> Rule:
         column,
         f"{column}: more than {most} bytes",
         lambda values, _: byte_lengths(values) > most,
-        # Characters first: a text of a quarter as many fits, with any characters in it.
+        # Characters first: a text of at most a quarter as many characters always fits.
         lambda value, _: 4 * len(value) > most and size_bytes(value) > most,
         "longest",
         most + 1,
@@ -149,7 +152,7 @@ def _between(column: str, text: str, low: int, high: Callable[[int], int]) -> Ru
 
 
 def _bad_topics(values: pa.Array, _: int) -> BoolArray:
-    # Once a name: a million rows have a handful of topics.
+    # Each distinct name is checked once, because a million rows have a handful of topics.
     topics = values.fill_null("").dictionary_encode()
     good = pc.and_(
         pc.match_substring_regex(topics.dictionary, limits.NAME.pattern),
@@ -180,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         _is_bad_topic,
         "name",
     ),
-    # The writer's alone: for a send the policy decides, which knows the groups.
+    # Only for Spark's writer. For a send the policy decides, because it has the list of groups.
     Rule(
         "topic",
         "topic: belongs to the broker, or to the retries and dead letters of a group",
@@ -216,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     _one("unique_key"),
     _form("unique_key", LABEL_TEXT),
     _longest("properties"),
-    # Of a map; RocketMQ's text form has these characters between the properties.
+    # For a map column. RocketMQ's text form has these characters between the properties.
     _form("properties", "a name is empty, or a name or value has the character U+0001 or U+0002"),
     _between(
         "queue_id",
@@ -246,10 +249,11 @@ RULES: tuple[Rule, ...] = (
 )
 _ONE = [rule.column for rule in RULES if rule.shape == "one"]
 _BY_COLUMN = {name: [rule for rule in RULES if rule.column == name] for name in {r.column for r in RULES}}
-# What admission asks of columns. Their topics are the policy's matter, how far ahead is the operator's, and a value
-# that is missing has been refused before.
+# The rules that admission checks on columns. The policy decides about topics and the operator's setting about the
+# largest delay. Missing values have been refused before.
 _OF_COLUMNS = [rule for rule in RULES if rule.needs_bytes or rule.shape == "one" or rule.column == "queue_id"]
-# A text of so many characters breaks no rule of its column but that it is one, as a character has at most 4 bytes.
+# A text with at most this many characters can break no length rule of its column, because a character has at most 4
+# bytes. Only the "one" rule can then still be broken.
 SAFE_LENGTHS = {
     name: min(rule.needs_bytes - 1 for rule in rules if rule.needs_bytes) // (1 if name == "body" else 4)
     for name, rules in _BY_COLUMN.items()
@@ -261,7 +265,7 @@ SAFE_LENGTHS = {
 
 
 def first_broken(columns: Mapping[str, pa.Array], rows: int, now_ms: int) -> npt.NDArray[np.int8]:
-    """Return for each row the index in RULES of the first rule it breaks, or -1; a column may be left out."""
+    """Find for each row the index in RULES of the first rule it breaks, or -1. Columns may be omitted."""
     first = np.full(rows, -1, np.int8)
     for index, rule in enumerate(RULES):
         if rule.column in columns:
@@ -270,7 +274,7 @@ def first_broken(columns: Mapping[str, pa.Array], rows: int, now_ms: int) -> npt
 
 
 def check_columns(columns: Mapping[str, pa.Array]) -> None:
-    """Raise InvalidMessage for the first row that breaks a rule; topics and instants aside."""
+    """Raise InvalidMessage for the first row that breaks a rule, except the rules about topics and times."""
     for rule in _OF_COLUMNS:
         column = columns.get(rule.column)
         if column is None or (rule.needs_bytes and not _has_bytes(column, rule.needs_bytes)):
@@ -281,13 +285,13 @@ def check_columns(columns: Mapping[str, pa.Array]) -> None:
 
 
 def _has_bytes(column: pa.Array, size_bytes: int) -> bool:
-    """Return whether one value could be so long: all of them together may be shorter."""
+    """Check whether a value may have `size_bytes` bytes: not if all values together are shorter."""
     data = column.buffers()[2]
     return data is not None and data.size >= size_bytes
 
 
 def check_instants(name: str, values: Int64Array, low: int, high: int) -> None:
-    """Raise InvalidDelay for the first row of an instant or delay that is not between these."""
+    """Raise InvalidDelay for the first row whose due time or delay (ms) is not in [low, high]."""
     wrong = (values < low) | (values > high)
     if wrong.any():
         row = int(np.argmax(wrong))
@@ -295,23 +299,23 @@ def check_instants(name: str, values: Int64Array, low: int, high: int) -> None:
 
 
 def check_due_times(due_ms: pa.Array) -> None:
-    """Raise InvalidDelay for the first row whose due time was not meant as milliseconds; null is for now."""
+    """Raise InvalidDelay for the first row whose due time cannot be in milliseconds. Null means "now"."""
     if (least := pc.min(due_ms).as_py()) is not None and least < limits.DUE_MS_MIN:
         row = pc.index(due_ms, pa.scalar(least, due_ms.type)).as_py()
         raise InvalidDelay(f"due_ms {least} of row {row}: {limits.NO_MILLISECONDS}")
 
 
 def past_due(due_ms: pa.Array, store_ms: int) -> tuple[int, int]:
-    """Return how many rows were due before the broker accepted them, and for how long the oldest of them had been."""
+    """Count the rows that were due before the broker accepted them. Also returns the largest time past due, in ms."""
     times = filled(pc.cast(due_ms, pa.int64()), store_ms).to_numpy()
     rows = int(np.count_nonzero(times < store_ms))
     return rows, store_ms - int(times.min()) if rows else 0
 
 
 def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_row: int = 0) -> None:
-    """Raise InvalidDelay for the first row without a value in one of these columns, where the column is there.
+    """Raise InvalidDelay for the first row with a null in one of these columns. Missing columns are allowed.
 
-    It may be a time that was lost on the way, which must not become "now".
+    A null may be a time that was lost on the way, which must not become "now".
     """
     for name in names:
         column = columns.get(name)
@@ -321,16 +325,16 @@ def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_
 
 
 def form_faults(name: str, column: pa.Array) -> BoolArray:
-    """Return for each value of a DataFrame's column whether it breaks the column's rule of "form"; False for a null."""
+    """Compute a mask of the values of a DataFrame's column that break its rule of shape "form". False for a null."""
     if name == "properties":
         return map_faults(column)
     return key_faults(column) if name == "keys" else label_faults(column)
 
 
 def map_faults(column: pa.Array) -> BoolArray:
-    """Return for each row of a map<string, string> column whether its pairs cannot be properties.
+    """Compute a mask of the rows of a map<string, string> column whose pairs cannot be properties.
 
-    A separator within a name or a value would add properties of another name, such as a due time.
+    A separator in a name or value would add a property of another name, such as a due time.
     """
     if not pa.types.is_map(column.type):
         return np.zeros(len(column), np.bool_)
@@ -342,9 +346,9 @@ def map_faults(column: pa.Array) -> BoolArray:
 
 
 def _rows_with(wrong: pa.Array, column: pa.Array) -> BoolArray:
-    """Return for each row of a column of lists or maps whether one of its entries is wrong."""
+    """Compute a mask of the rows of a list or map column with at least one wrong entry."""
     before = np.concatenate([[0], np.cumsum(np.asarray(wrong))])
-    # `offsets` and the entries of a slice are those of the whole column.
+    # In a slice, `offsets` and the entries still refer to the whole column.
     offsets = np.asarray(column.offsets)
     return np.asarray(before[offsets[1:]] > before[offsets[:-1]], dtype=np.bool_)
 
@@ -356,9 +360,9 @@ FORM_RULES = {rule.column: index for index, rule in enumerate(RULES) if rule.sha
 
 
 def fault(column: str, value: str | bytes) -> str | None:
-    """Return the fault of a text of this column, None when it has none; a body is bytes."""
+    """Find the fault of a text (or bytes, for a body) of this column, or None when it has none."""
     is_one = column not in _ONE or not isinstance(value, str) or value.isprintable()
-    if is_one and len(value) <= SAFE_LENGTHS[column]:  # nearly every text
+    if is_one and len(value) <= SAFE_LENGTHS[column]:  # the case of nearly every text
         return None
     for rule in _BY_COLUMN[column]:
         if rule.in_value(value, 0):
@@ -367,14 +371,14 @@ def fault(column: str, value: str | bytes) -> str | None:
 
 
 def check(column: str, value: str | bytes) -> None:
-    """Raise InvalidMessage when a text of this column breaks a rule; a body is bytes."""
+    """Raise InvalidMessage when a text (or bytes, for a body) of this column breaks a rule."""
     text = fault(column, value)
     if text is not None:
         raise InvalidMessage(text)
 
 
 def check_campaign(campaign: str) -> str:
-    """Return the id of a campaign; raise InvalidMessage when it cannot name a key and a job in the broker's log."""
+    """Check a campaign's id and return it. Raises InvalidMessage if it cannot be a key and a job name in the log."""
     if not _CAMPAIGN.fullmatch(campaign) or campaign in _JOBS:
         raise InvalidMessage(
             f"campaign {campaign!r}: letters, digits, dots, dashes and underscores, at most 100, and none of "
@@ -384,7 +388,7 @@ def check_campaign(campaign: str) -> str:
 
 
 def check_idempotency_key(key: str, attempt: str = "", *, anew: bool = False) -> None:
-    """Raise InvalidMessage when a text cannot be an idempotency key, or the name of an attempt beside it."""
+    """Raise InvalidMessage for an invalid idempotency key, or an invalid name of an attempt."""
     if not 0 < size_bytes(key) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
         raise InvalidMessage(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
     if size_bytes(attempt) > limits.IDEMPOTENCY_KEY_BYTES_MAX:
@@ -397,7 +401,7 @@ def check_idempotency_key(key: str, attempt: str = "", *, anew: bool = False) ->
 
 
 def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
-    """Return whether an instant is further ahead than an operator lets a message wait."""
+    """Check whether a due time is later than the operator's largest delay allows."""
     return due_ms - now_ms > delay_ms_max
 
 
@@ -405,16 +409,16 @@ def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
 
 
 def check_key(key: object) -> str:
-    """Return one key; raise InvalidMessage for a text that would be several, or none, where keys stand side by side."""
+    """Check one key and return it. Raises InvalidMessage for a text that is empty or would be read as several keys."""
     if not isinstance(key, str) or not key or _NOT_IN_KEY.search(key):
         raise InvalidMessage(f"key {shown(key)}: {KEY_TEXT}")
     return key
 
 
 def keys_text(keys: Keys | None) -> str | None:
-    """Return keys as one text, with blanks between them; raise InvalidMessage.
+    """Join keys to one text with blanks between them. Raises InvalidMessage.
 
-    A text is one key. Where it has a blank, its sender may mean one key or several, so neither is guessed.
+    A text is one key. A text with a blank could mean one key or several, so it is refused.
     """
     if keys is None:
         return None
@@ -426,16 +430,16 @@ def keys_text(keys: Keys | None) -> str | None:
                 f"blanks, as in {shown('-'.join(parts))}"
             )
         return keys or None
-    given: object = keys  # of a caller without a type checker
+    given: object = keys  # a caller without a type checker may pass anything
     if isinstance(given, bytes) or not isinstance(given, Iterable):
         raise InvalidMessage(f"keys={shown(keys)}: a text, or a list of texts")
     return " ".join(map(check_key, keys)) or None
 
 
 def key_faults(column: pa.Array) -> BoolArray:
-    """Return for each row of a column whether its keys cannot be keys: of texts each is one, of lists each has some.
+    """Compute a mask of the rows whose keys are invalid: a text column has one key per row, a list column several.
 
-    False for a null and for an empty text, which are no key. An entry of a list must be a key.
+    False for a null and for an empty text, which are no key. Every entry of a list must be a key.
     """
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         return np.asarray(pc.match_substring_regex(column, NOT_IN_KEY).fill_null(False))
@@ -444,10 +448,10 @@ def key_faults(column: pa.Array) -> BoolArray:
 
 
 def check_label(name: str, text: str | None) -> str | None:
-    """Return a tag or an id; raise InvalidMessage for one with control characters, or with blanks at its ends.
+    """Check a tag or an id and return it. Raises InvalidMessage for control characters, or blanks at its ends.
 
-    A subscription's tags are trimmed, so no consumer could ask for such a tag. U+0001 and U+0002 end properties, among
-    which RocketMQ's consumers get both.
+    A subscription's tags are trimmed, so no consumer could subscribe to a tag with blanks at its ends. U+0001 and
+    U+0002 end properties, and RocketMQ's consumers receive tag and id as properties.
     """
     if text is not None and (not isinstance(text, str) or text.strip() != text or _CONTROL.search(text)):
         raise InvalidMessage(f"{name} {shown(text)}: {LABEL_TEXT}")
@@ -455,12 +459,12 @@ def check_label(name: str, text: str | None) -> str | None:
 
 
 def label_faults(column: pa.Array) -> BoolArray:
-    """Return for each text of a column of tags or ids whether `check_label` refuses it; False for a null."""
+    """Compute a mask of the tags or ids that `check_label` refuses. False for a null."""
     return np.asarray(pc.match_substring_regex(column, NOT_A_LABEL).fill_null(False))
 
 
 def valid(given: str, known: Sequence[str]) -> str:
-    """Return the values that are valid in place of an unknown one, the closest one first, as an error lists them."""
+    """Format the valid values for an error about an unknown one, the closest first."""
     if not known:
         return "there are none"
     close = get_close_matches(given, known, 1)
@@ -468,20 +472,20 @@ def valid(given: str, known: Sequence[str]) -> str:
 
 
 def with_valid_fields(text: str, kind: Any) -> str:
-    """Return what msgspec says of a struct of this type, with the fields that are valid in place of an unknown one."""
+    """Extend msgspec's error about a struct type with the valid fields, if it reports an unknown field."""
     unknown = _UNKNOWN_FIELD.search(text)
     fields: Sequence[str] = getattr(kind, "__struct_encode_fields__", ())
     return f"{text}; {valid(unknown.group(1), fields)}" if unknown and fields else text
 
 
 def shown(value: object) -> str:
-    """Return a caller's value as an error repeats it."""
+    """Format a caller's value for an error, shortened to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def properties_text(properties: Mapping[str, str] | None) -> str | None:
-    """Return properties in the form in which they are stored; raise InvalidMessage."""
+    """Encode properties in their stored form. Raises InvalidMessage."""
     if not properties:
         return None
     for name, value in properties.items():
@@ -493,5 +497,5 @@ def properties_text(properties: Mapping[str, str] | None) -> str | None:
 
 
 def queue_of_priority(priority: int, queues: int) -> int:
-    """Return the queue of a message with this priority, as RIP-80 has it: 0 is the lowest."""
+    """Choose the queue of a message with this priority, as in RIP-80: 0 is the lowest."""
     return min(priority, queues - 1)

@@ -1,11 +1,11 @@
-"""The access file and the certificate that the settings name, loaded: which clients are let in, and over TLS or not.
+"""Load the access file and the TLS certificate of the settings.
 
-One certificate and its key serve all edges, in two contexts: of those that speak HTTP/2, and of HTTP/1.1.
+All edges use the same certificate and key, in two contexts: one for HTTP/2 and one for HTTP/1.1.
 
-Both are read and checked when the broker starts: a key of another certificate, or one that others may read, ends the
-start with a sentence that names the option, and never a handshake at night. The access file is read again when the
-operator says so (SIGHUP); one that is not sound then is named in the broker's log, and changes nothing. A new
-certificate needs a new start.
+Access file, certificate and key are read and checked when the broker starts. A key that belongs to another certificate,
+or that other users may read, ends the start with an error that names the option. So it cannot cause failing handshakes
+later. SIGHUP reloads the access file. If the new file has an error, the broker logs it and keeps the old accounts. A
+new certificate requires a restart.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from timeball.config import Settings
 from timeball.errors import SetupError
 from timeball.files import read_secret
 
-ANYBODY = 0o007  # a key's group may be one of its own, as Debian's ssl-cert
+ANYBODY = 0o007  # forbidden mode of a key: its group may read it, as with Debian's group ssl-cert
 
 
 class Tls(NamedTuple):
-    """Certificate and key with which an edge speaks TLS, 1.2 or later. `context` confirms HTTP/2 to those who ask."""
+    """The TLS contexts of the edges, with the broker's certificate and key. TLS 1.2 or later."""
 
+    # For all edges except the HTTP edge. It confirms HTTP/2 to clients that ask for it (ALPN).
     context: ssl.SSLContext
-    http: ssl.SSLContext  # confirms HTTP/1.1 and no HTTP/2
+    http: ssl.SSLContext  # for the HTTP edge: confirms HTTP/1.1, but not HTTP/2
 
     def __repr__(self) -> str:
         return "Tls(…)"
 
 
 def load_tls(certificate: str, key: str) -> Tls:
-    """The certificate (with its chain) and key in these files; raises SetupError."""
-    # Read for the sentence that names the option, where one of them cannot be.
+    """Load the certificate (with its chain) and the key from these files. Raises SetupError."""
+    # Read both files first, for an error that names the option if one of them cannot be read.
     read_secret(certificate, "--tls-cert", forbidden_mode=0)
     read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
     try:
-        # gRPC's clients want it confirmed that they may speak HTTP/2; those of remoting do not ask.
+        # gRPC clients require that the server confirms HTTP/2. Remoting clients do not use ALPN.
         contexts = [_context(certificate, key, protocol) for protocol in ("h2", "http/1.1")]
     except (ssl.SSLError, ValueError, OSError) as error:
         reason = getattr(error, "reason", None) or error
@@ -52,9 +53,9 @@ def load_tls(certificate: str, key: str) -> Tls:
 
 
 def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
-    """Return how etcd is connected to: trusting these roots ("": the system's), showing a certificate if one is given.
+    """Build the context of a TLS client, for etcd and for other nodes. Raises SetupError.
 
-    Raises SetupError.
+    It trusts the certificates in the file `roots` ("": the system's), and presents `certificate` if one is given.
     """
     where = f"etcd: CA {roots or '(of the system)'}, certificate {certificate}, key {key}"
     if bool(certificate) != bool(key):
@@ -72,9 +73,9 @@ def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
 
 
 def load_peer_tls(roots: str, certificate: str, key: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return TLS between nodes, for the one that is connected to and for the one that connects. Raises SetupError.
+    """Build the two contexts of TLS between nodes: (server, client). Raises SetupError.
 
-    Both show this certificate, and both ask for one of these roots.
+    Both present `certificate`, and both require a certificate of the other side that `roots` have signed.
     """
     if not (certificate and key):
         raise SetupError(
@@ -91,7 +92,7 @@ def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
-    # A function for the password: without one, a key that has one would be asked for at the terminal.
+    # Without a function for the password, OpenSSL would ask for the password of a key at the terminal.
     context.load_cert_chain(certificate, key, password=_no_password)
     return context
 
@@ -102,24 +103,24 @@ def _no_password() -> str:
 
 logger = logging.getLogger(__name__)
 
-OTHERS = 0o077
+OTHERS = 0o077  # forbidden mode of the access file: only its owner may read it
 
 
 class Security:
-    """Accounts and certificate. `access` is None when every client is let in, `tls` when nothing is encrypted."""
+    """Accounts and certificate of a broker. `access` is None without access control, `tls` is None without TLS."""
 
     def __init__(self, settings: Settings | None = None) -> None:
-        """Read what the settings name; raises SetupError."""
+        """Read the files of the settings. Raises SetupError."""
         self._path = settings.access_file if settings else ""
         self.access = Access(self._read()) if self._path else None
         self.tls = load_tls(settings.tls_cert, settings.tls_key) if settings and settings.tls_cert else None
 
     def account(self, name: str) -> Caller:
-        """Return the account of this access key as a caller, for work in its name; raises Unauthorized."""
+        """Return the account of an access key as a caller, for work on its behalf. Raises Unauthorized."""
         return ANONYMOUS if self.access is None else self.access.named(name)
 
     def reload(self) -> None:
-        """Read the access file again."""
+        """Read the access file again. If it has an error, log the error and keep the accounts."""
         if self.access is None:
             return
         try:
@@ -131,11 +132,14 @@ class Security:
         logger.info("access file reloaded file=%s accounts=%d", self._path, len(accounts))
 
     def caller(self, headers: Mapping[str, str], now_ms: int) -> Caller:
-        """Return the caller of these headers (names in lower case); raises Unauthorized under an access file."""
+        """Return the caller of a request with these headers (names in lower case).
+
+        Without an access file every caller is ANONYMOUS. With one, it raises Unauthorized for bad credentials.
+        """
         return ANONYMOUS if self.access is None else self.access.authenticate(headers, now_ms)
 
     def status(self) -> dict[str, int]:
-        """Figures for people: how many accounts there are, and how many requests came with none, or a wrong one."""
+        """Return the number of accounts, and of requests refused without valid credentials."""
         known = self.access
         return (
             {"accounts": 0, "refused": 0}

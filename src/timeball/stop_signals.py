@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as something to wait for: how a supervisor, systemd and a terminal ask a process to end."""
+"""SIGTERM and SIGINT as a future: with these signals, supervisors, systemd and terminals ask a process to end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 
 def stop_asked() -> asyncio.Future[None]:
-    """Return a future of the running loop that is done with the first SIGTERM or SIGINT from now on."""
+    """Return a future of the running loop that is done when the next SIGTERM or SIGINT arrives."""
     loop = asyncio.get_running_loop()
     asked: asyncio.Future[None] = loop.create_future()
 

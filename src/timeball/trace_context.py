@@ -1,8 +1,8 @@
-"""Trace context in a message's properties: W3C's `traceparent` and `tracestate`, with the names that they have in HTTP.
+"""Trace context in a message's properties: W3C's `traceparent` and `tracestate`, under the same names as in HTTP.
 
-A message carries the context of the span in which it was sent, and never another: its release, its receipt and its
-acknowledgement are children of that, also after a restart, since properties are in the log. Nothing here needs
-OpenTelemetry: a broker and a client without it pass a context on.
+The context in a message is that of the span in which the message was sent, and never changes. The spans of its release,
+receipt and acknowledgement are children of that span. This works even after a restart, because properties are in the
+log. This module does not need OpenTelemetry: a broker and a client without it pass a context on.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from timeball.message import PROPERTY_NAME_END, SEND_NAMES, SendBatch, SendRow, encode_properties
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-STATE_CHARACTERS_MAX = 512  # W3C: what a vendor must pass on
-# A message with more in its properties stays as it is: a context must never be why a send is refused. In characters,
-# each of which may be four bytes of the 32,767 that properties may have.
+STATE_CHARACTERS_MAX = 512  # W3C: a vendor must pass on at least this many characters
+# A message with longer properties stays unchanged, because an added context must never cause the refusal of a send.
+# Properties may have 32,767 bytes, and each character may have four bytes.
 PROPERTIES_CHARACTERS_MAX = 7_000
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -32,7 +32,7 @@ _PROPERTIES = SEND_NAMES.index("properties")
 
 
 def of_headers(headers: Mapping[str, str]) -> str:
-    """Return the context of a request (lower-case names) as properties; "" when there is none, or not as W3C has it."""
+    """Convert the context in a request's headers (lower-case names) to properties. "" if there is no valid one."""
     parent = headers.get(TRACEPARENT)
     if parent is None or not _PARENT.fullmatch(parent):
         return ""
@@ -43,17 +43,17 @@ def of_headers(headers: Mapping[str, str]) -> str:
 
 
 def has_context(properties: str | None) -> bool:
-    """Return whether there is a context among these properties, sound or not."""
+    """Check whether properties contain a context, valid or not."""
     return properties is not None and (properties.startswith(_BEGIN) or f"\x02{_BEGIN}" in properties)
 
 
 def have_context(properties: pa.Array) -> pa.Array:
-    """Return the same for a column; false for a null."""
+    """Compute `has_context` for a column. Nulls give False."""
     return pc.match_substring_regex(properties, _HAS_CONTEXT).fill_null(False)
 
 
 def with_contexts(batch: SendBatch, contexts: Sequence[str | None]) -> SendBatch:
-    """Return messages with these contexts, each a text of properties; one with a context of its own keeps it."""
+    """Add a context (a text of properties, or None) to each message. A message that has a context keeps it."""
     if not any(contexts):
         return batch
     if isinstance(batch, list):
@@ -63,8 +63,8 @@ def with_contexts(batch: SendBatch, contexts: Sequence[str | None]) -> SendBatch
         return batch.append_column("properties", pa.array(contexts, pa.string()))
     properties = batch.column(at)
     if properties.type != pa.string():
-        return batch  # admission casts it, or refuses it by name
-    # A null that is joined to a text gives null, which is what a row without a context keeps in place of.
+        return batch  # admission casts the column, or refuses it by name
+    # Joining a null context gives null, and `coalesce` below replaces null by the old properties.
     joined = pc.binary_join_element_wise(pa.array(contexts, pa.string()), properties.fill_null(""), "")
     stays = pc.or_(
         have_context(properties),
@@ -75,9 +75,9 @@ def with_contexts(batch: SendBatch, contexts: Sequence[str | None]) -> SendBatch
 
 
 def without_context(properties: str | None) -> str | None:
-    """Return properties without a context; None when nothing else is there.
+    """Remove the context from properties. Returns None if nothing else is left.
 
-    Two sends are the same send though they were made in different spans.
+    Used to compare sends: a repeated send counts as the same send even if its span is another one.
     """
     return _OF_CONTEXT.sub("", properties) or None if has_context(properties) and properties else properties
 

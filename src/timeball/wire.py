@@ -1,7 +1,7 @@
-"""The wire, once: what the Flight edge is asked and answers, as the server, the client and the pipeline know it.
+"""Requests to the Flight edge and its answers, as types shared by the server, the client and the pipeline.
 
-A request that is decoded with these types satisfies every bound below (protocols/flight/codec.py decodes); one that a
-client makes is not checked until the broker decodes it. Bodies are JSON; instants are milliseconds since 1970 UTC.
+A request decoded with these types satisfies every bound below (protocols/flight/codec.py decodes). A request made by a
+client is not checked until the broker decodes it. Bodies are JSON. Times are milliseconds since 1970 UTC.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ COALESCE_ROWS = 65_536
 KINDS_MAX = 16
 CAMPAIGN_GROUPS_MAX = 256
 
-TICKET_BYTES_MAX = 64 * 1024  # a pull that names 1,024 queues needs about 30 KiB
+TICKET_BYTES_MAX = 64 * 1024  # a pull of 1,024 queues needs about 30 KiB
 BODY_BYTES_MAX = 64 * 1024
 CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
 ATTACH_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 files of about 400 bytes
 
 RECEIPT_CHARACTERS_MAX = 64
-RECEIPT = "receipt"  # the column of a receive that the log has not
+RECEIPT = "receipt"  # the column of a receive that is not in the log
 RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
 
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
@@ -143,42 +143,43 @@ ReceiptText = Annotated[str, Meta(min_length=1, max_length=RECEIPT_CHARACTERS_MA
 Receipts = Annotated[list[ReceiptText], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
 FilterText = Annotated[str, Meta(max_length=limits.FILTER_BYTES_MAX)]
 Handle = Annotated[str, Meta(min_length=3, max_length=limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX)]
-FewReceipts = Annotated[list[ReceiptText], Meta(max_length=limits.POP_ROWS_MAX)]  # each is written once more
+# Each receipt is written again.
+FewReceipts = Annotated[list[ReceiptText], Meta(max_length=limits.POP_ROWS_MAX)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of everything decoded from outside."""
+    """Base of all requests decoded from outside."""
 
 
 # ---- actions --------------------------------------------------------------------------------------------
 
 
 class Nothing(Request, frozen=True):
-    """A verb without arguments: status, topics, compact."""
+    """An action without arguments: status, topics, compact."""
 
 
 class CreateTopic(Request, frozen=True):
-    """create_topic; an existing topic keeps its queues or gains some."""
+    """create_topic: create a topic. An existing topic keeps its queues or gains some."""
 
     topic: Topic
     queues: Annotated[int, Meta(ge=1, le=limits.QUEUES_PER_TOPIC_MAX)]
 
 
 class Queues(Request, frozen=True):
-    """queues: the offsets kept of each queue of a topic."""
+    """queues: the kept offsets of each queue of a topic."""
 
     topic: Topic
 
 
 class GetOffsets(Request, frozen=True):
-    """offsets: how far a group has come in a topic."""
+    """offsets: the position of a group in a topic."""
 
     group: Group
     topic: Topic
 
 
 class Commit(Request, frozen=True):
-    """commit: a group has come so far."""
+    """commit: set the position of a group in a topic."""
 
     group: Group
     topic: Topic
@@ -191,15 +192,15 @@ Positions = Annotated[dict[Partition, Int64], Meta(max_length=limits.SOURCE_PART
 
 
 class SourcePositions(Request, frozen=True):
-    """source_positions: how far a source has been sent, by partition."""
+    """source_positions: the positions up to which a source has been sent, by partition."""
 
     source: SourceName
 
 
 class SendKey(Request, frozen=True):
-    """Beside a batch: its idempotency key, and the name of this attempt to send it.
+    """The idempotency key of a batch, and the name of this attempt to send it.
 
-    `if_settled`: when it was sent before and does not wait any more, "keep" it so, or "send" it anew.
+    `if_settled`: if it was sent before and is no longer pending, "keep" it as it is, or "send" it again.
     """
 
     idempotency_key: str
@@ -208,7 +209,7 @@ class SendKey(Request, frozen=True):
 
 
 class SourceStep(Request, frozen=True):
-    """Of which records of a source a batch is made: of each partition those from `begin` on, up to `end`."""
+    """The records of a source in a batch: for each partition those from `begin` on, before `end`."""
 
     source: SourceName
     begin: Positions
@@ -216,7 +217,7 @@ class SourceStep(Request, frozen=True):
 
 
 class Acknowledge(Request, frozen=True):
-    """ack: these messages are dealt with."""
+    """ack: acknowledge these messages."""
 
     group: Group
     topic: Topic
@@ -224,10 +225,10 @@ class Acknowledge(Request, frozen=True):
 
 
 class ChangeInvisibleTime(Request, frozen=True):
-    """change_invisible_time: leases end so far from now; null: after as long as the group's retry policy says.
+    """change_invisible_time: end leases `invisible_ms` from now, or (null) after the delay of the retry policy.
 
-    The receipts stay valid. Without `counts` the lease is no attempt. `nack`: the messages are given back
-    for `reason`.
+    The receipts stay valid. Without `counts` the lease does not count as an attempt. `nack`: the messages are given
+    back for `reason`.
     """
 
     group: Group
@@ -240,7 +241,7 @@ class ChangeInvisibleTime(Request, frozen=True):
 
 
 class DeadLetter(Request, frozen=True):
-    """dead_letter: the group gives these messages up, for `reason`."""
+    """dead_letter: the group gives up these messages, for `reason`."""
 
     group: Group
     topic: Topic
@@ -249,14 +250,14 @@ class DeadLetter(Request, frozen=True):
 
 
 class Get(Request, frozen=True):
-    """get: where the messages with an id are; `topic`: only those sent to it."""
+    """get: the locations of the messages with an id. `topic`: only those sent to it."""
 
     id: Key
     topic: Topic | None = None
 
 
 class Cancel(Request, frozen=True):
-    """cancel: exactly one of the three lists names what shall not be kept."""
+    """cancel: cancel the messages in exactly one of the three lists."""
 
     ids: Keys = []
     keys: Keys = []
@@ -264,7 +265,7 @@ class Cancel(Request, frozen=True):
 
 
 class Reschedule(Request, frozen=True):
-    """reschedule: exactly one of the three lists names what shall be moved, exactly one of the two says when."""
+    """reschedule: move the messages in exactly one of the three lists to exactly one of `due_ms` and `delay_ms`."""
 
     ids: Keys = []
     keys: Keys = []
@@ -274,7 +275,7 @@ class Reschedule(Request, frozen=True):
 
 
 class CancelRange(Request, frozen=True):
-    """cancel_range: end what waits of a bulk job's numbers, (first_seq, rows)."""
+    """cancel_range: cancel the pending messages of a bulk job in these ranges of numbers, (first_seq, rows)."""
 
     ranges: Annotated[list[tuple[Int64, Rows]], Meta(min_length=1, max_length=limits.ATTACH_FILES_MAX)]
     reason: Annotated[str, Meta(max_length=limits.CANCEL_REASON_CHARACTERS_MAX)] = ""
@@ -286,16 +287,16 @@ CampaignId = Annotated[str, Meta(min_length=1, max_length=100)]
 
 
 class Campaigns(Request, frozen=True):
-    """campaigns: one of them with its ranges, or all."""
+    """campaigns: one campaign with its ranges, or all campaigns."""
 
     campaign: CampaignId | None = None
 
 
 class ChangeCampaign(Request, frozen=True):
-    """campaign: plan one, pause it, resume it with or without a shift, or cancel it.
+    """campaign: plan a campaign, pause it, resume it with or without a shift, or cancel it.
 
-    Of a plan: `rows`, and the instant as of which these are valid, now by default; `groups`: those of the cluster over
-    which the campaign is spread, for a later try.
+    For a plan: `rows`, and the time `at_ms` as of which they are valid, by default now. `groups`: the groups of the
+    cluster over which the campaign is spread, for a later try.
     """
 
     campaign: CampaignId
@@ -307,14 +308,14 @@ class ChangeCampaign(Request, frozen=True):
 
 
 class Drain(Request, frozen=True):
-    """drain: hand over all that waits in this group of a cluster to another one, or say how far that is."""
+    """drain: hand over all pending messages of this group to another group of the cluster, or report the progress."""
 
     heir: ClusterGroupName
     dry_run: bool = False
 
 
 class Groups(Request, frozen=True):
-    """groups: lags, leases and dead letters of one group; or of all by name, behind the one that `after` names."""
+    """groups: lags, leases and dead letters of one group, or of all groups by name, after the group `after`."""
 
     group: Group | None = None
     rows: Annotated[int, Meta(ge=1, le=limits.LISTED_ROWS_MAX)] = limits.LISTED_ROWS_MAX
@@ -322,7 +323,7 @@ class Groups(Request, frozen=True):
 
 
 class DeadLetters(Request, frozen=True):
-    """dead_letters: those of a group that are left, behind the one that `after` names."""
+    """dead_letters: the unresolved dead letters of a group, after the dead letter `after`."""
 
     group: Group
     rows: Annotated[int, Meta(ge=1, le=limits.DEAD_LETTERS_PER_REQUEST_MAX)] = 100
@@ -330,33 +331,33 @@ class DeadLetters(Request, frozen=True):
 
 
 class ResolveDeadLetters(Request, frozen=True):
-    """resend_dead_letters, delete_dead_letters: these, or all that are left."""
+    """resend_dead_letters, delete_dead_letters: these dead letters, or all unresolved ones."""
 
     group: Group
     dead_letters: Annotated[list[Handle], Meta(max_length=limits.DEAD_LETTERS_PER_REQUEST_MAX)] | None = None
 
 
 class Starts(Request, frozen=True):
-    """starts: when the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
+    """starts: the starts of the broker whose first row is in [from_seq, to_seq)."""
 
     from_seq: Int64 = 0
     to_seq: Int64 = INT64_MAX
 
 
 class Reserve(Request, frozen=True):
-    """reserve: set aside this many sequence numbers."""
+    """reserve: reserve this many sequence numbers."""
 
     rows: Rows
 
 
 class Lease(Request, frozen=True):
-    """compactor: someone else compacts for so long."""
+    """compactor: another process compacts for this time."""
 
     lease_ms: Annotated[int, Meta(ge=0, le=limits.DAY_MS)]
 
 
 class DispatcherLease(Request, frozen=True):
-    """dispatcher: a dispatcher brings due promises for so long; 0: it has stopped."""
+    """dispatcher: a dispatcher brings due messages for this time. 0 means that it has stopped."""
 
     lease_ms: Annotated[int, Meta(ge=0, le=limits.DAY_MS)]
 
@@ -365,9 +366,9 @@ class DispatcherLease(Request, frozen=True):
 
 
 class ReadLog(Request, frozen=True, tag_field="read", tag="log"):
-    """Rows of the log with from_seq <= seq < to_seq, of these kinds only; `columns` of READ_SCHEMA, or all.
+    """Rows of the log with from_seq <= seq < to_seq, of these kinds only. `columns` of READ_SCHEMA, or all.
 
-    `placed`: only rows that have a place in a queue, or only those that have none.
+    `placed`: only rows with a queue position (true), or only rows without one (false).
     """
 
     from_seq: Int64
@@ -388,7 +389,7 @@ class ReadQueue(Request, frozen=True, tag_field="read", tag="queue"):
 
 
 class Pull(Request, frozen=True, tag_field="read", tag="pull"):
-    """Visible rows of several queues; waits for the first one."""
+    """Visible rows of several queues. Waits for the first one."""
 
     topic: Topic
     offsets: Annotated[dict[QueueId, Int64], Meta(min_length=1, max_length=limits.QUEUES_PER_TOPIC_MAX)]
@@ -397,10 +398,10 @@ class Pull(Request, frozen=True, tag_field="read", tag="pull"):
 
 
 class Receive(Request, frozen=True, tag_field="read", tag="receive"):
-    """Messages for a member of a group, leased for `invisible_ms`; waits for the first one.
+    """Messages for a consumer of a group, leased for `invisible_ms`. Waits for the first one.
 
-    `latest`: a group that has no offsets yet begins at the ends of the queues. `tag` or `sql`: only messages that
-    match; the group has passed the others by.
+    `latest`: a group without offsets begins at the ends of the queues. `tag` or `sql`: only messages that match. The
+    group skips the others.
     """
 
     topic: Topic

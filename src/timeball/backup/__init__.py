@@ -1,6 +1,6 @@
-"""A backup: the log up to a row and the data files that it names, as one consistent copy; and its restore.
+"""Backup and restore: the log up to a row, and the data files that it names, as one consistent copy.
 
-Receives: a data folder, also one that a broker is writing.
-Keeps: nothing; a backup's manifest names its files (manifest.py).
-Hands on: files in a folder of its own, or in an empty data folder.
+Receives: a data folder, which a broker may be writing at the same time.
+Keeps: no state; the manifest of a backup lists its files (manifest.py).
+Hands on: files in a separate folder, or in an empty data folder.
 """

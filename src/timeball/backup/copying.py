@@ -1,4 +1,4 @@
-"""The copy itself, both ways: step by step, synced, checked, and gone on with when it was interrupted."""
+"""Copying in both directions: in steps, synced, checked, and continued after an interruption."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files
 from timeball.log.segment import SUFFIX
 
-Told = Callable[[int, int], None]  # bytes done, of how many
+Told = Callable[[int, int], None]  # called with the bytes done, and the bytes of the whole copy
 
 
 def backup(source: Files, target: Files, clock: Clock, told: Told = lambda _done, _of: None) -> Manifest:
-    """Copy a data folder, also one in use, into an empty folder or into one of a backup that was interrupted.
+    """Copy a data folder, which may be in use, into an empty folder, or into the folder of an interrupted backup.
 
-    Raise SetupError for a target that is neither, Corrupt for damage, NotFound for a source without a log.
+    Raises SetupError for another target, Corrupt for damage, and NotFound for a source without a log.
     """
     made_ms, found = clock.wall_ms(), plan(source)
     target.make_dir(".")
@@ -48,9 +48,9 @@ def backup(source: Files, target: Files, clock: Clock, told: Told = lambda _done
 
 
 def restore(source: Files, target: Files, told: Told = lambda _done, _of: None) -> Manifest:
-    """Copy a backup into an empty data folder, or one whose restore was interrupted; check every byte.
+    """Copy a backup into an empty data folder, or into the folder of an interrupted restore. Checks every byte.
 
-    Raise SetupError for a folder that holds anything else, Corrupt for a backup that is damaged.
+    Raises SetupError for a folder with other files, and Corrupt for a damaged backup.
     """
     manifest = mf.load(source)
     target.make_dir(".")
@@ -69,7 +69,8 @@ def restore(source: Files, target: Files, told: Told = lambda _done, _of: None) 
         copied = _copy(file.name, _of_backup(source, file), file.used_bytes, target, counter)
         if copied.crc32c != file.crc32c:
             raise Corrupt(f"{file.name} in this backup does not match its checksum: use another backup")
-        # The last segment is written on, and must not run out of room: its zeros become blocks of their own.
+        # The broker goes on writing the last segment, and must not run out of space. So disk blocks are allocated for
+        # its zeros.
         _set_size(target, file.name, file.size_bytes, sparse=file.name != max(segments, default=""))
     target.remove(RESTORING)
     target.sync_dir(".")
@@ -98,7 +99,8 @@ def _copy(name: str, buffer: pa.Buffer, used_bytes: int, target: Files, counter:
     finally:
         file.close()
     target.sync_dir(folder)
-    # Of what was written, not of what was read: the two differ when memory or the way to the disk is at fault.
+    # The checksum is that of the written file. It differs from the source's if the memory or the path to the disk is
+    # faulty.
     return CopiedFile(name, buffer.size, used_bytes, mf.crc32c(target.map_readonly(name), used_bytes))
 
 
@@ -135,7 +137,7 @@ def _set_size(files: Files, name: str, size_bytes: int, *, sparse: bool) -> None
 
 
 def _remove_others(target: Files, progress: Progress, found: Plan) -> None:
-    """Remove what an earlier run copied, and the plan of this one has no more."""
+    """Remove files that an earlier run copied and that are no longer part of the plan."""
     wanted = {part.name for part in found.parts}
     for name in progress.copied.keys() - wanted:
         target.remove(name)

@@ -1,7 +1,7 @@
-"""What a backup holds: a file `BACKUP.json`, written last, so that a folder without it is no backup yet.
+"""The list of a backup's content: `BACKUP.json`. It is written last, so a folder without it is not a whole backup.
 
-While a backup is made, `BACKUP.partial` has one line of JSON for each file that is copied and synced: a backup that is
-begun again copies these no more.
+While a backup is made, `BACKUP.partial` contains one line of JSON for each file that was copied and synced. A backup
+that is started again does not copy these files again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from timeball.files import Files
 
 NAME = "BACKUP.json"
 PARTIAL = "BACKUP.partial"
-FORMAT = 1
-STEP_BYTES = 8 * 1024 * 1024
+FORMAT = 1  # of the manifest
+STEP_BYTES = 8 * 1024 * 1024  # of one write, and of one step of a checksum
 
 
 class CopiedFile(msgspec.Struct, frozen=True):
-    """A file: its name in the data folder, its length there, and of how many bytes of it this is the CRC-32C.
+    """A copied file: its name and length in the data folder, the bytes that were copied, and their CRC-32C.
 
-    The rest of a segment is zeros, which are not copied.
+    The rest of a segment consists of zeros, which are not copied.
     """
 
     name: str
@@ -32,7 +32,7 @@ class CopiedFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole backup. Every row below `row` is in it, and no other."""
+    """A whole backup. It contains every row from `first_row` on and below `row`."""
 
     product: str = "timeball"
     format: int = FORMAT
@@ -44,7 +44,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """Return how much was copied."""
+        """The total of copied bytes."""
         return sum(file.used_bytes for file in self.files)
 
 
@@ -53,7 +53,7 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def load(files: Files) -> Manifest:
-    """Return a backup's manifest; raise SetupError for a folder that holds none, Corrupt."""
+    """Read the manifest of a backup. Raises SetupError for a folder without one, and Corrupt."""
     try:
         data = bytes(files.map_readonly(NAME))
     except NotFound:
@@ -74,19 +74,19 @@ def load(files: Files) -> Manifest:
 
 
 def save(files: Files, manifest: Manifest) -> None:
-    """Make a backup whole, durably."""
+    """Complete a backup, durably."""
     files.replace(NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     files.remove(PARTIAL)
     files.sync_dir(".")
 
 
 class Progress:
-    """The record of copied files, in the target's folder. Raises SetupError for a folder of another backup."""
+    """The record of copied files in the target's folder. Raises SetupError for the folder of another backup."""
 
     def __init__(self, files: Files, source: str) -> None:
         self._files = files
-        self._lines: list[bytes] = []
-        self.copied: dict[str, CopiedFile] = {}
+        self._lines: list[bytes] = []  # of BACKUP.partial
+        self.copied: dict[str, CopiedFile] = {}  # by name
         if files.exists(NAME):
             raise SetupError(f"{files.external('.')} holds a whole backup: name another folder")
         if not files.exists(PARTIAL):
@@ -107,7 +107,7 @@ class Progress:
         self.copied = {file.name: file for file in found}
 
     def add(self, file: CopiedFile) -> None:
-        """Note a file that is copied and synced."""
+        """Record a file that was copied and synced."""
         self._add(file)
         self.copied[file.name] = file
 
@@ -117,7 +117,7 @@ class Progress:
 
 
 def crc32c(buffer: pa.Buffer, used_bytes: int) -> int:
-    """Return the CRC-32C of the first bytes of a file, step by step, so that other threads get their turn."""
+    """Compute the CRC-32C of the first bytes of a file, in steps, so that other threads can run in between."""
     found = 0
     for begin in range(0, used_bytes, STEP_BYTES):
         found = google_crc32c.extend(found, bytes(buffer[begin : min(begin + STEP_BYTES, used_bytes)]))

@@ -1,10 +1,13 @@
-"""Which files of a data folder belong together, and how much of each: one moment of a log that may be written on.
+"""The files of a data folder that belong together at one point of its log, which may be growing, and their used bytes.
 
-The order is what makes it consistent. The segments are listed and mapped first; a mapping lasts when retention takes
-the name away. Then the last segment is read as far as its frames are whole: that row is where the backup ends. All
-that retention let go was said again by a snapshot before, and so in what is listed. Then the live data files are those
-of the last snapshot, changed by the attaches behind it. A data file that the table lets go stays on disk for as long as
-the log is kept, a day at most (broker/upkeep.py), and so is still there; if not, all is done again, from a newer row.
+The order of the steps makes the backup consistent:
+
+- The segments are listed and mapped first. A mapping stays valid when retention removes the name.
+- Then the last segment is read as far as its frames are whole. The backup ends at that row. Before retention removes a
+  segment, a snapshot repeats all of its content that still counts, and that snapshot is in the listed segments.
+- The live data files are those of the last snapshot, changed by the attaches after it. A data file that the table drops
+  stays on disk as long as the log is kept, at most a day (broker/upkeep.py), so it still exists. If it does not, all
+  steps are repeated, up to a newer row.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, live_files
 from timeball.table.layout import FOLDER as TABLE
 
-LOOKS_MAX = 5  # retention takes files away once a minute
+LOOKS_MAX = 5  # retention removes files once a minute
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file, mapped; its first `used_bytes` count. `is_fixed`: they will never be others."""
+    """A mapped file, of which the first `used_bytes` count. `is_fixed` means that they never change."""
 
     name: str
     buffer: pa.Buffer
@@ -42,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The extent of a backup: rows [first_row, row)."""
+    """The content of a backup: rows [first_row, row)."""
 
     parts: list[Part]
     first_row: int
@@ -59,7 +62,7 @@ class _Segment:
     snapshot_at: int | None = None  # the position of the last frame that is a snapshot
 
     def frames(self) -> Iterator[fmt.Frame]:
-        """Yield the frames again, by their headers: a list of them would fill memory."""
+        """Read the headers of the frames again, because a list of the frames would fill the memory."""
         position = fmt.ALIGN
         while position < self.end:
             frame = fmt.read_frame_header(self.buffer, position)
@@ -69,7 +72,7 @@ class _Segment:
 
 
 def plan(files: Files) -> Plan:
-    """Return what belongs together now; raise Corrupt for damage, NotFound for a folder without a log."""
+    """List the files that belong together now. Raises Corrupt for damage, NotFound for a folder without a log."""
     gone = ""
     for _ in range(LOOKS_MAX):
         try:
@@ -87,7 +90,7 @@ def plan(files: Files) -> Plan:
 
 
 class _Gone(Exception):
-    """A file was listed, or named by the log, and is not there any more."""
+    """A file was listed or named by the log, and no longer exists."""
 
 
 def _segments(files: Files) -> list[_Segment]:
@@ -108,7 +111,7 @@ def _segments(files: Files) -> list[_Segment]:
 
 
 def _scan(segment: _Segment, until_seq: int | None) -> None:
-    """Find the whole frames of a segment, each checked against its checksum; raise Corrupt."""
+    """Find the whole frames of a segment, each checked against its checksum. Raises Corrupt."""
     for _ in range(LOOKS_MAX):
         fault = "nothing behind it"
         try:
@@ -121,17 +124,18 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
         except Corrupt as error:
             fault = str(error)
         if until_seq is None and proof_behind(segment.buffer, segment.end, segment.next_seq) is None:
-            return  # what stands behind is a commit that is being written, or was never acknowledged
+            # the bytes after it belong to a commit that is being written, or that was never acknowledged
+            return
         if until_seq == segment.next_seq:
             return
-        # Frames that were being written when they were looked at are whole by now; what is damaged stays so.
+        # Frames that were incomplete when they were read may be whole by now. Damaged frames stay damaged.
     raise Corrupt(
         f"{segment.name}: it ends before seq {segment.next_seq}: {fault}; restore this file from a copy"
     )
 
 
 def _live(segments: list[_Segment]) -> list[FileEntry]:
-    """Return the data files that live at the end of these segments."""
+    """List the data files that are live at the end of these segments."""
     known = _last_snapshot(segments)
     attaches: list[tuple[int, Attachment]] = []
     for segment in segments:

@@ -1,6 +1,6 @@
-"""The broker: every decision is made here, in the order in which the log gives out sequence numbers.
+"""The broker makes every decision, in the order in which the log assigns sequence numbers.
 
-Receives: requests as column batches from the edges; due promises from the ticker.
-Keeps: topics, queues' next offsets, consumer offsets, consumers that wait; nothing that the log could not rebuild.
-Hands on: rows to the log, promises to the schedule, visible rows to consumers, verdicts to callers that cancel.
+Receives: requests from the edges as column batches, and scheduled messages that the ticker reports as due.
+Keeps: topics, next offsets of the queues, consumer offsets, waiting consumers. All can be rebuilt from the log.
+Hands on: rows to the log, scheduled messages to the schedule, visible rows to consumers, verdicts to cancel requests.
 """

@@ -1,7 +1,8 @@
-"""What operators change of topics, of groups and of a group's offsets.
+"""Administrative operations on topics, consumer groups and the offsets of a group.
 
-Each verb asks the policy for its caller first; what it has changed is durable when it returns. A topic that is deleted
-disappears with its messages; promises made to it still fall due, and bring it back as any first message would.
+Each operation first checks the caller's permission. Its changes are durable when it returns. Deleting a topic also
+removes its messages. Scheduled messages for that topic stay pending. When they are due, they create the topic again, as
+the first message to a new topic does.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from timeball.message import DLQ_PREFIX
 
 logger = logging.getLogger(__name__)
 
-# Returns how many scheduled messages wait for a topic; None when they are too many to be counted.
+# Counts the pending messages of a topic. The result is None if there are too many to count.
 CountPending = Callable[[str], Awaitable[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class TopicChange:
-    """The wanted configuration of a topic. `attributes`: changes to it, as `altered_attributes` reads them."""
+    """The requested configuration of a topic. `attributes` holds changes in the format of `altered_attributes`."""
 
     name: str
     config: TopicConfig
@@ -42,10 +43,10 @@ class TopicChange:
 
 
 class TopicRemoved(NamedTuple):
-    """The messages that a deleted topic took along, and those that go on without it.
+    """Counts of the messages that were deleted with a topic, and of its scheduled messages that stay pending.
 
-    `unread`: of all groups with offsets in the topic. `dead_letters`: of the group whose dead letters the topic held.
-    `pending`: scheduled messages that still wait, and make the topic again when they are due; None: not counted.
+    `unread` sums over all groups with offsets in the topic. `dead_letters` is 0 unless the topic held the dead letters
+    of a group. `pending` counts scheduled messages, which create the topic again when they are due. None: not counted.
     """
 
     unread: int
@@ -54,7 +55,7 @@ class TopicRemoved(NamedTuple):
 
 
 class Administration:
-    """The verbs of operators. Belongs to the event loop."""
+    """The operations for administrators. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -70,13 +71,15 @@ class Administration:
     # -- topics ------------------------------------------------------------------------------------------------
 
     async def configure_topics(self, changes: Sequence[TopicChange], caller: Caller) -> None:
-        """Make or change topics: none of them when one cannot be so, those before it when one is refused later.
+        """Create topics or change their configuration.
 
-        Raises InvalidName, Forbidden, OverLimit, OutOfRange, RequestError.
+        All changes are checked before the first one is made, so an invalid configuration changes nothing. If a topic is
+        refused later, the topics before it stay changed. Raises InvalidName, Forbidden, OverLimit, OutOfRange,
+        RequestError.
         """
-        # All are checked before the first is changed: a request that cannot be granted changes nothing.
+        # Check all before changing the first: an invalid request must change nothing.
         configs = [self._config(change, caller) for change in changes]
-        # The bound on new topics counts for operators too: a script may make as many as a client.
+        # The limit of new topics also applies to administrators: a script can create as many as a client.
         self._policy.admit_managed([change.name for change in changes], caller)
         try:
             for change, config in zip(changes, configs, strict=True):
@@ -84,6 +87,7 @@ class Administration:
                     change.name, config, filter_type=change.filter_type, made_by=caller.name
                 )
         finally:
+            # Also after a refusal, because the topics before it stay changed.
             await self._parts.writer.flushed()
 
     def _config(self, change: TopicChange, caller: Caller) -> TopicConfig:
@@ -95,7 +99,7 @@ class Administration:
         return config
 
     async def set_order(self, name: str, caller: Caller, *, order: bool) -> None:
-        """Make a topic an ordered one or not; nothing happens when there is no such topic."""
+        """Mark a topic as ordered or unordered. Does nothing if the topic does not exist."""
         self._policy.allow(caller, Verb.ADMIN)
         topic = self._parts.topics.find_topic(name)
         if topic is not None and topic.config.order != order:
@@ -103,22 +107,24 @@ class Administration:
             await self._parts.writer.flushed()
 
     async def delete_topic(self, name: str, caller: Caller) -> TopicRemoved | None:
-        """Delete a topic with its messages and the offsets in it; return what it held, None when there is no topic."""
+        """Delete a topic, its messages and the offsets in it. Returns counts, or None if the topic does not exist."""
         self._policy.check_managed(name, caller)
-        # First, so that a topic that does not exist costs no count.
+        # Check first, because the count below is expensive.
         if self._parts.topics.find_topic(name) is None:
             return None
         pending = await self._count_pending(name)
         topic = self._parts.topics.find_topic(name)
-        if topic is None:  # another operator was quicker
+        if topic is None:  # another request deleted it during the count
             return None
+        # `lost` are the messages that count as expired: unread ones and dead letters.
         lost, letters = self._unread(topic), 0
         if name.startswith(DLQ_PREFIX):
             group = name.removeprefix(DLQ_PREFIX)
             letters = self._dead_letters.count(group)
             lost += [Expiry(group, name, letters, {})] if letters else []
+        # `lost` includes the dead letters, which are not unread messages.
         removed = TopicRemoved(sum(one.rows for one in lost) - letters, letters, pending)
-        # Rows appended from now on belong to a topic of the same name that may be made again.
+        # A topic of the same name may be created again. Rows from this number on belong to the new one.
         self._parts.topics.delete(name, self._parts.writer.next_seq)
         self._parts.offsets.forget_topic(name)
         if lost:
@@ -126,7 +132,7 @@ class Administration:
         if name.startswith(DLQ_PREFIX):
             self._parts.resolved_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
             self._parts.repeated_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
-        self._waiters.wake([name])  # consumers that wait for its messages are told that it is gone
+        self._waiters.wake([name])  # waiting consumers then learn that the topic is gone
         await self._parts.writer.flushed()
         if lost or pending:
             logger.warning(
@@ -136,7 +142,7 @@ class Administration:
         return removed
 
     def _unread(self, topic: Topic) -> list[Expiry]:
-        """Return the messages of a topic that groups have not read."""
+        """Count the messages of a topic that each group has not read."""
         table, found = self._parts.offsets.table, list[Expiry]()
         for group in self._parts.offsets.groups_of(topic.name):
             if rows := unread(topic, table[group][topic.name]):
@@ -146,20 +152,24 @@ class Administration:
     # -- groups ------------------------------------------------------------------------------------------------
 
     async def configure_groups(self, groups: Iterable[SubscriptionGroup], caller: Caller) -> None:
-        """Make groups or replace their configurations, in turn until one is refused; raises InvalidName, OverLimit."""
+        """Create groups or replace their configurations, in order. Groups before a refused one stay changed.
+
+        Raises InvalidName and OverLimit.
+        """
         self._policy.allow(caller, Verb.ADMIN)
         try:
             for group in groups:
                 self._parts.groups.update(group)
         finally:
+            # Also after a refusal, because the groups before it stay changed.
             await self._parts.writer.flushed()
 
     async def delete_group(self, name: str, caller: Caller, *, with_offsets: bool) -> None:
-        """Delete a group; one that has members comes back with their next heartbeat, as in RocketMQ."""
+        """Delete a group. As in RocketMQ, the next heartbeat of a member creates the group again."""
         self._policy.allow(caller, Verb.ADMIN)
         self._parts.groups.remove(name)
         if with_offsets:
             self._parts.offsets.forget_group(name)
-        # Offsets that stay keep no messages while the group is deleted.
+        # Offsets that stay do not make retention keep messages while the group is deleted.
         self._parts.expired.note_deleted(name, keeps_offsets=bool(self._parts.offsets.topics_of(name)))
         await self._parts.writer.flushed()

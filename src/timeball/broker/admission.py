@@ -1,10 +1,12 @@
-"""Admission: validate a batch from outside, stamp it, and say of each row whether it is for now or for later.
+"""Admission: validate a batch from outside, complete its rows, and classify each row as immediate or scheduled.
 
-Refuses, with an error that names the field and the first row: anything a stock broker would refuse of a message, and
-any instant that is negative, not a number or too far away. Such a message is never delivered "now" instead
-(RocketMQ #10872 did). A batch is taken whole or not at all. Which topics it may be for is asked of policy.py.
+A refusal raises an error that names the field and the first bad row. Refused are all values that a stock RocketMQ
+broker refuses, and due times that are negative, not a number or too far away. A message with such a due time is never
+delivered immediately instead (RocketMQ #10872 did that). A batch is accepted as a whole or not at all. policy.py
+decides which topics the caller may use.
 
-An instant in the past is allowed and due at once: the caller's clock may be slow, and a replay is legitimate.
+A due time in the past is allowed, and the message is due at once: the caller's clock may be slow, and a replay is
+legitimate.
 """
 
 from __future__ import annotations
@@ -36,17 +38,20 @@ from timeball.schedule.delay_levels.levels import LevelTable, disguised_properti
 
 
 def as_columns(sends: Sends) -> pa.RecordBatch:
-    """Return what is sent as columns; raises what `batch_of` raises."""
+    """Convert sends to columns. Raises the errors of `batch_of`."""
     batch = as_batch(sends)
     return batch_of(batch) if isinstance(batch, list) else batch
 
 
 def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
-    """Return one row or more as columns, without the empty ones; raises pa.ArrowInvalid for a number out of range."""
+    """Convert one or more rows to columns, and omit columns that are all null.
+
+    Raises pa.ArrowInvalid for values out of range.
+    """
     filled = {}
     for name, values in zip(SEND_NAMES, zip(*rows, strict=True), strict=True):
         kind, first = SEND_COLUMNS[name], values[0]
-        # Two thirds of the columns mostly say one thing; to count is several times cheaper than to convert.
+        # Two thirds of the columns usually hold one value. Counting is several times cheaper than converting.
         if values.count(first) < len(values) or (len(values) == 1 and first is not None):
             filled[name] = pa.array(values, kind)
         elif first is not None:
@@ -57,33 +62,33 @@ def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
 def admit(
     batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str, table: LevelTable
 ) -> tuple[pa.RecordBatch, Int64Array | None]:
-    """Return LOG_SCHEMA rows for a batch of SEND_COLUMNS, and the level of each when any has one (0: none).
+    """Build LOG_SCHEMA rows from a batch of SEND_COLUMNS, and list the delay level of each row (0: none).
 
-    MESSAGE rows are for now, PROMISE rows for later; those of a level still have their own topic and queue (see
-    `into_level_queues`).
+    The second result is None if no row has a delay level. MESSAGE rows are visible at once, PROMISE rows are due later.
+    Rows with a delay level still have their own topic and queue (see `into_level_queues`).
     """
-    # Counts and sizes before anything that costs by the row.
+    # Check counts and sizes first: all later checks have a cost per row.
     count = batch.num_rows
     if not 0 < count <= limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
     if batch.get_total_buffer_size() > limits.REQUEST_BYTES_MAX:
-        _check_size(batch.nbytes)  # a slice of something larger may still fit
+        _check_size(batch.nbytes)  # the buffers may belong to a larger batch of which this is a slice
     columns, cast = _columns(batch)
     if cast:
-        # Once more: a dictionary of one body and a thousand references to it have been unfolded by now. The log would
-        # refuse the frame too, but only after its rows had been given places in their queues.
+        # Check the size again after the casts: a dictionary with one body and a thousand references to it is now
+        # expanded. The log would also refuse the frame, but only after its rows had received queue offsets.
         _check_size(sum(column.nbytes for column in columns.values()))
-    # After the casts and the size: the rules look at every byte of texts, and assume the types.
+    # After the casts and the size check: the rules assume the types and read every byte of the texts.
     due = _due(columns, count, now_ms, delay_ms_max)
     delay = columns.get("delay_ms")
     rules.check_columns(columns)
-    # After the instants: a row may have an instant or a level, and both is an error.
+    # After the due times: a row with both a due time and a delay level is an error.
     level = _levels(columns, due, table)
     kind: npt.NDArray[np.int8] | int = int(Kind.MESSAGE)
     if level is not None or due.null_count < count:
         kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
         if level is not None:
-            # Levels of 0 ms too: the message passes through the queue of its level all the same.
+            # Also for levels of 0 ms: these messages pass through their level's queue like all others.
             kind[level > 0] = Kind.PROMISE
             at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
             due = pc.coalesce(due, pa.array(at, mask=level == 0))
@@ -105,7 +110,7 @@ def admit(
         sys_flag=_filled(columns, "sys_flag", 0),
         reconsume_times=_filled(columns, "reconsume_times", 0),
         due_ms=due,
-        # Says that it waits for a duration (durations.py).
+        # Marks the row as due after a duration (durations.py).
         accepted_ms=None
         if delay is None
         else pa.array(np.full(count, now_ms), mask=np.asarray(delay.is_null())),
@@ -114,11 +119,11 @@ def admit(
 
 
 def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch:
-    """Return admitted rows, those of a level as they wait: in the schedule topic, in their level's queue."""
+    """Move admitted rows with a delay level to the schedule topic, into the queue of their level."""
     waits = level > 0
     topic, queue_id, properties = (rows.column(name) for name in ("topic", "queue_id", "properties"))
     mask = pa.array(waits)
-    # May refuse, for properties that become too long; so this runs before any place is given out.
+    # This may refuse properties that become too long, so it runs before any offset is assigned.
     disguised = disguised_properties(
         properties.filter(mask), level[waits], topic.filter(mask), queue_id.filter(mask)
     )
@@ -127,7 +132,7 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
         "queue_id": pa.array(np.where(waits, level - 1, queue_id.to_numpy()).astype(np.int32)),
         "queue_offset": pa.array(
             np.zeros(len(level), np.int64), mask=~waits
-        ),  # it gets its place when it is appended
+        ),  # the offset is set when the row is appended
         "properties": pc.replace_with_mask(properties, mask, disguised),
     }
     columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
@@ -135,13 +140,17 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
 
 
 def kept_by(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Return admitted rows, the promises as their backlog keeps them; raises OverLimit when it is full."""
+    """Change the scheduled messages among admitted rows to the form that the backlog stores.
+
+    Raises OverLimit if the backlog is full.
+    """
     mine = rows.column("kind").to_numpy() == Kind.PROMISE
-    mine &= np.asarray(rows.column("queue_offset").is_null())  # levels keep their own
+    # Rows of delay levels are stored by `DelayLevels` instead.
+    mine &= np.asarray(rows.column("queue_offset").is_null())
     if not mine.any():
         return rows
     promises = rows if mine.all() else rows.filter(pa.array(mine))
-    # The last refusal. From here on nothing may fail until the rows are appended.
+    # This is the last check that may refuse. From here on nothing may fail until the rows are appended.
     backlog.check_capacity(int64(promises.column("due_ms")))
     dressed = backlog.encode_waiting(promises, now_ms)
     if dressed is promises or mine.all():
@@ -157,7 +166,10 @@ def _check_size(size_bytes: int) -> None:
 
 
 def _columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
-    """Return columns by name in the types we keep, and whether one was cast; those wholly null are left out."""
+    """Map column names to columns in the stored types, without all-null columns.
+
+    The second result is True after any cast.
+    """
     found, was_cast = {}, False
     for name in batch.schema.names:
         kept = SEND_COLUMNS.get(name)
@@ -178,7 +190,7 @@ def _columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
 
 def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
     if pa.types.is_temporal(column.type):
-        # A cast would take seconds for milliseconds, and deliver at once what is due next year.
+        # A cast could read seconds as milliseconds, and deliver at once a message that is due next year.
         raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {kept}")
     try:
         return column.cast(kept)
@@ -189,7 +201,10 @@ def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
 
 
 def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
-    """Return the instant of each row, null for now. Relative delays become absolute here, once, on our clock."""
+    """Compute the due time of each row, null for immediate ones.
+
+    Relative delays become absolute here, once, on the broker's clock.
+    """
     due, delay = columns.get("due_ms"), columns.get("delay_ms")
     if due is not None and delay is not None:
         both = pc.and_(due.is_valid(), delay.is_valid())
@@ -197,7 +212,7 @@ def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: in
             raise InvalidDelay(f"row {_first(both)} has both due_ms and delay_ms; give one")
     if delay is not None:
         values = delay.fill_null(0).to_numpy()
-        # Checked before it is added: the sum of two int64 may wrap round into the past.
+        # Check before adding: the sum of two int64 values may overflow into the past.
         rules.check_instants("delay_ms", values, 0, delay_ms_max)
         absolute = pa.array(values + now_ms, mask=np.asarray(delay.is_null()))
         due = absolute if due is None else pc.coalesce(due, absolute)
@@ -208,7 +223,7 @@ def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: in
 
 
 def _levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> Int64Array | None:
-    """The level of each row, 0 for none; None when no row has one."""
+    """Read the delay level of each row, 0 for none. The result is None if no row has one."""
     if "delay_level" not in columns:
         return None
     level = columns["delay_level"].fill_null(0).to_numpy().astype(np.int64)
@@ -226,7 +241,7 @@ def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.A
     column = columns.get(name)
     if column is None:
         return default
-    # A kernel costs more than the rest of the way of a small batch, and most columns have no nulls.
+    # An Arrow kernel costs more than all other steps of a small batch, and most columns have no nulls.
     return column.fill_null(default) if column.null_count else column
 
 

@@ -1,11 +1,12 @@
-"""From a batch to the log: admission and policy, places in queues, and the caches that learn of the rows after.
+"""Append batches to the log: admission and policy, queue offsets, and updates of the caches when rows are durable.
 
-Decided rows take two steps, since a decision may stand between them. All refusals are in `prepare`: a topic that may
-not be made, a backlog that is full. `append` refuses only a frame too large or a log that has stopped, gives out the
-places, and is called without a pause after the decision; so a promise is never settled for a row that is not written.
+A batch that passed all checks takes two steps, because the caller may have to make a decision between them. `prepare`
+makes all refusals: a topic that may not be created, or a full backlog. `append` assigns the offsets and writes the
+rows. It refuses only a frame that is too large or a log that has stopped. The caller calls it without an await after
+the decision, so a scheduled message is never settled (released or cancelled) for a row that is not written.
 
-Rows of several kinds may share a batch, and then all of them are in the log or none is: a CANCEL beside what takes
-the place of the promise it names.
+A batch may hold rows of several kinds. Then all of them are in the log or none is. An example is a CANCEL row with the
+row that replaces the cancelled message.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from timeball.message import (
     with_seq,
 )
 
-# Looked up once: every append replaces these two columns.
+# Looked up once, because every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 _KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
     LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties", "store_ms")
@@ -65,12 +66,15 @@ _KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
 BoolArray = npt.NDArray[np.bool_]
 _TOPIC_OF = itemgetter(SEND_NAMES.index("topic"))
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
-# From the number of a send's first row, and its store time, to what else changes in its frame.
+# Arguments: the number of the send's first row, and its store time in ms. Result: other changes in the same frame.
 MakeChange = Callable[[int, int], Change]
 
 
 class Appended(NamedTuple):
-    """Rows as they stand in the log (LOG_SCHEMA), the first one's number, and when they are durable."""
+    """Rows in their stored form (LOG_SCHEMA).
+
+    `first_seq` is the number of the first row. `durable` is done when all of them are durable.
+    """
 
     first_seq: int
     rows: pa.RecordBatch
@@ -78,16 +82,17 @@ class Appended(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The outcome of a send that is repeated: `outcome` as in answers.SendAck, and the states of its messages now."""
+    """The result of a repeated send: `outcome` as in answers.SendAck, and the current states of its messages."""
 
     outcome: str
     states: list[SentState]
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """A batch is in the log: its rows are first_seq, first_seq + 1, …; those in a queue have their place there.
+    """A batch that is in the log. Its rows have the numbers first_seq, first_seq + 1, and so on.
 
-    `sent`: of a batch that was in the log before, its outcome; `written` is empty then.
+    Visible rows have their queue and offset. `sent` is set if an earlier send had already written the batch. Then
+    `written` is empty.
     """
 
     first_seq: int
@@ -98,24 +103,24 @@ class Accepted(msgspec.Struct, frozen=True):
 
     @property
     def kept(self) -> pa.RecordBatch:
-        """Return the rows as they stand in the log (LOG_SCHEMA)."""
+        """The rows in their stored form (LOG_SCHEMA)."""
         return as_batch(self.written)
 
     def places(self) -> tuple[list[int], list[int | None]]:
-        """Return queue and offset of each row; what waits for an instant has no offset yet."""
+        """List the queue and the offset of each row. Messages that wait for a due time have no offset yet."""
         if isinstance(self.written, EncodedRows):
             return self.written.queue_ids, self.written.queue_offsets
         columns = self.written.columns
         offsets = columns[_QUEUE_OFFSET]
-        # By numpy where it can say it, at a third of the cost.
+        # `to_numpy` takes a third of the time, but does not represent nulls.
         given = offsets.to_pylist() if offsets.null_count else offsets.to_numpy().tolist()
         return columns[_QUEUE_ID].to_numpy().tolist(), given
 
 
 class TailCount:
-    """About how many promises stand in the log since the watermark: enough to decide whether to compact."""
+    """The approximate number of scheduled messages in the log since the watermark. Decides when to compact."""
 
-    STEP = 4_096
+    STEP = 4_096  # upper bound of the error of `rows`
 
     def __init__(self, watermark: int, rows: int) -> None:
         self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, promises counted before it)
@@ -124,36 +129,41 @@ class TailCount:
 
     @property
     def rows(self) -> int:
-        """Return the promises since the watermark, to within `STEP`."""
+        """The number of scheduled messages since the watermark. The error is less than `STEP`."""
         return self._total - self._marks[0][1]
 
     def add(self, next_seq: int, rows: int) -> None:
-        """Count `rows` more promises, the last one before `next_seq`."""
+        """Count `rows` more scheduled messages. The last one is before `next_seq`."""
         self._total += rows
         self._end = next_seq
-        # A mark for each STEP promises: the count is wrong by less than that after the watermark has moved.
+        # One mark per STEP messages. After a move of the watermark the count is wrong by less than that.
         if self._total - self._marks[-1][1] >= self.STEP:
             self._marks.append((next_seq, self._total))
 
     def drop_below(self, watermark: int) -> None:
-        """Count from a watermark that has moved."""
+        """Restart the count from a new watermark."""
         if watermark >= self._end:
             self._marks = [(watermark, self._total)]
         else:
+            # the last mark at or before the watermark
             at = bisect_right(self._marks, (watermark, 1 << 62)) - 1
             self._marks = self._marks[max(0, at) :]
 
 
 class Appender:
-    """Admits, prepares and appends rows. Belongs to the event loop. `tail_count` counts the promises in the tail."""
+    """Admits, prepares and appends rows. Belongs to the event loop.
+
+    `tail_count` counts the scheduled messages in the log's tail.
+    """
 
     def __init__(self, parts: Components, policy: Policy, waiters: Waiters, tail_count: TailCount) -> None:
+        # True for the hour log. It stores scheduled messages as they are, so they may take the fast paths.
         self._compacts, self._host = parts.compacts, parts.settings.host
         self._build = builder_of(parts.settings.codec)
         self._parts, self._policy, self._waiters, self._tail_count = parts, policy, waiters, tail_count
 
     def send(self, sends: Sends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
-        """Accept a batch, whole or not at all; the order of calls is the order in the log."""
+        """Accept a batch as a whole or not at all. The order of calls is the order in the log."""
         if isinstance(sends, list | pa.RecordBatch):
             batch: SendBatch = sends
         else:
@@ -169,21 +179,28 @@ class Appender:
         return self._accept(rows, level, now_ms)
 
     def _send_runs(self, runs: SendRuns, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """`send`, for what its edge can encode; None for what goes the other ways, or is refused there."""
+        """`send` for sends that their edge can encode.
+
+        The result is None if the batch must take another path, as rows or columns. Those paths also raise the refusals.
+        """
         parts = self._parts
-        # The texts and bodies were checked as they were read. What is left to decide: topics, room, and instants.
+        # The edge has checked texts and bodies. Topics, the writer's capacity and due times are still to be checked.
         topics = self._policy.destinations(runs.topics, caller)
-        if topics is None:
+        if topics is None:  # a first message creates its topic on the path for columns
             return None
         now_ms = parts.clock.now_ms()
         parts.writer.check_room()
-        # What waits for an instant may be refused by its backlog, or changed: then it goes the way of columns.
+        # Backlogs other than the hour log may refuse or change scheduled messages. These then take the path for
+        # columns.
         last_ms = now_ms + parts.settings.delay_ms_max if self._compacts else -1
         sends = runs.log_rows(topics, now_ms, last_ms, self._host)
         return None if sends is None else self._append_few(sends, now_ms)
 
     def _send_few(self, batch: SendBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """`send`, for a few plain rows; None for what goes the way of columns, or is refused there."""
+        """`send` for a few plain rows.
+
+        The result is None if the batch must take the path for columns, which also raises the refusals.
+        """
         parts, few = self._parts, few_sends.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
         now_ms = parts.clock.now_ms()
         delay_ms_max, may_wait = parts.settings.delay_ms_max, self._compacts
@@ -191,14 +208,14 @@ class Appender:
             return None
         parts.writer.check_room()
         topics = self._policy.destinations(set(map(_TOPIC_OF, few)), caller)
-        if topics is None:
+        if topics is None:  # as in `_send_runs`
             return None
         return self._append_few(few_sends.log_rows(few, topics, now_ms, self._host, self._build), now_ms)
 
     def _append_few(self, sends: few_sends.FewSends, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
-        """Append rows whose places are chosen; the commit begins at once."""
+        """Append rows with chosen queue offsets. The commit begins at once."""
         parts, (rows, places, promised, promised_bytes) = self._parts, sends
-        # Read right before the append, without a pause: no other append can come between.
+        # No await between this line and the append: no other append may come between them.
         first_seq = parts.writer.next_seq
 
         def on_durable() -> None:
@@ -207,7 +224,7 @@ class Appender:
                 self._visible(places)
             if promised:
                 waiting = numbered(rows, [first_seq + at for at in promised], promised)
-                # To search the bytes of all costs less than to decode one row. Nearly always there is no timer.
+                # Searching the bytes of all rows costs less than decoding one row. Hardly any message has a timer.
                 message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
                 lasting = durations.lasting_of(waiting) if durations.TIMER_PREFIX in message else None
                 self._wait(
@@ -215,14 +232,14 @@ class Appender:
                 )
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
-        # Behind the append, which may refuse, and without a pause, so that no other row gets these places.
+        # After the append, because it may refuse. Without an await, so that no other row gets these offsets.
         if places is not None:
             places.give_out()
-        parts.writer.commit()  # a turn of the loop costs as much as the placing of ten rows
+        parts.writer.commit()  # waiting for the end of the loop's turn costs as much as placing ten rows
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
-        """Append copies of accepted messages that go back to a group; no client has chosen their topics."""
+        """Append copies of accepted messages that return to a consumer group. No client has chosen their topics."""
         rows, level, now_ms = self.admit(batch)
         self.make_topics(rows)
         return self._accept(rows, level, now_ms)[1]
@@ -230,9 +247,9 @@ class Appender:
     def send_with(
         self, batch: SendBatch, change: MakeChange, caller: Caller | None = None
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """`send`, with the rows of a change in the same frame; without a caller, no client has chosen the topics.
+        """`send` with additional rows of a change in the same frame.
 
-        `change` is asked once nothing else may refuse.
+        `change` is called when nothing else can refuse. Without a caller, no client has chosen the topics.
         """
         rows, level, now_ms = self.admit(batch)
         if caller is None:
@@ -240,15 +257,18 @@ class Appender:
         else:
             self._policy.admit(codes_of(rows.column("topic"))[1], caller)
         rows = self.prepare(rows, now_ms, level)
-        # Behind all that may append rows of its own: topics that are made.
+        # After all steps that may append rows themselves, such as the creation of topics.
         changed = change(self._parts.writer.next_seq, now_ms)
         first_seq, written, durable = self.append(pa.concat_batches([rows, changed.rows]))
-        changed.keep()
+        changed.keep()  # after the append, because it may refuse
         return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
 
     def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
-        """Return the rows and levels of `admission.admit`, and their store time; raises what it raises."""
-        # One reading of the clock for all rows of a batch: they share their store time, and delays count from it.
+        """Admit a batch. Returns the rows and levels of `admission.admit`, and the store time in ms.
+
+        Raises the errors of `admission.admit`.
+        """
+        # The clock is read once: all rows of a batch share their store time, and delays count from it.
         parts, now_ms = self._parts, self._parts.clock.now_ms()
         parts.writer.check_room()
         rows, level = admission.admit(
@@ -261,21 +281,22 @@ class Appender:
         return rows, level, now_ms
 
     def prepare(self, rows: pa.RecordBatch, now_ms: int, level: Int64Array | None = None) -> pa.RecordBatch:
-        """Return LOG_SCHEMA rows as the log will hold them, without places; `level` as `admission.admit` gives it.
+        """Bring LOG_SCHEMA rows to the form that the log stores, still without queue offsets.
 
-        The topics of promises are there: see `make_topics`. Raises OverLimit when a backlog is full.
+        `level` is the second result of `admission.admit`. The topics of scheduled messages must exist (see
+        `make_topics`). Raises OverLimit if a backlog is full.
         """
         parts = self._parts
-        # The topic of the levels is made only when a level is used: brokers without them have one topic less.
+        # The schedule topic is created at the first use of a level, so other brokers do not have it.
         if level is not None:
             parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
         return rows if self._compacts else admission.kept_by(parts.backlog, rows, now_ms)
 
     def make_topics(self, rows: pa.RecordBatch) -> None:
-        """Make the topics of these rows that are missing, which no client has chosen; raises OverLimit.
+        """Create the missing topics of these rows. For topics that no client has chosen. Raises OverLimit.
 
-        A promise has its topic from the moment it is accepted, so that tools see what it is for.
+        The topic of a scheduled message exists from the moment it is accepted, so tools can show it.
         """
         for name in codes_of(rows.column("topic"))[1]:
             self._parts.topics.ensure(name)
@@ -289,14 +310,15 @@ class Appender:
     def append(
         self, rows: pa.RecordBatch, then: Callable[[], None] | None = None, *, is_lasting: bool = False
     ) -> Appended:
-        """Append rows that `prepare` has returned, or some of them.
+        """Append rows that `prepare` returned, or some of them.
 
-        `then` is called in log order when they are durable, after the caches know them. `is_lasting`: all that are for
-        later are durations, though their rows do not say so.
+        `then` is called in log order when the rows are durable and the caches are up to date. `is_lasting` marks all
+        scheduled messages among them as due after a duration, though their rows do not state it.
         """
         kinds = rows.column("kind").to_numpy()
         offsets = rows.column("queue_offset")
-        # Visible rows, and promises of a level: `into_level_queues` has marked those with an offset, still 0.
+        # Visible rows get an offset, and so do rows of a delay level. `into_level_queues` has set the offset of the
+        # latter to 0.
         gets_place = np.isin(kinds, _VISIBLE)
         if offsets.null_count < len(offsets):
             gets_place |= np.asarray(offsets.is_valid())
@@ -304,7 +326,7 @@ class Appender:
         placement = None
         if len(has_place):
             rows, placement = self._place(rows, has_place)
-        # Read right before the append, without a pause: no other append can come between.
+        # No await between this line and the append: no other append may come between them.
         first_seq = self._parts.writer.next_seq
 
         def on_durable() -> None:
@@ -316,7 +338,10 @@ class Appender:
         return Appended(first_seq, rows, durable)
 
     def append_few(self, values: list[LogRow], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
-        """`append`, for a few rows as values; all need no place: promises for an instant, or cancels."""
+        """`append` for a few rows given as values.
+
+        None may need an offset: scheduled messages with a due time, or cancels.
+        """
         rows, writer = self._build(values), self._parts.writer
         first_seq = writer.next_seq
         promised = [at for at, row in enumerate(values) if row[_KIND] == Kind.PROMISE]
@@ -329,7 +354,7 @@ class Appender:
             if promised:
                 now_ms, next_seq = values[-1][_STORE_MS], first_seq + len(values)
                 waiting = numbered(rows, [first_seq + at for at in promised], promised)
-                # Leases, all of them: sends have another way.
+                # All of them are leases, which are durations. Sends do not pass here.
                 lasting = np.ones(len(promised), np.bool_)
                 self._wait(waiting, pairs_of(waiting), now_ms, stored_bytes, next_seq, lasting)
             if then is not None:
@@ -339,16 +364,16 @@ class Appender:
         return durable
 
     def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
-        """Give the rows that are visible, or wait in a level's queue, their queue and offset."""
-        # The usual batch has one kind of row; then its columns are replaced, and no row is copied.
+        """Assign queue and offset to the rows at the positions `visible`: visible rows, and rows of a delay level."""
+        # Usually all rows get an offset. Then two columns are replaced, and no row is copied.
         if len(visible) == rows.num_rows:
             placement = self._parts.topics.place(rows)
             return _with_places(
                 rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
             ), placement
-        # Only the rows that get a place: promises for an instant must not use up offsets of their topic.
+        # Only these rows: scheduled messages must not use up offsets of their topic.
         placement = self._parts.topics.place(rows.take(pa.array(visible)))
-        # META rows have none.
+        # META rows have no queue
         queue_id = filled(rows.column("queue_id"), -1).to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
         hidden = np.ones(rows.num_rows, dtype=np.bool_)
@@ -366,7 +391,7 @@ class Appender:
         *,
         is_lasting: bool,
     ) -> None:
-        """Index the visible rows of a durable batch, and hand its promises to the schedule."""
+        """Index the visible rows of a durable batch, and add its scheduled messages to the schedule."""
         if placement is not None:
             placement.index(first_seq, first_seq + has_place)
             self._visible(placement)
@@ -376,17 +401,17 @@ class Appender:
             self._promised(rows, first_seq, promised, is_lasting=is_lasting)
 
     def _visible(self, places: Placement | FewPlaces) -> None:
-        """Count rows that are in their queues' indexes, and wake consumers: these must find the rows."""
+        """Count rows that are in the queue indexes, and wake the consumers, which must find the rows there."""
         places.count(self._parts.rates)
         self._waiters.wake_queues(places.queues())
 
     def _promised(
         self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray, *, is_lasting: bool
     ) -> None:
-        """Hand the promises of a durable batch to the schedule."""
+        """Add the scheduled messages of a durable batch to the schedule."""
         parts, promises = self._parts, with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
-        # A promise with a place in a queue waits for a delay level, and nowhere else.
+        # A scheduled message with a queue offset waits for a delay level, and only in `levels`.
         in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
             of_level = promises.filter(pa.array(in_level))
@@ -411,11 +436,12 @@ class Appender:
         next_seq: int,
         lasting: BoolArray | None,
     ) -> None:
-        """Hand durable promises for an instant, stored at `now_ms`, to the schedule; the last one before `next_seq`.
+        """Add durable messages with a due time to the schedule.
 
-        `lasting`: which of them are durations; None: none.
+        They were stored at `now_ms`, the last one before `next_seq`. `lasting` marks those that are due after a
+        duration. None means that there are none.
         """
-        # RocketMQ counts what waits for an instant under its timer's topic; its tools look for it there.
+        # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
         self._parts.rates.put(TIMER_TOPIC, promises.num_rows, stored_bytes)
         self._parts.scheduler.add(self._parts.backlog, promises, pairs, now_ms, lasting)
         if self._compacts:

@@ -1,4 +1,4 @@
-"""The components of a broker, as the composition root builds them, and the way off the event loop."""
+"""The components of a broker, as node.py builds them, and helpers to run blocking calls in threads."""
 
 from __future__ import annotations
 
@@ -49,20 +49,21 @@ from timeball.table.data_file import DataFiles
 from timeball.table.file_cache import FileCache, Ranged
 from timeball.table.key_index import TableKeys
 
-# The hour that a store may be away, and time to fetch what comes into it.
+# An object store may be unreachable for one hour. The other 10 minutes are the time to fetch files ahead.
 FETCH_AHEAD_MS = limits.HOUR_MS + 10 * limits.MINUTE_MS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Accepting = tuple[R, "asyncio.Future[int]"]  # the answer to a send, and when it is durable
+# The answer to a send, and a future that is done when it is durable.
+Accepting = tuple[R, "asyncio.Future[int]"]
 
 
 class Gate:
-    """Holds requests that end or move promises apart from a resume. Belongs to the event loop.
+    """Keeps requests that cancel or move scheduled messages apart from a resume. Belongs to the event loop.
 
-    Such a request looks a promise up, waits for the disk, and decides by the instant and number that it has found. A
-    resume gives promises other instants, so at that moment no request may be between look and decision. Passing the
-    gate while no one is alone inside does not give up the loop.
+    Such a request finds a message, waits for the disk, and then decides by the due time and number that it found. A
+    resume changes due times, so no request may be between these steps at that moment. Passing the gate does not give up
+    the loop, unless a resume is inside alone or waits for it.
     """
 
     def __init__(self) -> None:
@@ -73,9 +74,9 @@ class Gate:
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """Be inside with others."""
+        """Be inside together with others."""
         async with self._alone:
-            # Behind the lock: while one waits to be alone no other comes in, so its wait ends.
+            # Inside the lock: while a caller of `alone` waits, no other can enter, so its wait ends.
             self._inside += 1
             self._empty.clear()
         try:
@@ -87,41 +88,41 @@ class Gate:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Be inside alone: others have left, and wait until this has."""
+        """Be inside alone. Waits until the others have left, and keeps new ones out until the end."""
         async with self._alone:
             await self._empty.wait()
             yield
 
 
 class Tracing(Protocol):
-    """Spans of what the broker does with messages (monitoring/traces.py). Belongs to the event loop."""
+    """Spans of the broker's operations on messages (monitoring/traces.py). Belongs to the event loop."""
 
     counts: dict[str, int]  # spans by outcome: recorded, exported, failed
-    left_out: dict[str, int]  # messages with a context that got no span, by operation
+    left_out: dict[str, int]  # messages that have a trace context but got no span, by operation
 
     def send(self, batch: SendBatch, accept: Callable[[SendBatch], Accepting[R]]) -> Accepting[R]:
-        """Accept a batch, with a span for each message that is traced; some are given a context before."""
+        """Accept a batch, and record a span for each traced message. Some messages first receive a trace context."""
 
     def released(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        """Record the releases of READ_SCHEMA promises that are durable now."""
+        """Record the releases of READ_SCHEMA rows that are durable now."""
 
     def received(self, group: str, rows: pa.RecordBatch, receipts: Sequence[tuple[object, ...]]) -> None:
-        """Record the receipts of READ_SCHEMA rows by a group."""
+        """Record that a group received READ_SCHEMA rows."""
 
     def now_ns(self) -> int:
-        """Return the instant from which `settled` counts."""
+        """Read the time in ns, for `begin_ns` of `settled`."""
 
     def settled(
         self, operation: str, receipts: Sequence[tuple[object, ...]], valid: Sequence[bool], begin_ns: int
     ) -> None:
-        """Record the ends of leases by their receipts."""
+        """Record the ends of leases, given by their receipts."""
 
     async def close(self) -> None:
-        """Export the rest, if that can be done soon."""
+        """Export the remaining spans, if that is possible soon."""
 
 
 class Tables:
-    """The tables that META rows are kept in; all are registered before recovery reads the first row."""
+    """The tables that are stored as META rows. All are registered before recovery reads the first row."""
 
     def __init__(self, files: Files, queues_per_topic: int) -> None:
         self.meta = meta = MetaLog()
@@ -142,76 +143,79 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts of one broker; built by node.py, and never replaced."""
+    """The parts of one broker. node.py builds them, and they are never replaced."""
 
     settings: Settings
     files: Files
-    clock: SchedulerClock  # guarded: a jump ahead is on probation (clock.py)
+    clock: SchedulerClock  # guarded against jumps: a jump ahead is first on probation (clock.py)
     writer: LogWriter
     reader: LogReader
     key_index: KeyIndex
     topics: Topics
-    meta: MetaLog  # writes the rows that topics, groups, offsets and modes are
+    meta: MetaLog  # writes META rows: topics, groups, offsets, request modes
     offsets: Offsets
     groups: Groups
     request_modes: RequestModes
     receipt_secret: ReceiptSecret
-    in_flight: MetaTable[SavedLeases]  # leases that the last orderly stop has saved
-    lease_counts: LeaseCounts  # of leases that the log keeps
+    in_flight: MetaTable[SavedLeases]  # leases saved by the last orderly stop
+    lease_counts: LeaseCounts  # counts of leases that are rows of the log
     campaigns: Campaigns
     idempotency_keys: IdempotencyKeys
     source_positions: SourcePositions
     push_subscriptions: PushSubscriptions
     resolved_dead_letters: ResolvedDeadLetters
-    repeated_dead_letters: RepeatedDeadLetters  # which retention has removed from their queues
-    expired: ExpiredMessages  # before a group read them
+    repeated_dead_letters: RepeatedDeadLetters  # dead letters whose rows in the queue retention has removed
+    expired: ExpiredMessages  # counts of messages that expired before a group read them
     epochs: MetaTable[EpochFacts]
-    drains: Drains  # what waits is handed over to another group of the cluster, or adopted from one
+    drains: Drains  # states of drains: to another group of the cluster, or from one
     scheduler: Scheduler
-    backlog: Backlog  # keeps promises that are sent for an instant: the strategy of the settings
-    hour_log: HourLog  # keeps the pending table, under every strategy
+    backlog: Backlog  # stores messages sent with a due time: the configured strategy
+    hour_log: HourLog  # serves the pending table, under every strategy
     levels: DelayLevels
-    outcomes: Outcomes  # of all promises
+    outcomes: Outcomes  # outcomes of all scheduled messages
     file_keys: TableKeys  # rows of the live files by id, key and number
     catalog: Catalog  # the table's Delta log: a cache of the live files
-    ledger: AttachState  # attaches and reservations, as TABLE rows say
+    ledger: AttachState  # attaches and reservations, from TABLE rows
     reader_thread: Executor  # one thread: reads log and files for releases and consumers
-    table_thread: Executor  # one thread: changes the Delta log; the reader thread, but for an object store
-    lookup_thread: Executor  # one thread: finds promises in log and files, beside the reader thread
+    # One thread: changes the Delta log; the same as the reader thread, except for an object store.
+    table_thread: Executor
+    lookup_thread: Executor  # one thread: finds scheduled messages in log and files
     background: Executor  # one thread: compaction and rewriting, which may take seconds
     on_failure: Callable[[BaseException], None]  # stops the broker: memory may be ahead of the files
-    file_replication: FileReplication | None = None  # None: this broker is alone
-    cache: FileCache | None = None  # of a table in an object store; None: its files are in the data folder
+    file_replication: FileReplication | None = None  # None: this broker has no replicas
+    # Cache of a table in an object store; None: the files are in the data folder.
+    cache: FileCache | None = None
     traces: Tracing | None = None  # None: off
     rates: Rates = field(default_factory=Rates)
-    revoking: Gate = field(default_factory=Gate)  # open to all that end or move promises, closed by a resume
+    # Open to requests that cancel or move scheduled messages, closed by a resume.
+    revoking: Gate = field(default_factory=Gate)
 
     @property
     def compacts(self) -> bool:
-        """Return whether promises wait in the log's tail, to be moved to the pending table."""
+        """True if scheduled messages wait in the log's tail until compaction moves them to the pending table."""
         return self.backlog is self.hour_log
 
     @property
     def data_files(self) -> DataFiles:
-        """Return the source of any data file, for threads that may wait for an object store."""
+        """The source of any data file, for threads that may wait for an object store."""
         return self.catalog.data if self.cache is None else Ranged(self.cache)
 
     @property
     def whole_files(self) -> DataFiles:
-        """Return the same for what reads all of them."""
+        """The same for callers that read whole files."""
         return self.catalog.data if self.cache is None else self.cache
 
     @property
     def file_thread(self) -> Executor:
-        """Return the thread for reads of any data file that a request needs: releases must not wait for a store."""
+        """The thread for reads of data files that a request needs. Releases must not wait for an object store."""
         return self.reader_thread if self.cache is None else self.lookup_thread
 
     def soon_ms(self) -> int:
-        """Return the instant up to which files of a table in an object store are fetched ahead."""
+        """Compute the due time in ms up to which files of a table in an object store are fetched ahead."""
         return self.clock.now_ms() + FETCH_AHEAD_MS + ahead_ms_of(self.settings)
 
     def table_status(self) -> dict[str, object]:
-        """Return what `TableStatus` says."""
+        """Build the figures of `TableStatus`."""
         foreign = self.catalog.foreign
         found: dict[str, object] = {
             "uri": self.catalog.uri,
@@ -230,21 +234,21 @@ class Components:
         return found
 
     async def leave_store(self) -> None:
-        """Ask the object store of the pending table no more, if there is one; a request without an answer is left."""
+        """Stop using the object store of the pending table, if there is one. Abandons requests without an answer."""
         if self.cache is not None:
-            # Answers that are on their way are waited for, a second at most.
+            # Waits for answers that are on their way, at most one second.
             await asyncio.to_thread(self.cache.leave_store)
 
     @property
     def waiting_messages(self) -> int:
-        """Return how many scheduled messages wait: none that was cancelled, and no lease."""
-        # Never below nought, although a lease counts a moment longer than its promise (delivery.py).
+        """The number of pending messages, without cancelled ones and leases."""
+        # Clamped at 0, because a lease is counted slightly longer than its message (delivery.py).
         return max(0, self.outcomes.waiting_rows - self.lease_counts.waiting_rows)
 
     def traced(
         self, accept: Callable[Concatenate[Sends, P], Accepting[R]]
     ) -> Callable[Concatenate[Sends, P], Accepting[R]]:
-        """Return a verb that accepts messages as one that traces them; itself when tracing is off."""
+        """Wrap a function that accepts messages, so that it traces them. If tracing is off, return it unchanged."""
         traces = self.traces
         if traces is None:
             return accept
@@ -256,16 +260,16 @@ class Components:
 
 
 def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
-    """Run something that touches the disk in one of the broker's threads."""
+    """Run a blocking call in one of the broker's threads."""
     return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
 
 
 @contextmanager
 def rollback_on_error(*steps: Callable[[], None]) -> Iterator[None]:
-    """Take these steps when the body fails: a full disk is no reason to believe that something is saved."""
+    """Run these steps if the body fails. A full disk must not leave memory with unsaved state."""
     try:
         yield
-    except BaseException:  # also a caller who has gone away
+    except BaseException:  # also the cancellation by a caller that has gone away
         for step in steps:
             step()
         raise

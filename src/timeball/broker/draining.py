@@ -1,17 +1,19 @@
-"""Hand over what waits in this group to another one, its heir, until nothing is left (a drain).
+"""Drain this group: hand over its pending messages to another group of the cluster until none is left.
 
-    policy      the group accepts nothing new; its queues stay readable
-    look        a page of what waits and is due later than in MARGIN_MS
-    hand over   one frame: CANCEL rows that hold the messages, and the META row that names the transfer
-    adopt       the heir appends them as its own, in one frame with the transfer's number
-    confirm     a META row; only then the next transfer begins
+The code calls the receiving group the *heir*.
 
-From the first frame on the messages are ended here, and from the second one on they wait there. A kill in between
-leaves a transfer that is not confirmed: it is read from the log and sent again, and the heir takes it over once. So
-each message is released by one of the two, and a look-up in between is told `unavailable`.
+    policy      this group accepts nothing new; its queues stay readable
+    look        read a page of the pending messages that are due later than in MARGIN_MS
+    hand over   append one frame: CANCEL rows that contain the messages, and the META row that names the transfer
+    adopt       the heir appends the messages as its own, in one frame with the transfer's number
+    confirm     append a META row; only then the next transfer begins
 
-It is a duty of the leader and goes on by itself, with the account that has asked for it. What is due sooner, and copies
-on their way back to this group's consumers, stay.
+After the first frame the messages have ended here. After the second frame they are pending at the heir. A crash between
+the two leaves a transfer that is not confirmed. It is read from the log and sent again, and the heir adopts it once. So
+exactly one of the two groups releases each message. A look-up between the two frames returns `unavailable`.
+
+Draining is a periodic duty of the leader. It continues after a change of leader, with the account that requested it.
+Two kinds of messages stay: those that are due sooner than in MARGIN_MS, and retries for this group's consumers.
 """
 
 from __future__ import annotations
@@ -61,18 +63,18 @@ from timeball.wire import Drained
 
 logger = logging.getLogger(__name__)
 
-MARGIN_MS = limits.MINUTE_MS  # what is due sooner is released here: a transfer takes a moment
+MARGIN_MS = limits.MINUTE_MS  # messages due sooner are released here, because a transfer takes time
 PAGE_ROWS = 65_536
-# Of a transfer. As JSON it is at most the body of an HTTP request (protocols/http/requests.py).
+# Limits of a transfer. As JSON it must fit into the body of an HTTP request (protocols/http/requests.py).
 ROWS_MAX, BYTES_MAX = 16_384, limits.BODY_BYTES_MAX
-ROWS_FIRST = 64  # read at once, before it is known how large messages are
+ROWS_FIRST = 64  # rows per read until the size of the messages is known
 ADOPT_S = 20.0
 LOOK_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page of what waits, and where the next one begins."""
+    """A page of pending messages, and the position where the next page begins."""
 
     walk: TableWalk
     logged: Logged
@@ -81,7 +83,7 @@ class _Page:
 
 
 class Draining:
-    """The duty. Belongs to the event loop; what reads log and table, to the background thread."""
+    """The periodic duty. Belongs to the event loop. Reads of log and table run in the background thread."""
 
     def __init__(
         self,
@@ -91,54 +93,55 @@ class Draining:
         others: OtherGroups,
         account: Callable[[str], Caller],
     ) -> None:
-        """`account`: return the caller of this name, as which the heir is asked; raises Unauthorized."""
+        """Create the duty. `account` finds the caller by name, for requests to the heir. It raises Unauthorized."""
         self._parts, self._policy, self._mover, self._others = parts, policy, mover, others
         self._account, self._group = account, parts.settings.group
         self._codes = TopicCodes()
         self._tail = LogTail(parts.reader, self._codes)
         self._rows_at_once = ROWS_FIRST
-        self._one = asyncio.Lock()  # held over a look: one transfer at a time
-        self._is_done = False  # the last look has found nothing to hand over
+        self._one = asyncio.Lock()  # held during a look, so that there is one transfer at a time
+        self._is_done = False  # True if the last look found nothing to hand over
         self._problem = ""
         self._close()
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
     async def drain(self, heir: str, caller: Caller, *, dry_run: bool = False) -> Drained:
-        """Hand over all that waits to this group, from now on; return how far that is. May be repeated.
+        """Start to hand over all pending messages to `heir`, and report the progress. May be repeated.
 
         Raises Forbidden, NotFound, InvalidMessage, Conflict, and Unavailable while the heir does not answer.
         """
         parts, facts = self._parts, self._parts.drains.out
         self._policy.allow(caller, Verb.ADMIN)
         if facts is not None and (facts.heir, facts.account) == (heir, caller.name):
-            return self._told(facts)  # asked again: the row is in the log, and nothing is written twice
+            return self._told(facts)  # a repeated request: the row is in the log already
         self._check(heir)
-        # A drain is known by its instant: one to another heir, later on, must not be taken for this one.
+        # Its start time identifies a drain, so a later drain to another heir needs another time.
         since_ms = facts.since_ms if facts is not None and facts.heir == heir else parts.clock.now_ms()
         if facts is not None and since_ms <= facts.since_ms and facts.heir != heir:
             since_ms = facts.since_ms + 1  # the clock was set back
-        # Before anything is changed here: a group that accepts nothing and has no heir would be of no use.
+        # Ask before any change here: a group that accepts nothing and has no heir would be useless.
         answer = await self._others.ask(heir, AdoptHere(source=self._group, since_ms=since_ms), caller)
         _raise_refusal(answer, heir)
         now = parts.drains.out
         if now is not None and now.heir == heir:
-            wanted = msgspec.structs.replace(now, account=caller.name)  # the old one may be gone
+            # The previous account may have been deleted.
+            wanted = msgspec.structs.replace(now, account=caller.name)
         elif now is facts:
             wanted = DrainFacts(heir=heir, since_ms=since_ms, account=caller.name)
-        else:  # a transfer to the other heir has begun meanwhile, or yet another drain
+        else:  # during the question a transfer to the other heir began, or another drain
             raise Conflict(f"group {self._group} hands over to {now.heir if now else 'none'}; ask again")
         if dry_run:
             return self._told(wanted)
         parts.writer.check_room()
         parts.drains.put(wanted)
-        # Closed before the row is durable: what is accepted between the two would have to be handed over as well.
+        # Close before the row is durable: messages accepted between the two would also have to be handed over.
         self._close()
         await parts.writer.flushed()
         return self._told(wanted)
 
     def check_numbers(self) -> None:
-        """Raise Conflict when promises may have gone to the heir, where they have other numbers."""
+        """Raise Conflict if messages may have gone to the heir, where they have other numbers."""
         if (facts := self._parts.drains.out) is not None:
             raise Conflict(
                 f"group {self._group} is drained to {facts.heir}, where its messages have other numbers: name them by "
@@ -153,13 +156,13 @@ class Draining:
         facts = self._parts.drains.out
         if facts is not None and facts.heir != heir and facts.rows:
             raise Conflict(f"group {facts.heir} has not confirmed a transfer yet: drain to it until it has")
-        # What is held waits for no instant that its heir could keep.
+        # Held messages have no due time that the heir could use.
         held = [name for name, each in self._parts.campaigns.all().items() if each.held_from_ms is not None]
         if held:
             raise Conflict(f"campaign {held[0]} is held: resume or cancel it first")
 
     def _close(self) -> None:
-        """Accept nothing new, if this group is drained."""
+        """Refuse new messages if this group is drained."""
         if (facts := self._parts.drains.out) is not None:
             self._policy.close(f"group {self._group} is drained to {facts.heir}: send to another group")
             self._is_done = False
@@ -173,24 +176,25 @@ class Draining:
     # -- the duty ------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Hand over all that waits now, if this group is drained (a duty of upkeep.py)."""
+        """Hand over all messages that are pending now, if this group is drained. A periodic duty of upkeep.py."""
         if self._parts.drains.out is None:
             return
         try:
             async with self._one:
                 self._is_done = not await self._sweep()
             self._problem = ""
-        # The heir refuses or is silent, a disk is full, the account is gone: told, and tried again with the next look.
+        # The heir refuses or does not answer, a disk is full, or the account was deleted. Report this, and try again at
+        # the next look.
         except (RequestError, OverLimit, Unavailable) as error:
             if str(error) != self._problem:
                 logger.warning("messages not handed over, trying again reason=%s", error)
             self._problem = str(error)
 
     async def _sweep(self) -> int:
-        """Hand over what waits now; return how many messages that was."""
+        """Hand over the messages that are pending now. Returns their number."""
         parts = self._parts
         await self._send_again()
-        # Files are read row group by row group, and the tail whole for each page.
+        # Compact a long tail first: files are read row group by row group, but the tail is read whole for each page.
         while parts.compacts and self._mover.tail_count.rows > PAGE_ROWS and self._is_compactor:
             if await self._mover.compact() is None:
                 break
@@ -205,9 +209,10 @@ class Draining:
                     ):
                         moved += await self._hand_over_all(found, read)
                 except OutOfRange:
-                    continue  # retention has removed a row since: its promise is settled, or in a file
+                    # Retention has removed a row since: its message is settled (released or cancelled) or in a file.
+                    continue
             low = page.upto
-        if moved:  # else the next look goes on from here
+        if moved:  # if nothing moved, the next look reuses the tail that was read
             await in_thread(parts.background, self._tail.forget)
         return moved
 
@@ -220,7 +225,7 @@ class Draining:
         walk = TableWalk(snapshot, partial(opened, self._parts), self._codes, None)
         logged, logged_upto = self._tail.after(snapshot, low, LAST, PAGE_ROWS)
         filed, filed_upto = walk.after(low, LAST, PAGE_ROWS, keep)
-        # The two may end at different places; behind the nearer one the other's rows would overtake.
+        # The page ends at the nearer of both ends: after it, rows of the other source would overtake.
         upto = min(logged_upto, filed_upto)
         logged = logged.part(keep(logged.topic) & _is_before(logged, upto))
         return _Page(walk, logged, filed.part(_is_before(filed, upto)), upto)
@@ -235,7 +240,7 @@ class Draining:
             for transfer in _transfers(rows):
                 moved += await self._hand_over(transfer)
             at += len(part)
-            # As many as a transfer may have of messages of this size.
+            # The number of rows of this size that fit into a transfer.
             fitting = rows.num_rows * BYTES_MAX // max(1, rows.nbytes)
             self._rows_at_once = min(max(1, fitting), 4 * self._rows_at_once, ROWS_MAX)
         return moved
@@ -251,19 +256,23 @@ class Draining:
         return pa.concat_batches(parts)
 
     async def _hand_over(self, promises: pa.RecordBatch) -> int:
-        """End those of these that still wait, in favour of the heir; return how many, once the heir has them."""
+        """End those messages that are still pending, in favour of the heir.
+
+        Returns their number when the heir has them.
+        """
         parts = self._parts
-        async with parts.revoking.passing():  # a resume gives promises other instants
+        async with parts.revoking.passing():  # a resume changes due times
             parts.writer.check_room()
             now_ms = parts.clock.now_ms()
             due_ms = int64(promises.column("due_ms"))
             promises = promises.filter(pa.array(due_ms >= now_ms + MARGIN_MS))
-            # The race with a release, a cancel or a move is decided here, as for a cancel. From here on nothing may
+            # As for a cancel, this call decides the race with releases, cancels and moves. From here on nothing may
             # refuse or wait until the rows are appended.
             waited = parts.scheduler.cancel(*pairs_of(promises))
             if not waited.any():
                 return 0
-            facts = parts.drains.out  # here, since the command may have named another heir meanwhile
+            # Read here, because a command may have named another heir during the read.
+            facts = parts.drains.out
             assert facts is not None and not facts.rows, "the one before is confirmed"
             rows = handed_rows(promises.filter(pa.array(waited)), facts.heir, now_ms)
             begun = msgspec.structs.replace(
@@ -273,14 +282,15 @@ class Draining:
             change = parts.drains.changed(begun)
             _, durable = parts.writer.append(pa.concat_batches([rows, change.rows]))
             change.keep()
-        # The heir gets the rows once they are durable: the next leader of this group must find these promises ended.
+        # Send the rows only when they are durable: the next leader of this group must find that these messages have
+        # ended here.
         await durable
         await parts.writer.synced()
         await self._send(rows)
         return len(rows)
 
     async def _send_again(self) -> None:
-        """Send a transfer that was not confirmed."""
+        """Send the transfer that was not confirmed, if there is one."""
         facts = self._parts.drains.out
         if facts is not None and facts.rows:
             await self._parts.writer.flushed()
@@ -294,7 +304,7 @@ class Draining:
         return rows
 
     async def _send(self, rows: pa.RecordBatch) -> None:
-        """Send the transfer that is under way, and note that the heir has it."""
+        """Send the current transfer, and record that the heir has it."""
         parts, facts = self._parts, self._parts.drains.out
         assert facts is not None and facts.rows == rows.num_rows
         question = AdoptHere(
@@ -305,7 +315,7 @@ class Draining:
         _raise_refusal(answer, facts.heir)
         facts = parts.drains.out
         assert facts is not None
-        # A crash before it is durable sends the transfer again.
+        # A crash before this row is durable only sends the transfer again.
         parts.drains.put(
             msgspec.structs.replace(
                 facts, moved_rows=facts.moved_rows + facts.rows, first_seq=0, rows=0, at_ms=0
@@ -318,17 +328,17 @@ def _raise_refusal(answer: GroupAnswer | None, heir: str) -> None:
         raise Unavailable(f"group {heir} did not answer")
     if answer.refusal is not None:
         error = from_code(answer.refusal.code, f"group {heir}: {answer.refusal.text}")
-        if isinstance(error, StorageError):  # of the heir's log, and not of this one
+        if isinstance(error, StorageError):  # the error concerns the heir's log, not this one
             raise Unavailable(str(error))
         raise error
 
 
 def _transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield promises in parts that fit into a transfer; a single one always does."""
+    """Yield the rows in parts that fit into a transfer. A single row always fits."""
     if rows.num_rows == 1 or rows.nbytes <= BYTES_MAX:
         yield rows
         return
-    half = rows.num_rows // 2  # by rows and not by bytes: a few halvings find the large ones
+    half = rows.num_rows // 2  # split by rows, not by bytes: a few halvings isolate the large ones
     yield from _transfers(rows.slice(0, half))
     yield from _transfers(rows.slice(half))
 
@@ -343,7 +353,7 @@ def _read_table(walk: TableWalk, found: Logged | Filed) -> pa.RecordBatch:
 
 
 def _without_level(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return promises of delay levels as those of an instant: the heir's levels need not know them."""
+    """Convert promises of delay levels to promises with a due time, because the heir may have other levels."""
     said: Sequence[dict[str, str]] = [
         decode_properties(text or "") for text in rows.column("properties").to_pylist()
     ]

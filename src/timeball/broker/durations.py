@@ -1,12 +1,12 @@
-"""Which scheduled messages are due after a duration, and not at a time that their sender has named.
+"""Find scheduled messages that are due after a duration, and not at a time that their sender has chosen.
 
-    leases and retries     a topic that brings messages back to a group, or its dead letters
-    a relative delay       `accepted_ms` of the PROMISE row: the delay counts from there
+    leases and retries     a topic that returns messages to a group, or a dead letter topic
+    a relative delay       `accepted_ms` of the PROMISE row: the delay counts from that time
     RocketMQ's timers      TIMER_DELAY_MS or TIMER_DELAY_SEC among the properties
 
-Messages of a delay level are durations too: they wait in their level's queue (schedule/delay_levels). The rows say it
-all, so that a start can tell. In the data files of the pending table nothing says it: what lay there at the start
-follows the wall clock.
+Messages of a delay level are durations too: they wait in their level's queue (schedule/delay_levels). The rows of the
+log contain this information, so a start can recover it. The data files of the pending table do not contain it.
+Therefore messages that are in files at a start are due by the wall clock.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from timeball.schedule.locations import Waiting
 
 _TIMERS = [f"{name}{PROPERTY_NAME_END}" for name in ("TIMER_DELAY_MS", "TIMER_DELAY_SEC")]
 TIMER_PREFIX = b"TIMER_DELAY_"
+# Topics of leases and retries, and of dead letters.
 _AGAIN = (RETRY_PREFIX, DLQ_PREFIX)
 _PROPERTIES = READ_SCHEMA.get_field_index("properties")
 _COLUMNS = (
@@ -36,9 +37,10 @@ _NONE = np.empty(0, np.int64)
 
 
 def lasting_in(promises: pa.RecordBatch) -> Bools | None:
-    """Return which of these PROMISE and MOVED rows are durations; None when none is."""
+    """Compute a mask of the PROMISE and MOVED rows that are durations. None if there are none."""
     topic, properties, accepted = (promises.column(name) for name in ("topic", "properties", "accepted_ms"))
     lasting = np.asarray(pc.or_(*(pc.starts_with(topic, prefix) for prefix in _AGAIN)), dtype=np.bool_)
+    # Only in PROMISE rows: in MOVED rows `accepted_ms` is the time at which the message was accepted.
     if accepted.null_count < len(accepted):
         lasting |= np.asarray(accepted.is_valid()) & (promises.column("kind").to_numpy() == Kind.PROMISE)
     if properties.null_count < len(properties):
@@ -48,7 +50,7 @@ def lasting_in(promises: pa.RecordBatch) -> Bools | None:
 
 
 def lasting_of(promises: ReadRows) -> Bools | None:
-    """Return the same of the promises among a few sends, none of which has a relative delay of ours."""
+    """`lasting_in` for the scheduled messages of a few sends. These have no relative delay of Timeball's own."""
     if not isinstance(promises, NumberedRows):
         return lasting_in(promises)
     texts = [row[_PROPERTIES] or "" for row in promises.values]
@@ -57,7 +59,8 @@ def lasting_of(promises: ReadRows) -> Bools | None:
 
 
 def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
-    """Return the durations among the rows from `from_seq` on, each in the last of its rows; blocking."""
+    """Find the durations among the rows from `from_seq` to before `to_seq`, each at the last of its rows. Blocking."""
+    # Each begins with an empty part, because joining needs at least one.
     parts, stored = [Waiting(_NONE, _NONE, _NONE)], [_NONE]
     begin = max(from_seq, reader.first_seq)
     for rows in reader.coalesced(begin, to_seq, locations.KINDS, _BATCH_ROWS, _COLUMNS):
@@ -67,7 +70,7 @@ def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
             parts.append(locations.waiting_in(promises))
             stored.append(int64(promises.column("store_ms")))
     waiting, store_ms = Waiting.joined(parts), np.concatenate(stored)
-    # Reversed, since `unique` names the first row of each number: now that is the last one in the log.
+    # Reversed, because `unique` returns the first index of each number. In reverse, that is the last row in the log.
     _, at = np.unique(waiting.seq[::-1], return_index=True)
     last = len(waiting) - 1 - at
     return Found(waiting.part(last), store_ms[last])

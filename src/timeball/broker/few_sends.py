@@ -1,13 +1,14 @@
-"""A few sends: checked, placed and built row by row, and made columns once.
+"""Check, place and build small batches of sends row by row, and convert them to columns once.
 
-Nearly every commit is of a few rows. The way of columns (admission.py, `Topics.place`) makes a hundred calls of Arrow
-and numpy, each of which takes some microseconds for one row too; up to ROWS_MAX rows cost less one by one.
+Nearly every commit has only a few rows. The path for columns (admission.py, `Topics.place`) makes a hundred calls of
+Arrow and numpy. Each call takes some microseconds even for one row. Up to ROWS_MAX rows cost less one by one.
 
-What is not plain goes the way of columns: a delay level, a column of another type, a row that breaks a rule. That way
-alone names faults, so each is told in one place. `tests/broker/test_few_sends.py` holds that both give the same rows.
+A batch that is not *plain* takes the path for columns: it has a delay level, a column of another type, or a row that
+breaks a rule. Only that path raises errors, so each error has one source. `tests/broker/test_few_sends.py` checks that
+both paths give the same rows.
 
-An edge that reads sends in C writes their rows there as well, however many they are: `SendRuns`. It costs a tenth of
-either way, and gives the same rows (`tests/protocols/remoting/codec/test_send_frames.py`).
+An edge that parses sends in C also encodes their rows in C, for any number of rows: `SendRuns`. This costs a tenth of
+either path, and gives the same rows (`tests/protocols/remoting/codec/test_send_frames.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from timeball.message import (
     SendRow,
 )
 
-ROWS_MAX = 256  # twice as many cost about the same either way
+ROWS_MAX = 256  # at twice as many rows both paths cost about the same
 
 _TYPES = {name: SEND_COLUMNS[name] for name in SEND_NAMES}
 _BODY_SAFE, _TAG_SAFE, _KEYS_SAFE, _UNIQUE_KEY_SAFE, _PROPERTIES_SAFE = (
@@ -40,16 +41,23 @@ _MESSAGE, _PROMISE = int(Kind.MESSAGE), int(Kind.PROMISE)
 
 
 def _bytes_max() -> int:
-    """Return the bytes of all bodies: with their texts they are far below what a request or a frame may have."""
+    """The limit for the bytes of all bodies.
+
+    With their texts, they stay far below the limits of a request and a frame.
+    """
     return limits.REQUEST_BYTES_MAX // 64
 
 
 def rows_in(batch: pa.RecordBatch) -> list[SendRow] | None:
-    """Return the rows of a few columns; None for many, and for columns that admission would cast or refuse."""
+    """Convert a small batch of columns to rows.
+
+    None for a batch with many rows, or with columns that admission would cast or refuse.
+    """
     count, schema = batch.num_rows, batch.schema
     if not 0 < count <= ROWS_MAX or batch.get_total_buffer_size() > _bytes_max():
         return None
     given = dict(zip(schema.names, batch.columns, strict=True))
+    # Fewer entries mean duplicate names.
     if len(given) < len(schema) or any(column.type != _TYPES.get(name) for name, column in given.items()):
         return None
     nothing = [None] * count
@@ -59,9 +67,9 @@ def rows_in(batch: pa.RecordBatch) -> list[SendRow] | None:
 
 
 def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wait: bool) -> bool:
-    """Return whether these rows break no rule of admission.py and wait for no delay level.
+    """Check whether these rows obey all rules of admission.py and have no delay level.
 
-    Without `may_wait` one that waits for an instant is not plain either: its backlog may refuse it, or change its row.
+    Without `may_wait`, a row with a due time is not plain either, because its backlog may refuse it or change its row.
     """
     if len(rows) > ROWS_MAX:
         return False
@@ -74,8 +82,8 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
         if queue_id is not None and not rules.ANY_QUEUE <= queue_id < limits.QUEUES_PER_TOPIC_MAX:
             return False
         total_bytes += len(body)
-        # Nearly all are short and printable: told without a loop over the five. A printable text has no mark that
-        # separates properties.
+        # Nearly all texts are short and printable. This test avoids a loop over the five texts. A printable text does
+        # not contain the characters that separate properties.
         if (
             len(body) <= _BODY_SAFE
             and (tag is None or (len(tag) <= _TAG_SAFE and tag.isprintable()))
@@ -93,44 +101,44 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
 
 
 class FewSends(NamedTuple):
-    """Rows as the log will hold them, their places, and what a consumer will get later."""
+    """Rows in their stored form, their queue offsets, and the positions of the scheduled ones."""
 
     rows: EncodedRows
-    places: FewPlaces | None  # None: of promises alone
-    promised: list[int]  # positions of promises
-    promised_bytes: int  # as RocketMQ would store them
+    places: FewPlaces | None  # None if all rows are scheduled messages
+    promised: list[int]  # positions of the scheduled messages in `rows`
+    promised_bytes: int  # the size of the scheduled messages as RocketMQ would store them
 
 
 class SendRuns(Protocol):
-    """Sends in the form in which their edge has read them; they break no rule of a message's texts and its body."""
+    """Sends in the form in which their edge has read them. The edge has checked their texts and bodies."""
 
     @property
     def topics(self) -> set[str]:
-        """Return the names of their topics."""
+        """The names of their topics."""
 
     def __len__(self) -> int: ...
 
     def batch(self) -> SendBatch:
-        """Return them as rows or columns, which go the other ways."""
+        """Convert the sends to rows or columns, for the other paths."""
 
     def log_rows(self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str) -> FewSends | None:
-        """Return what `log_rows` does; None when one of them is not plain, or due after `last_ms`."""
+        """Do the work of the function `log_rows`. None if a send is not plain, or is due after `last_ms`."""
 
 
 Sends: TypeAlias = SendBatch | SendRuns
 
 
 def as_batch(sends: Sends) -> SendBatch:
-    """Return sends as rows or columns."""
+    """Convert sends to rows or columns."""
     return sends if isinstance(sends, list | pa.RecordBatch) else sends.batch()
 
 
 def log_rows(
     rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str, build: Build
 ) -> FewSends:
-    """Return plain rows with their places, which `FewPlaces.give_out` is still to give out.
+    """Build plain rows and choose their queue offsets. `FewPlaces.give_out` must assign the offsets afterwards.
 
-    Raises what Arrow raises of a value: a number out of its column's range, half a surrogate pair.
+    Raises Arrow's errors for bad values: a number out of its column's range, or half a surrogate pair.
     """
     places: FewPlaces | None = None
     built: list[LogRow] = []
@@ -143,7 +151,7 @@ def log_rows(
         kind, offset = _PROMISE, None
         queue_id = -1 if queue_id is None else queue_id
         size_bytes = stored_size(topic, body, properties)
-        # A promise gets its place when it comes due: it must not use up an offset of its topic.
+        # A scheduled message gets its offset when it is due: until then it must not use up an offset of its topic.
         if due_ms is not None:
             promised.append(at)
             promised_bytes += size_bytes

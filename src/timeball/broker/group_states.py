@@ -1,4 +1,4 @@
-"""Lags, leases and dead letters of consumer groups: figures for people, tools and metrics."""
+"""Lags, leases and dead letters of consumer groups: figures for users, tools and metrics."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from timeball.broker.registry.lease_counts import Counts, topic_of
 from timeball.broker.shares import shares
 from timeball.errors import GroupNotFound, OutOfRange
 
-QUEUES_AT_ONCE = 1_024  # of which one number is asked
+QUEUES_AT_ONCE = 1_024  # the number of queues in a share of the event loop
 
 
 def lags(parts: Components, groups: Iterable[str]) -> Counts:
-    """Return how many messages stand behind the offsets that each of these groups has stored."""
+    """Count the messages after the stored offsets of each of these groups, by group and topic."""
     found: Counts = {}
     table, bounds_of = parts.offsets.table, dict[str, list[tuple[int, int]]]()
     for group in groups:
         for name, offsets in table.get(group, {}).items():
-            # Asked once a topic: groups by the thousand share a few.
+            # Read once per topic: thousands of groups may share a few topics.
             if (bounds := bounds_of.get(name)) is None:
                 topic = parts.topics.find_topic(name)
                 indexes = [] if topic is None else [queue.index for queue in topic.queues]
                 bounds_of[name] = bounds = [(index.min_offset, index.max_offset) for index in indexes]
-            if bounds:  # else deleted, and its offsets with it at the next save
-                # Offsets of queues that the topic no longer has count for nothing, and messages that have expired
-                # are no lag any more.
+            if bounds:  # otherwise the topic was deleted; its offsets go at the next save
+                # Offsets of queues that the topic no longer has are ignored. Messages that have expired are no lag.
                 found[group, name] = sum(
                     max(0, bounds[queue][1] - max(offset, bounds[queue][0]))
                     for queue, offset in offsets.items()
@@ -45,18 +44,19 @@ def lags(parts: Components, groups: Iterable[str]) -> Counts:
 
 
 def add_in_flight(found: Counts, queues: Iterable[QueueLeases]) -> None:
-    """Add how many messages of these queues members hold: delivered, and neither answered nor given back."""
+    """Add the number of messages that members hold from these queues: delivered, not answered, not given back."""
     for queue in queues:
         if held := queue.held_rows:
-            # What a group's retry topic brings back counts for the topic that it came from.
+            # Messages from a group's retry topic count for their original topic.
             key = queue.group, topic_of(queue.group, queue.topic)
             found[key] = found.get(key, 0) + held
 
 
 class GroupStates:
-    """The read-outs of groups. Belongs to the event loop.
+    """Queries for the states of groups. Belongs to the event loop.
 
-    What looks at many does so in shares. So each figure is of one instant, and two of them may be of two.
+    Queries over many groups run in shares, between which the loop does other work. So each figure is from one moment,
+    but two figures may be from different moments.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class GroupStates:
         self._subscriptions = subscriptions
 
     async def lags(self) -> Counts:
-        """Return how far all groups are behind, by group and topic."""
+        """Count the lag of all groups, by group and topic."""
         found: Counts = {}
         async for groups in shares(self._parts.offsets.table):
             found |= lags(self._parts, groups)
         return found
 
     async def in_flight(self) -> Counts:
-        """Return how many messages the members of all groups hold, by group and topic."""
+        """Count the messages that the members of all groups hold, by group and topic."""
         found = self._parts.lease_counts.held()
-        # A group has as many queues as all its topics together: they are what a share is counted in.
+        # Shares are counted in queues, because a group may have many: those of all its topics.
         async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
             add_in_flight(found, queues)
         return found
 
     def expired(self) -> tuple[Counts, dict[tuple[str], int]]:
-        """Return the messages that expired unread, by group and topic, and the expired dead letters, by group."""
+        """Count the messages that expired unread, by group and topic, and the expired dead letters, by group."""
         unread, letters = Counts(), dict[tuple[str], int]()
         for group, facts in self._parts.expired.groups().items():
             for topic, one in facts.topics.items():
@@ -97,36 +97,37 @@ class GroupStates:
         return unread, letters
 
     async def one(self, group: str, caller: Caller) -> GroupState:
-        """Return a group; raise GroupNotFound."""
+        """Return the state of a group. Raises Forbidden, GroupNotFound."""
         self._policy.allow(caller, Verb.LOOK)
         if self._policy.allows(caller, Verb.RECEIVE, group=group):
             for state in await self._states([group], await self.in_flight()):
                 return state
-        # The same for a group that there is not: the answer names no group of others.
+        # The same answer as for a missing group, so that it does not reveal groups of other accounts.
         raise GroupNotFound(f"consumer group {group!r} does not exist, or is not yours to look at")
 
     async def page(self, rows: int, after: str | None, caller: Caller) -> GroupPage:
-        """Return up to `rows` of the groups that the caller may consume as, by name, behind the one named `after`.
+        """List up to `rows` groups after the name `after` that the caller may consume as, sorted by name.
 
-        Raise Forbidden, OutOfRange.
+        Raises Forbidden, OutOfRange.
         """
         self._policy.allow(caller, Verb.LOOK)
         if not 1 <= rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{rows} groups in a page: 1 to {limits.LISTED_ROWS_MAX}")
-        # First, since a group that only holds messages, and was deleted, is listed too.
+        # First, because a deleted group that still holds messages is also listed.
         parts, held, names = self._parts, await self.in_flight(), list[str]()
-        # Groups that were configured, have stored offsets, hold messages, or have lost some.
+        # Groups that were configured, have stored offsets, hold messages, or have lost messages.
         known = parts.groups.names() | parts.offsets.table.keys() | {name for name, _ in held}
         known |= parts.expired.groups().keys()
         async for some in shares(known if after is None else (name for name in known if name > after)):
             names += [name for name in some if self._policy.allows(caller, Verb.RECEIVE, group=name)]
-        # One more than is shown says whether there is a next page. To sort all would take as long as a share of many.
+        # One more than the page shows, to see whether there is a next page. Sorting all names would take too long in
+        # one turn of the loop.
         shown = heapq.nsmallest(rows + 1, names)
         next_page = shown[rows - 1] if len(shown) > rows else None
         return GroupPage(await self._states(shown[:rows], held), next_page)
 
     async def _states(self, names: Sequence[str], held: Counts) -> list[GroupState]:
-        """Return these groups, without those of which nothing is left."""
+        """Build the states of these groups, without groups that have no data left."""
         wanted, topics_of = set(names), defaultdict[str, set[str]](set)
         for name, topic in held:
             if name in wanted:
@@ -150,9 +151,9 @@ class GroupStates:
         return found
 
     def _state(self, name: str, topics: list[TopicState]) -> GroupState:
-        # None: offsets of a group that was deleted without them.
+        # None if the group was deleted but its offsets were kept.
         config = self._parts.groups.find_group(name)
-        # Dead letters are no messages of a topic that the group consumes.
+        # Dead letters do not count as messages of a topic that the group consumes.
         letters = self._parts.expired.topics(name).get(dead_letter_topic(name))
         return GroupState(
             name,

@@ -1,13 +1,13 @@
-"""The broker of one group of a cluster: verbs that name messages by id, key or handle ask all groups.
+"""The broker of one group of a cluster. Operations by id, key or handle apply to all groups of the cluster.
 
-A producer's messages may lie in any group, and its client may ask any node. So the node asks every group at once, its
-own as a broker alone does, and makes one answer of what they say (revoking/merged.py). A recall handle names its group,
-which alone is asked. Numbers are those of one log: the verbs take them as this group's own.
+A producer's messages may be in any group, and its client may ask any node. So the node asks all groups at once, and its
+own group as a single broker does. It merges the answers into one (revoking/merged.py). A recall handle names its group,
+so only that group is asked. Sequence numbers belong to one log: operations by number apply to this group only.
 
-A group may be drained: what waits in it goes to another group (draining.py). It says of such messages `handed`, or
-`unavailable` while they are on their way, and the group that has them says the rest.
+A group may be drained: its pending messages go to another group (draining.py). For these messages it answers `handed`,
+or `unavailable` while they are on their way. The group that has them answers the rest.
 
-A broker alone is a Broker, and has none of this.
+A broker without a cluster is a plain Broker.
 """
 
 from __future__ import annotations
@@ -59,26 +59,28 @@ from timeball.wire import (
 T = TypeVar("T")
 
 RECALL_REFUSED = "recall_refused"
-ROUTE_S = 1.0  # RocketMQ's clients wait 3 s for a route, and one without a group that hangs is of use to them
+# RocketMQ's clients wait 3 s for a route. A route without a group that does not answer is still useful.
+ROUTE_S = 1.0
 
 
 class GroupedBroker(Broker):
-    """Belongs to the event loop."""
+    """A broker that combines the answers of all groups of a cluster. Belongs to the event loop."""
 
     def __init__(
         self, parts: Components, *, others: OtherGroups, account: Callable[[str], Caller], **found: Any
     ) -> None:
-        """`account`: return the caller of this name, for what is done in its name later; raises Unauthorized."""
+        """Create the broker. `account` finds the caller by name, for later work in its name. It raises Unauthorized."""
         super().__init__(parts, **found)
         self.group, self.others = parts.settings.group, others
         self.draining = Draining(parts, self.policy, self.mover, others, account)
         self.adoption = Adoption(parts, self.policy, self.appender)
+        # Run by upkeep.py in addition to its own duties.
         self.duties = [(LOOK_MS, self.draining.look)]
 
     # -- asked by clients ------------------------------------------------------------------------------------
 
     async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
-        """Return the states of scheduled messages; `handed` of those that another group has now."""
+        """Look up the states of scheduled messages. The state is `handed` if another group now has the message."""
         return await sent_states(self.look_ups, numbers, self._handed)
 
     async def cancel(
@@ -90,8 +92,8 @@ class GroupedBroker(Broker):
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Settle what waits of these in all groups; see Broker.cancel."""
-        if seqs:  # the same number is another message in another group's log
+        """Cancel the pending ones of these messages in all groups. See Broker.cancel."""
+        if seqs:  # in another group's log, the same number is another message
             here = super().cancel(ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller)
             return self._handed(await here)
         return await self._settle(CancelHere(ids=list(ids), keys=list(keys), topic=topic), caller)
@@ -107,8 +109,8 @@ class GroupedBroker(Broker):
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Move what waits of these in all groups; see Broker.reschedule."""
-        if seqs:
+        """Reschedule the pending ones of these messages in all groups. See Broker.reschedule."""
+        if seqs:  # as in `cancel`
             here = super().reschedule(
                 ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller, due_ms=due_ms, delay_ms=delay_ms
             )
@@ -121,27 +123,28 @@ class GroupedBroker(Broker):
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
     ) -> list[MessagePlace]:
-        """Return where the messages with this id are, of all groups; see Broker.find."""
+        """Find the messages with this id in all groups, and where they are. See Broker.find."""
         question = FindHere(id=message_id, topic=topic)
         for is_last in (False, True):
             told = await self._everywhere(question, caller, lambda answer: answer.places)
             here = [None if each is None else [p for p in each if p.state != HANDED] for each in told]
             found = merge_places(here)
-            # The heir was perhaps asked before it had the message, and has it now.
+            # All answers were "handed": perhaps the heir was asked before it had the message. It has it now, so ask
+            # again.
             if found or is_last or here == told:
                 break
         return found
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
-        """Take back the message that a recall handle names, in the group that has made it; see Broker.recall."""
-        # A group's name is its broker's, which RocketMQ's handles bear.
+        """Cancel the message of a recall handle, in the group that created the handle. See Broker.recall."""
+        # RocketMQ's handles contain the broker's name, which is the name of its group.
         named = decode_handle(handle)
         try:
             return await self._recall(topic, handle, named.broker_name, caller)
         except RecallRefused as refused:
             if refused.verdict != HANDED:
                 raise
-        # Its group has handed it over: the group that has it now finds it by its id.
+        # Its group has handed the message over. The group that has it now finds it by its id.
         verdicts = await self.cancel(ids=[named.unique_key], topic=topic, caller=caller)
         for verdict in verdicts:
             if verdict.verdict == UNAVAILABLE:
@@ -165,12 +168,12 @@ class GroupedBroker(Broker):
     async def routes(
         self, topic: str, caller: Caller = ANONYMOUS, consumer_group: str | None = None
     ) -> dict[str, GroupRoute | None]:
-        """Return the other groups that have a topic, and its queues there; None for a group that is silent."""
+        """Find the other groups that have a topic, and its queues there. None for a group that does not answer."""
         names, question = self.others.names(), RouteHere(topic=topic, consumer_group=consumer_group)
         answers = await asyncio.gather(*(self.others.ask(name, question, caller, ROUTE_S) for name in names))
         found: dict[str, GroupRoute | None] = {}
         for name, answer in zip(names, answers, strict=True):
-            # Refused there, though it was allowed here: its accounts are others, and its queues are not known.
+            # The group refused a request that this group allowed, so it has other accounts. Its queues are unknown.
             if answer is None or answer.refusal is not None:
                 found[name] = None
             elif answer.route is not None:
@@ -178,14 +181,15 @@ class GroupedBroker(Broker):
         return found
 
     async def _settle(self, question: CancelHere | RescheduleHere, caller: Caller) -> list[Verdict]:
+        # Twice: if the first answer is "handed", the heir may have the messages by now.
         for _ in range(2):
             told = await self._everywhere(question, caller, lambda answer: answer.verdicts)
             if len(told) == 1 and told[0] is not None:
-                return told[0]  # the only group: as a broker alone says it
+                return told[0]  # the only group: same result as a single broker
             merged = merge_verdicts([*question.ids, *question.keys], told)
             if not any(verdict.verdict == HANDED for verdict in merged):
                 return merged
-        # Asked once more: the heir has had it, and knows nothing of it any more.
+        # The second try also returned "handed": the heir had the message, and has removed all its traces since.
         return [
             msgspec.structs.replace(each, verdict="expired") if each.verdict == HANDED else each
             for each in merged
@@ -194,11 +198,11 @@ class GroupedBroker(Broker):
     async def _everywhere(
         self, question: AnyQuestion, caller: Caller, read: Callable[[GroupAnswer], T]
     ) -> list[T | None]:
-        """Return what this group and all others say, None for a silent one; raise what any has refused it for."""
+        """Ask this group and all others. A result is None if a group does not answer. Raises the first refusal."""
         asked: list[Coroutine[Any, Any, GroupAnswer | None]] = [
             self.others.ask(name, question, caller) for name in self.others.names()
         ]
-        # Of all the outcome, before one of them raises: no answer is left behind.
+        # Collect all outcomes before one of them raises, so that no task is left behind.
         told = await asyncio.gather(self._answer(question, caller), *asked, return_exceptions=True)
         answers = []
         for each in told:
@@ -210,17 +214,17 @@ class GroupedBroker(Broker):
     # -- a drain ---------------------------------------------------------------------------------------------
 
     async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> Drained:
-        """Hand over all that waits here to another group; return how far that is (draining.py)."""
+        """Hand over all pending messages of this group to another one, and report the progress (draining.py)."""
         return await self.draining.drain(heir, caller, dry_run=dry_run)
 
     async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
-        """Set sequence numbers aside, unless this group is drained; see Broker.reserve."""
-        # Here and not at the attach alone: a bulk job would write all its files first.
+        """Reserve sequence numbers, unless this group is drained. See Broker.reserve."""
+        # Checked here as well as at the attach: otherwise a bulk job would first write all its files.
         self.policy.check_open()
         return await super().reserve(rows, caller)
 
     async def attach(self, attachment: Attachment, caller: Caller = ANONYMOUS) -> Attached:
-        """Make files part of the pending table; nothing new of a group that is drained. See Broker.attach."""
+        """Attach files to the pending table. A drained group refuses new files of bulk jobs. See Broker.attach."""
         if attachment.job == "bulk":
             self.policy.check_open()
         return await super().attach(attachment, caller)
@@ -228,19 +232,19 @@ class GroupedBroker(Broker):
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
     ) -> RangesCancelled:
-        """Settle what waits of a bulk job's numbers; see Broker.cancel_ranges."""
+        """Cancel the pending messages in a bulk job's ranges of numbers. See Broker.cancel_ranges."""
         self.draining.check_numbers()
         return await super().cancel_ranges(ranges, reason, caller)
 
     async def change_campaign(
         self, campaign: str, change: CampaignChange, *, caller: Caller = ANONYMOUS, **wanted: Any
     ) -> Campaign:
-        """Plan, pause, resume or cancel a campaign; see Broker.change_campaign."""
+        """Plan, pause, resume or cancel a campaign. See Broker.change_campaign."""
         self.draining.check_numbers()
         return await super().change_campaign(campaign, change, caller=caller, **wanted)
 
     def _handed(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
-        """Return verdicts of this log, as a drained group tells them of messages that were handed over."""
+        """Change the verdict of messages that were handed over to `handed`, or to `unavailable` while they move."""
         drains, found = self.parts.drains, []
         for each in verdicts:
             if drains.was_handed(each.verdict, each.at_ms):
@@ -251,7 +255,7 @@ class GroupedBroker(Broker):
         return found
 
     def _handed_places(self, places: list[MessagePlace]) -> list[MessagePlace]:
-        """Return the places that this log knows; raise Unavailable for a message that is on its way."""
+        """Change the state of messages that were handed over to `handed`. Raises Unavailable while one moves."""
         drains, found = self.parts.drains, []
         for each in places:
             if drains.was_handed(each.state, each.at_ms):
@@ -265,8 +269,8 @@ class GroupedBroker(Broker):
     # -- asked by other groups -------------------------------------------------------------------------------
 
     async def answer(self, question: AnyQuestion, caller: Caller) -> GroupAnswer:
-        """Answer a question of another group from this group's log alone."""
-        # As an answer, not as a status: what is not an answer is a silence, and asked again or told as one.
+        """Answer another group's question from this group's log alone."""
+        # A refusal is an answer, not an HTTP error: the asking group treats an HTTP error as no answer.
         try:
             return await self._answer(question, caller)
         except RecallRefused as error:
@@ -312,14 +316,14 @@ class GroupedBroker(Broker):
 
 
 def _read(answer: GroupAnswer, read: Callable[[GroupAnswer], T]) -> T | None:
-    """Return what a group has answered; None if it cannot serve now; raise what it has refused the request for."""
+    """Read a group's answer. None if the group cannot serve now. Raises the refusal that the answer contains."""
     refusal = answer.refusal
     if refusal is None:
         return read(answer)
     if refusal.code == RECALL_REFUSED:
         raise RecallRefused(refusal.verdict, refusal.at_ms, refusal.text)
     error = from_code(refusal.code, refusal.text)
-    # It stops, or its log has stopped: another replica may lead soon.
+    # The node or its log is stopping. Another replica may lead soon.
     if isinstance(error, Unavailable | StorageError):
         return None
     raise error

@@ -1,20 +1,20 @@
-"""The batcher: requests that come while a commit is under way share the next one.
+"""The batcher: requests that arrive during a commit share the next commit.
 
-To read the log, to admit rows and to append them costs nearly the same for one row as for a hundred. So requests are
-gathered until the commit before them is durable, and then go as one batch. There is no timer: a lone request goes at
-the end of the loop's turn, and a thousand that come meanwhile share one commit.
+Reading the log, admitting rows and appending them costs almost the same for one row as for a hundred. So requests are
+collected until the previous commit is durable, and then form one batch. There is no timer. A lone request is sent at
+the end of the loop's turn, and a thousand requests that arrive meanwhile share one commit.
 
-    put -> (the commit before is durable, or a batch is full) -> begin -> durable -> answer, or refuse
+    put -> (the previous commit is durable, or a batch is full) -> begin -> durable -> answer, or refuse
 
-Three rules hold for every edge and for the ends of transactions:
+Three rules apply to all edges and to the ends of transactions:
 
-    bytes      all requests together, waiting or on their way to the disk, have one bound; beyond it: OverLimit
-    one batch  has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX, and a full one does not wait for the commit before it.
-               One with ENOUGH_ROWS gains little by growing: it begins within the turn when the disk has nothing to do
-               behind what it does now, so that the disk works while the rest is read
-    refused    a batch that is refused whole is begun again request by request, so that only the one at fault is told
+    bytes      there is one limit for the bytes of all requests that wait or are being written; beyond it: OverLimit
+    one batch  has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX; a full batch does not wait for the previous commit.
+               A batch with ENOUGH_ROWS gains little by growing: it begins within the turn if the disk has no other
+               batch ready after the current one, so the disk works while the rest is read
+    refused    if a whole batch is refused, its requests begin again one by one, so only the bad one is refused
 
-Invariant: each request that was put is answered or refused, once, even if the log or the broker fails.
+Invariant: each request that was put is answered or refused exactly once, even if the log or the broker fails.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES_MAX = 32 * 1024 * 1024
 BATCH_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
-ENOUGH_ROWS = 1_024  # what a batch costs however few its rows is a tenth of the rest then
-AHEAD_MAX = 2  # batches under way: one that the disk is at, and one that is ready for it
-HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX  # of all edges together: what clients may make the broker hold
-# A batch of columns with more than this carries its own cost: to copy it beside others would be a loss.
+ENOUGH_ROWS = 1_024  # with this many rows, the fixed cost of a batch is a tenth of the cost of its rows
+AHEAD_MAX = 2  # batches under way: one that the disk writes, and one that is ready for it
+# Limit for all edges together: the bytes that clients can make the broker hold.
+HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX
+# A larger batch of columns gains nothing by sharing: copying it beside others would cost more.
 SMALL_ROWS, SMALL_BYTES = 256, 256 * 1024
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-Begun = tuple[Any, "asyncio.Future[Any]"]  # what `answer` is given, and when it is durable
+# The argument of `answer`, and a future that is done when it is durable.
+Begun = tuple[Any, "asyncio.Future[Any]"]
 Accept = Callable[[Sends, Caller], tuple[Accepted, "asyncio.Future[int]"]]
 
 
 class _Batch(Generic[T]):
-    """Requests of one key that go together."""
+    """Requests with the same key that begin together."""
 
     __slots__ = ("key", "requests", "rows", "size_bytes")
 
@@ -64,11 +66,11 @@ class _Batch(Generic[T]):
 
 
 class Batcher(Generic[T]):
-    """Requests on their way to one `begin`. Belongs to the event loop.
+    """Collects requests for one function `begin`. Belongs to the event loop.
 
-    Requests share a batch with their neighbours of the same key; one without a key goes alone, and waits for no commit.
-    `is_pipelined`: whether a full batch may begin while another is under way. `apart`: the requests that one is
-    made of, where each of them is to be refused for itself.
+    Neighbouring requests with the same key share a batch. A request without a key (None) is a batch alone, and waits
+    for no commit. `is_pipelined` allows a full batch to begin while another is under way. `apart` splits a request into
+    the requests that can be refused separately.
     """
 
     def __init__(
@@ -84,16 +86,16 @@ class Batcher(Generic[T]):
         self._start, self._answer, self._refuse, self._apart = begin, answer, refuse, apart
         self._rows_max, self._is_pipelined = rows_max, is_pipelined
         self._loop = asyncio.get_running_loop()
-        self._full: deque[_Batch[T]] = deque()  # batches that take no more requests, in order
+        self._full: deque[_Batch[T]] = deque()  # batches that accept no more requests, in order
         self._open: _Batch[T] = _Batch()
-        self.held_bytes = 0  # of what waits, and of what is under way
+        self.held_bytes = 0  # bytes of requests that wait or are under way
         self._under_way = 0  # batches
         self._is_scheduled = False
 
     def put(self, request: T, rows: int = 1, size_bytes: int = 0, key: Hashable = True) -> None:
-        """Add a request; raises OverLimit when too many bytes wait. It is answered by `answer` or `refuse`."""
+        """Add a request. `answer` or `refuse` is called for it later. Raises OverLimit if too many bytes wait."""
         held_bytes, batch = self.held_bytes + size_bytes, self._open
-        # A lone request of any size passes: its edge has bounded it.
+        # A lone request of any size is accepted, because its edge has limited its size.
         if held_bytes > HELD_BYTES_MAX and self.held_bytes:
             raise OverLimit(
                 f"{self.held_bytes} bytes of messages wait for the disk; send this one again later"
@@ -105,7 +107,7 @@ class Batcher(Generic[T]):
             if overflows or key != batch.key or key is None:
                 self._full.append(batch)
                 batch = self._open = _Batch()
-                # Full batches need not wait for the commit before them: they gain nothing by growing.
+                # Full batches gain nothing by growing, so they need not wait for the previous commit.
                 if overflows and self._is_pipelined:
                     self._drain_full()
         batch.requests.append(request)
@@ -113,12 +115,13 @@ class Batcher(Generic[T]):
         batch.size_bytes += size_bytes
         batch.key = key
         is_full = key is None or batch.rows >= rows_max or batch.size_bytes >= BATCH_BYTES_MAX
-        # Not asked by a method: each request passes here, and a call costs as much as the comparisons.
+        # Inlined, because every request passes here, and a call would cost as much as the comparisons.
         if self._is_pipelined and (is_full or (batch.rows >= ENOUGH_ROWS and self._under_way < AHEAD_MAX)):
             self._drain()
         elif not (self._is_scheduled or self._under_way):
             self._is_scheduled = True
-            # At the end of this turn of the loop: what other connections have sent meanwhile comes along.
+            # Begin at the end of this turn of the loop, so that requests that other connections sent meanwhile share
+            # the batch.
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -137,10 +140,10 @@ class Batcher(Generic[T]):
     def _begin(self, requests: list[T], size_bytes: int) -> None:
         try:
             begun, durable = self._start(requests)
-        except Exception as error:  # of any kind: these are told, and the next get their turn
+        except Exception as error:  # any error: refuse these requests, and continue with the next ones
             self._failed(requests, size_bytes, error)
         else:
-            # Counted only when it has begun: a batch that was refused is over, and holds up none.
+            # Count only batches that have begun: a refused batch is over and must not delay others.
             self._under_way += 1
             durable.add_done_callback(partial(self._ended, requests, size_bytes, begun))
 
@@ -153,33 +156,33 @@ class Batcher(Generic[T]):
             self.held_bytes -= size_bytes
             try:
                 self._answer(requests, begun)
-            except Exception as error:  # nothing has been written to them yet, and none may wait for ever
+            except Exception as error:  # nothing was written to the clients yet, and none may wait for ever
                 logger.exception("requests not answered requests=%d reason=%s", len(requests), error)
                 self._refuse(requests, error)
         if self._is_pipelined and self._open.rows >= ENOUGH_ROWS and self._under_way < AHEAD_MAX:
             self._drain()
         elif (self._open.requests or self._full) and not (self._under_way or self._is_scheduled):
-            # Not at once: what has arrived while we were at it is read first, and comes along. The loop is what
-            # there is too little of, not the disk, and a batch costs it the same for one row as for fifty.
+            # Not at once: first read the requests that arrived during this work, so that they share the batch. The loop
+            # is the bottleneck, not the disk, and a batch costs the loop the same for one row as for fifty.
             self._is_scheduled = True
             self._loop.call_soon(self._loop.call_soon, self._drain)
 
     def _failed(self, requests: list[T], size_bytes: int, error: BaseException) -> None:
-        # Begun again one by one: the fault of one must not refuse the others. A log that has stopped refuses all at
-        # once.
+        # Begin again one by one, so that one bad request does not refuse the others. If the log has stopped, all are
+        # refused at once.
         if isinstance(error, RequestError | OverLimit):
             alone = [part for request in requests for part in self._apart(request)]
             if len(alone) > 1:
                 for request in alone:
                     self._begin([request], size_bytes)
-                    size_bytes = 0  # they stay counted until the first of these has ended
+                    size_bytes = 0  # all bytes stay counted until the first request has ended
                 return
         self.held_bytes -= size_bytes
         self._refuse(requests, error)
 
 
 class AsyncBatcher(Generic[T, R]):
-    """A batcher over a coroutine: `handle` gives each request its result, or an error that is its alone."""
+    """A batcher for a coroutine. `handle` returns a result for each request, or an error for that request alone."""
 
     def __init__(
         self, handle: Callable[[list[T]], Awaitable[Sequence[R | TimeballError]]], rows_max: int
@@ -191,14 +194,15 @@ class AsyncBatcher(Generic[T, R]):
         )
 
     def put(self, request: T, rows: int = 1) -> asyncio.Future[R]:
-        """Return the request's result, when its batch has ended. `rows`: how much of a batch it takes up."""
+        """Add a request. The future has its result when its batch has ended. `rows` is its share of `rows_max`."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._batcher.put((request, future), rows)
         return future
 
     def _begin(self, requests: list[tuple[T, asyncio.Future[R]]]) -> Begun:
         handled = self._handle([request for request, _ in requests])
-        self._tasks.add(task := asyncio.ensure_future(handled))  # the loop itself keeps no task alive
+        # The loop holds only weak references to tasks.
+        self._tasks.add(task := asyncio.ensure_future(handled))
         task.add_done_callback(self._tasks.discard)
         return task, task
 
@@ -216,7 +220,7 @@ def _set_error(requests: list[tuple[T, asyncio.Future[R]]], error: BaseException
 
 
 def settle(future: asyncio.Future[R], result: R | BaseException) -> None:
-    """Set a future's result or error; one whose caller has gone away stays as it is."""
+    """Set a future's result or error. Ignores a future that is done, because its caller has gone away."""
     if future.done():
         return
     if isinstance(result, BaseException):
@@ -229,40 +233,40 @@ def settle(future: asyncio.Future[R], result: R | BaseException) -> None:
 
 
 class Edge(Protocol):
-    """The edge that has put pieces, and that tells their clients."""
+    """The edge that has put pieces, and that answers their clients."""
 
     def answer(self, pieces: list[Any], accepted: Accepted) -> None:
-        """Say where the pieces stand: each from `accepted.first_seq + piece.first_row` on."""
+        """Answer the clients. The rows of each piece begin at number `accepted.first_seq + piece.first_row`."""
 
     def refuse(self, pieces: list[Any], error: BaseException) -> None:
-        """Say why they were not taken."""
+        """Report the error to the clients of these pieces."""
 
 
 class Piece(msgspec.Struct, gc=False):
-    """The messages of one request: they stand side by side in one batch, so all of them are in the log or none is.
+    """The messages of one request. They stay together in one batch, so all of them are in the log or none is.
 
-    `rows` are SendRows, or a batch of SEND_COLUMNS; the policy decides about their topics for `caller`. None: it has
-    decided about them.
+    `rows` is a list of SendRows or a batch of SEND_COLUMNS. The policy checks their topics for `caller`. None means
+    that it has checked them already.
     """
 
     edge: Edge
     rows: Any
     count: int
     size_bytes: int
-    first_row: int  # within the batch that it shares; set when that begins
+    first_row: int  # position of its first row in the shared batch; set when the batch begins
     caller: Any
 
     def join(self, pieces: Sequence[Piece]) -> Sends:
-        """Return the rows of these pieces, of which this is the first."""
+        """Concatenate the rows of these pieces. `self` is the first of them."""
         return self.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
 
     def apart(self) -> Sequence[Piece]:
-        """Return the pieces that this one is made of: each is refused for itself."""
+        """Split the piece into pieces that can be refused separately."""
         return (self,)
 
 
 class Ingress:
-    """The sends of all edges on their way to one verb, `accept`. Belongs to the event loop."""
+    """Collects the sends of all edges for one function, `accept`. Belongs to the event loop."""
 
     def __init__(self, accept: Accept) -> None:
         self.accept = accept
@@ -272,14 +276,14 @@ class Ingress:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes that wait, or are on their way to the disk."""
+        """The bytes that wait or are being written."""
         return self._batcher.held_bytes
 
     def put(self, piece: Piece) -> None:
-        """Add a piece; raises OverLimit. Its edge is told the outcome."""
+        """Add a piece. Its edge receives the outcome later. Raises OverLimit."""
         caller = piece.caller
-        # Requests of one caller share a decision of the policy, but none with those that it has decided about: it would
-        # refuse them all for the topic of one. Only columns of one schema can be joined.
+        # Requests of one caller share one policy check. They do not share it with requests that were checked already,
+        # since a refused topic would also refuse those. Only columns of one schema can be joined.
         key: Hashable = True if caller is None else (caller,)
         if isinstance(piece.rows, pa.RecordBatch):
             is_small = piece.count <= SMALL_ROWS and piece.size_bytes <= SMALL_BYTES
@@ -291,7 +295,7 @@ class Ingress:
 
 
 def joined(pieces: list[Piece]) -> Sends:
-    """Return the rows of pieces side by side: each edge finds its own by where its first one stands."""
+    """Concatenate the rows of pieces, and set `first_row` of each, by which its edge finds its rows."""
     at, first = 0, pieces[0]
     for piece in pieces:
         piece.first_row = at
@@ -302,17 +306,17 @@ def joined(pieces: list[Piece]) -> Sends:
 
 
 def answer(pieces: list[Piece], accepted: Accepted) -> None:
-    """Have the edges of these pieces answer their clients."""
+    """Let the edges of these pieces answer their clients."""
     for edge, mine in _by_edge(pieces):
         try:
             edge.answer(mine, accepted)
-        except Exception as error:  # of this edge alone
+        except Exception as error:  # an error of one edge must not affect the others
             logger.exception("sends not answered sends=%d reason=%s", len(mine), error)
             edge.refuse(mine, error)
 
 
 def refuse(pieces: list[Piece], error: BaseException) -> None:
-    """Have the edges of these pieces tell their clients why they were not taken."""
+    """Let the edges of these pieces report the error to their clients."""
     for edge, mine in _by_edge(pieces):
         edge.refuse(mine, error)
 

@@ -1,10 +1,10 @@
-"""What the jobs of the pipeline say of themselves, in files beside the pending table, and what the last audit found.
+"""Read the status files of the pipeline's jobs and the result of the last audit.
 
     pipeline/status/<job>.json    written by each job every few seconds (pipeline/run/job_status.py)
     pipeline/audit.json           written by `timeball audit`
 
-Jobs that were given another folder for their checkpoints, or whose table is on an object store, write elsewhere and are
-not seen here. The files are for people: a broker decides nothing by them.
+Jobs with another folder for their checkpoints, or with a table in an object store, write elsewhere and are not visible
+here. The files are for people: no decision of the broker depends on them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from timeball.broker.policy import Policy
 logger = logging.getLogger(__name__)
 
 STATUS, AUDIT = "pipeline/status", "pipeline/audit.json"
-# The folder is the jobs', not the broker's: one that fills it must not make every look at it slow.
+# Jobs write into this folder. If one of them fills it, reading it must not become slow.
 FILES_MAX = 100
 FILE_BYTES_MAX = 64 * 1024
 
@@ -30,7 +30,7 @@ Report = dict[str, object]
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The latest micro-batch of a job: up to which position, a row of the log (seq) or an instant (due_ms)."""
+    """The latest micro-batch of a job. `position` is its end: a row of the log (seq) or a due time in ms (due_ms)."""
 
     unit: Literal["seq", "due_ms"]
     position: int
@@ -38,9 +38,9 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class JobFigures(msgspec.Struct, frozen=True):
-    """The figures in a job's report."""
+    """The figures of a job's report that metrics need."""
 
-    # Bounded here, as the file may be of any program's.
+    # The lengths are limited, because any program may have written the file.
     job: Annotated[str, Meta(max_length=100)]
     state: Annotated[str, Meta(max_length=20)]
     updated_ms: int
@@ -51,7 +51,7 @@ class JobFigures(msgspec.Struct, frozen=True):
 
 
 class JobState(NamedTuple):
-    """A job's figures, and how far it is behind the broker now; None where its position does not say."""
+    """A job's figures, and its lag behind the broker now. A lag is None if the job's position does not determine it."""
 
     figures: JobFigures
     lag_rows: int | None
@@ -59,24 +59,24 @@ class JobState(NamedTuple):
 
 
 class JobReports:
-    """The read-out of jobs. Belongs to the event loop."""
+    """Reads the reports of jobs. Belongs to the event loop."""
 
     def __init__(self, parts: Components, policy: Policy) -> None:
         self._parts, self._policy = parts, policy
 
     async def all(self, caller: Caller) -> tuple[list[Report], Report | None]:
-        """Return the reports of the jobs, by name, and that of the last audit; raise Forbidden."""
-        # Errors in them may name topics and places that are not for all.
+        """Read the reports of the jobs, sorted by name, and of the last audit. Raises Forbidden."""
+        # Errors in them may contain topics and URIs that not every account may see.
         self._policy.allow(caller, Verb.ADMIN)
         return await in_thread(self._parts.reader_thread, self._read_all)
 
     async def states(self) -> list[JobState]:
-        """Return the jobs by name, for metrics; a report that lacks what they need is left out."""
+        """Read the states of the jobs for metrics, sorted by name. Omits reports without the necessary figures."""
         parts = self._parts
         return await in_thread(parts.reader_thread, self._states, parts.reader.next_seq, parts.clock.now_ms())
 
     async def compaction_lag_ms(self) -> int:
-        """Return the age of the oldest row of the log that compaction has not looked at; 0 without promises there."""
+        """Compute the age in ms of the oldest row that compaction has not read. 0 if there is none."""
         parts = self._parts
         return await in_thread(
             parts.reader_thread,
@@ -100,16 +100,16 @@ class JobReports:
             elif last.unit == "due_ms":
                 found.append(JobState(figures, None, max(0, now_ms - last.position)))
             else:
-                # By the log's end now: a job that has died goes on falling behind.
+                # Measured from the current end of the log, so the lag of a dead job grows.
                 lag_ms = self._age_ms(last.position, next_seq, now_ms)
                 found.append(JobState(figures, max(0, next_seq - last.position), lag_ms))
         return found
 
     def _age_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
-        """Return how long ago the first row at or behind `seq` was written; 0 when there is none."""
+        """Compute the age in ms of the first row at or after `seq`. 0 if there is none."""
         reader = self._parts.reader
         first = max(seq, reader.first_seq)
-        # A frame at a time; numbers that are set aside have no rows.
+        # One frame at a time. Reserved numbers have no rows.
         for rows in reader.coalesced(first, next_seq, None, 1, ["store_ms"]) if first < next_seq else ():
             if rows.num_rows:
                 return max(0, now_ms - int(rows.column("store_ms")[0].as_py() or now_ms))
@@ -117,7 +117,7 @@ class JobReports:
 
     def _read_all(self) -> tuple[list[Report], Report | None]:
         files = self._parts.files
-        # Their writers replace them whole, by another name that is left out here.
+        # Jobs replace a file through a temporary file with another suffix, which is skipped here.
         names = (
             [name for name in files.list_dir(STATUS) if name.endswith(".json")]
             if files.exists(STATUS)
@@ -129,7 +129,7 @@ class JobReports:
     def _read(self, name: str) -> Report | None:
         files = self._parts.files
         try:
-            # Another process may remove it, or fill it with anything.
+            # Another process may remove the file, or write any content into it.
             if not files.exists(name) or files.size(name) > FILE_BYTES_MAX:
                 return None
             return msgspec.json.decode(memoryview(files.map_readonly(name)), type=Report)

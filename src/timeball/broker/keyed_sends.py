@@ -1,18 +1,19 @@
-"""Sends with an idempotency key: the first one is appended, and those that repeat it are told what became of it.
+"""Sends with an idempotency key: the first one is appended. A repetition receives the current state of its messages.
 
     put -> the key is new        -> batch -> in the log, with the row of its key -> answer: created
-        -> its send is under way -> wait for the outcome of that one             -> answer: exists
-        -> its send is known     -> look up what became of its messages          -> answer: exists
+        -> its send is under way -> wait for the outcome of that send            -> answer: exists
+        -> its send is known     -> look up the states of its messages           -> answer: exists
 
-A repeated send with other messages is refused. One that repeats a refused send is refused with it, and may try again:
-a key is used by a send that is in the log, and by no other.
+A repeated send with other messages is refused. If a send is refused, the repetitions that wait for it are refused too,
+and may try again: only a send that is in the log uses its key.
 
-A client may name its attempt by a text of its own, the same whenever it repeats that attempt because an answer was
-lost. A repetition with the attempt of the send in the log is answered "created" as the first was.
+A client may name its attempt. It uses the same text whenever it repeats the attempt because an answer was lost. A
+repetition with the same attempt as the send in the log is answered "created", like the first one.
 
-With an attempt a client may also ask to send anew: when no message of the earlier send waits any more, the messages are
-appended, and the key names this send from then on. A repetition of that attempt sends nothing. A message that does not
-wait will never wait again, so no pause between look and append can make a second one either.
+With an attempt a client may also ask to send anew. If no message of the earlier send is pending any more, the messages
+are appended, and from then on the key refers to this send. A repetition of that attempt sends nothing. A message that
+is no longer pending never becomes pending again, so an await between the look-up and the append cannot cause a second
+pending message.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from timeball.errors import Conflict, InvalidMessage, OverLimit
 from timeball.message import build_rows, codes_of
 from timeball.rules import check_idempotency_key
 
-# Of a send that is repeated its rows are not read again: its edge says where they stand, and no more.
+# The rows of a repeated send are not read again: its edge returns only their numbers.
 _NOT_READ = build_rows(0)
 _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
-# From numbers of scheduled messages to their states, in that order (revoking/sent_states.py).
+# Maps numbers of scheduled messages to their states, in the same order (revoking/sent_states.py).
 StatesOf = Callable[[Sequence[int]], Awaitable[list[SentState]]]
 
 
 class _Use(msgspec.Struct):
-    """A send that is the first with its key, and those that came with the same key meanwhile."""
+    """A send that is the first with its key, and the repetitions that arrived while it was under way."""
 
     piece: Piece
     key: KeyUse
@@ -52,7 +53,7 @@ class _Use(msgspec.Struct):
 
 
 class KeyedSends:
-    """The sends of all edges that have an idempotency key. Belongs to the event loop."""
+    """Sends with an idempotency key, from all edges. Belongs to the event loop."""
 
     def __init__(self, parts: Components, appender: Appender, policy: Policy, states_of: StatesOf) -> None:
         self._parts, self._policy, self._send = parts, policy, parts.traced(appender.send_with)
@@ -62,9 +63,10 @@ class KeyedSends:
         self._batcher: Batcher[_Use] = Batcher(self._begin, self._answer, self._refuse)
 
     def put(self, piece: Piece, key: str, attempt: str = "", *, anew: bool = False) -> None:
-        """Add a piece of SEND_COLUMNS; its edge is told the outcome. Raises InvalidMessage, Conflict, OverLimit.
+        """Add a piece of SEND_COLUMNS. Its edge receives the outcome later.
 
-        `anew`: append it also if an earlier attempt was, of which no message waits any more.
+        `anew` appends it even if an earlier attempt was appended, provided that no message of that attempt is pending.
+        Raises InvalidMessage, Conflict, OverLimit.
         """
         check_idempotency_key(key, attempt, anew=anew)
         if piece.count > BATCH_ROWS_MAX:
@@ -84,7 +86,8 @@ class KeyedSends:
             is_anew = use.is_anew and use.attempt != known.attempt
             if not is_anew:
                 known.check_same(use)
-            # Permissions may have changed since. A repetition makes no topic, and a group that is drained answers it.
+            # Permissions may have changed since the first send. Only `allow` is checked: a repetition creates no topic,
+            # and a drained group also answers it.
             for topic in codes_of(piece.rows.column("topic"))[1]:
                 self._policy.allow(piece.caller, Verb.SEND, topic=topic)
             self._begin_task(
@@ -111,48 +114,48 @@ class KeyedSends:
         task.add_done_callback(self._answering.discard)
 
     async def _repeat(self, piece: Piece, use: KeyUse, known: KeyedSend) -> None:
-        """Answer a send that was sent before, with the states of its messages."""
+        """Answer a send that was sent before with the states of its messages."""
         try:
             states = await self._states(known)
-        except Exception as error:  # of any kind: the client waits for an outcome
+        except Exception as error:  # any error: the client waits for an outcome
             refuse([piece], error)
         else:
             self._exists(piece, use, known, states)
 
     async def _send_anew(self, piece: Piece, use: KeyUse, known: KeyedSend) -> None:
-        """Send anew if no message of the earlier send waits, else answer as to a repetition."""
+        """Send anew if no message of the earlier send is pending. Otherwise answer as for a repetition."""
         try:
             states = await self._states(known)
-            # One that another group of a cluster has may wait there, and counts as one that waits.
+            # A message that was handed over to another group may be pending there, so it counts as pending.
             waiting = sum(not state.is_settled for state in states)
             if not waiting:
                 if use.name not in self._under_way and self._known(use) is known:
                     self._start(piece, use)
                 else:
-                    self._put(piece, use)  # another send with this key came first
+                    self._put(piece, use)  # another send with this key began during the look-up
                 return
             if use.content != known.content:
                 raise Conflict(
                     f"{waiting} messages of an earlier send with this idempotency key, from number {known.first_seq} "
                     "on, still wait, and this send has other messages; cancel or reschedule those, or use a new key"
                 )
-        except Exception as error:  # of any kind: the client waits for an outcome
+        except Exception as error:  # any error: the client waits for an outcome
             refuse([piece], error)
         else:
             self._exists(piece, use, known, states)
 
     async def _states(self, known: KeyedSend) -> list[SentState]:
-        # The row of the key may be in the log, and not on disk yet.
+        # The row of the key may be in the log, but not on disk yet.
         await self._parts.writer.flushed()
         numbers = range(known.first_seq, known.first_seq + known.rows)
-        if known.last_due_ms == 0:  # none of them was scheduled
+        if known.last_due_ms == 0:  # none of the messages was scheduled
             first_seq = self._parts.reader.first_seq
             return [_VISIBLE if number >= first_seq else _EXPIRED for number in numbers]
         return await self._states_of(numbers)
 
     @staticmethod
     def _exists(piece: Piece, use: KeyUse, known: KeyedSend, states: list[SentState]) -> None:
-        # The numbers are those of the first send, whose rows no other piece shares here.
+        # The numbers are those of the first send, whose rows share no batch with other pieces here.
         piece.first_row = 0
         is_own = bool(use.attempt) and use.attempt == known.attempt
         sent = Sent(CREATED if is_own else EXISTS, states)
@@ -163,7 +166,7 @@ class KeyedSends:
 
         def keys(first_seq: int, store_ms: int) -> Change:
             sends = []
-            for key in (use.key for use in uses):  # their rows stand side by side in the batch
+            for key in (use.key for use in uses):  # the rows of the uses are in this order in the batch
                 sends.append((key.name, key.sent(first_seq, store_ms)))
                 first_seq += key.rows
             return self._parts.idempotency_keys.changed(sends)
@@ -174,7 +177,7 @@ class KeyedSends:
         ended = self._ended(uses)
         answer([use.piece for use in ended], accepted)
         for use in ended:
-            # Behind the answer to the first: the look-ups of its repetitions must not delay it.
+            # After the answer to the first send, which the look-ups for its repetitions must not delay.
             known = use.key.sent(accepted.first_seq + use.piece.first_row, accepted.store_ms)
             for piece, repeated in use.repeats:
                 self._begin_task(self._repeat(piece, repeated, known))
@@ -184,6 +187,6 @@ class KeyedSends:
         refuse([use.piece for use in ended] + [piece for use in ended for piece, _ in use.repeats], error)
 
     def _ended(self, uses: list[_Use]) -> list[_Use]:
-        """Return the sends that have ended, each once."""
-        # Absent when the answers of a batch have failed half way.
+        """Remove the ended sends from `_under_way`, and list each once."""
+        # A send is absent if an error has interrupted the answers of its batch.
         return [use for use in uses if self._under_way.pop(use.key.name, None) is not None]

@@ -1,8 +1,8 @@
-"""A topic as it becomes visible: a read that belongs to no group, leases nothing, and waits for what comes.
+"""Live tail: read the messages of a topic as they become visible, without a consumer group and without leases.
 
-Readers that stand at one position share one read: of a thousand live tails of a topic each message costs one look into
-the log, and one encoding. Their position is an offset for each queue; it never goes back. What retention has let go
-before a reader came to it is passed over.
+Readers at the same position share one read. With a thousand live tails of one topic, each message still costs one read
+of the log and one encoding. A position is an offset for each queue, and never moves back. Messages that retention
+removes before a reader reaches them are skipped.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from timeball.broker.rates import Stat
 from timeball.broker.registry.topics import Topic
 from timeball.broker.waiters import Waiters
 
-ROWS_MAX, BYTES_MAX = 256, 1024 * 1024  # of one read; of a single message more
+ROWS_MAX, BYTES_MAX = 256, 1024 * 1024  # limits of one read; a single message may be larger
 
 Offsets = tuple[int, ...]
-# What a read found and where it began, to bytes for all readers of this position.
+# Encodes the rows of a read and its first offsets as bytes, for all readers at this position.
 Encode = Callable[[pa.RecordBatch, Offsets], bytes]
 _Read = asyncio.Future[tuple[bytes, Offsets]]
 
@@ -37,12 +37,12 @@ class LiveTail:
     def __init__(self, parts: Components, policy: Policy, waiters: Waiters) -> None:
         self._parts, self._policy, self._waiters = parts, policy, waiters
         self._reading: dict[tuple[str, Offsets, str], _Read] = {}
-        self.reads = 0  # made so far
+        self.reads = 0  # number of reads so far
 
     def begin(self, name: str, tags: str, offsets: Sequence[int] | None, caller: Caller) -> Offsets:
-        """Return a position to read from: the topic's end, or the one given, as far as it is kept.
+        """Find the position to read from: the topic's end, or `offsets` clamped to the offsets that still exist.
 
-        Raise NotFound, Forbidden, InvalidFilter.
+        Raises NotFound, Forbidden, InvalidFilter.
         """
         topic = self._policy.readable(name, caller)
         self._filter(topic, tags)
@@ -50,7 +50,8 @@ class LiveTail:
         indexes = [queue.index for queue in topic.queues]
         if offsets is None:
             return tuple(index.max_offset for index in indexes)
-        # A queue that was added meanwhile is new to the reader; a topic that was made anew begins again.
+        # A queue that was added since is read from its begin. If the topic was deleted and created again, its offsets
+        # continue, and the reader begins at the new `min_offset`.
         given += [0] * (len(indexes) - len(given))
         return tuple(
             min(max(offset, index.min_offset), index.max_offset)
@@ -60,17 +61,18 @@ class LiveTail:
     async def read(
         self, name: str, tags: str, offsets: Offsets, wait_s: float, encode: Encode, caller: Caller
     ) -> tuple[bytes, Offsets] | None:
-        """Return what comes behind a position, and the next one; None when nothing has come within `wait_s`.
+        """Read the messages after a position, and return the encoded bytes and the next position.
 
-        Without bytes when nothing that was looked at matches.
+        The result is None if no message arrives within `wait_s`. The bytes are empty if no message that was read
+        matches.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
         while True:
-            # Asked again in each turn: the topic may have been deleted, or the account changed, meanwhile.
+            # Checked in each turn, because the topic may have been deleted or the account changed.
             topic = self._policy.readable(name, caller)
             at = self.begin(name, tags, offsets, caller)
-            # No pause between this look and the wait: what comes in between would wake no reader.
+            # No await between this check and the wait: a message that arrived between them would wake no reader.
             if any(offset < queue.index.max_offset for offset, queue in zip(at, topic.queues, strict=True)):
                 return await self._shared(topic, tags, at, encode)
             left_s = until_s - loop.time()
@@ -80,20 +82,20 @@ class LiveTail:
     async def _shared(
         self, topic: Topic, tags: str, offsets: Offsets, encode: Encode
     ) -> tuple[bytes, Offsets]:
-        # All that wait at one position are woken by one commit, and ask for the same read in one turn of the loop.
+        # One commit wakes all readers at one position, and they request the same read in one turn of the loop.
         key = topic.name, offsets, tags
         reading = self._reading.get(key)
         if reading is None:
             reading = asyncio.ensure_future(self._read(topic, tags, offsets, encode))
             self._reading[key] = reading
             reading.add_done_callback(lambda _: self._reading.pop(key, None))
-        # Shielded: a reader that goes away takes nothing from the others.
+        # Shielded, so that a reader that disconnects does not cancel the read of the others.
         return await asyncio.shield(reading)
 
     async def _read(self, topic: Topic, tags: str, offsets: Offsets, encode: Encode) -> tuple[bytes, Offsets]:
         wanted = self._filter(topic, tags)
         self.reads += 1
-        # Equal shares: a full queue must not keep the others out.
+        # Equal shares for each queue, so that a long queue does not block the others.
         behind = [q for q, queue in enumerate(topic.queues) if offsets[q] < queue.index.max_offset]
         rows = max(1, ROWS_MAX // len(behind))
         found = [
@@ -101,11 +103,11 @@ class LiveTail:
             for q in behind
         ]
         following = list(offsets)
-        # Also past what the filter has left out, so that a rare tag moves on.
+        # The next offset also skips messages that the filter excludes, so a reader of a rare tag advances.
         for q, selection in zip(behind, found, strict=True):
             following[q] = selection.next_offset
 
-        # Encoded in the same thread: JSON of a mebibyte takes the loop as long as a hundred releases.
+        # Encode in the reader thread: encoding 1 MiB of JSON on the loop takes as long as a hundred releases.
         def work() -> bytes:
             seqs = np.concatenate([self._decide(selection, wanted) for selection in found])
             return encode(self._parts.reader.read_rows(np.sort(seqs)), offsets) if len(seqs) else b""

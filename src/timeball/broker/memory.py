@@ -1,9 +1,9 @@
-"""Give memory back to the system after work in bulk.
+"""Return memory to the operating system after bulk work.
 
-A compaction and the keys of its files go through hundreds of megabytes, all freed in the end, but kept by the
-allocators for a next time that is a minute away: Arrow's pool by design, glibc's malloc because small pieces of
-Parquet metadata lie between. Unasked, a broker that has compacted holds some 60 MB for nothing, and it looks as if
-each promise cost them. Where there is no glibc only Arrow's pool gives back.
+A compaction and the key index of its files allocate hundreds of MB. All of it is freed in the end, but the allocators
+keep it for the next compaction, a minute later: Arrow's pool by design, and glibc's malloc because small pieces of
+Parquet metadata lie between free blocks. Without this module a broker that has compacted holds about 60 MB of unused
+memory, which looks like a cost of the scheduled messages. Without glibc only Arrow's pool returns memory.
 """
 
 from __future__ import annotations
@@ -15,36 +15,40 @@ import pyarrow as pa
 
 _ARENA_MAX = -8  # glibc's M_ARENA_MAX
 ARENAS = 2
-CYCLES_EVERY = 10_000  # new containers; Python asks 700
+CYCLES_EVERY = 10_000  # new containers between two collections; Python's default is 700
 
 
 def use_system_pool() -> None:
-    """Let Arrow take memory from malloc, in this process: its own pool keeps what each thread has freed for itself.
+    """Make Arrow allocate with malloc in this process. Arrow's own pool keeps freed memory for each thread.
 
-    Measured with 5 million promises compacted: 2 bytes of memory a promise instead of 17; in exchange a million
-    messages due in one millisecond are on disk after 1.2 s instead of 0.7 s. For processes that are a broker.
+    Measured with 5 million scheduled messages after compaction: 2 bytes of memory per message instead of 17. In
+    exchange a million messages due in one millisecond are on disk after 1.2 s instead of 0.7 s. Only for processes that
+    are a broker.
     """
     pa.set_memory_pool(pa.system_memory_pool())
-    # malloc, too, keeps what a thread has freed for that thread, and each send stream is one: measured with 60 streams
-    # of 4 MiB batches, 757 MiB at the peak, and 614 with two arenas for all.
+    # glibc's malloc also keeps freed memory per thread, and each send stream is a thread. Measured with 60 streams of
+    # batches of 4 MiB: 757 MiB at the peak, and 614 MiB with two arenas for all threads.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_ARENA_MAX, ARENAS)
 
 
 def collect_cycles_rarely() -> None:
-    """Let Python's collector of cycles leave alone what is there by now, and look less often, in this process.
+    """Make Python's cycle collector ignore all current objects and run less often, in this process.
 
-    Reference counts free what a request leaves behind, and each send makes some containers. With a threshold of 50,000
-    a broker took 6 to 21 % less CPU at 8 x 512 sends in flight; a fifth of that, so that what a cycle does hold waits
-    less long.
+    Reference counts free the objects of a request, and each send creates some containers. With a threshold of 50,000 a
+    broker used 6 to 21 % less CPU at 8 x 512 sends in flight. The threshold is a fifth of that, so that memory in
+    cycles is freed sooner.
     """
     gc.freeze()
     gc.set_threshold(CYCLES_EVERY, *gc.get_threshold()[1:])
 
 
 def give_back() -> bool:
-    """Return free memory to the system; true when malloc's part could be. Takes milliseconds: not for the loop."""
+    """Return free memory to the operating system. True if malloc could also do so.
+
+    Takes milliseconds: not for the loop.
+    """
     # Arrow's pool first, so that malloc has more to return.
     pa.default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,22 +1,23 @@
-"""Policy: what a caller may do to a topic or a group, decided here for every edge.
+"""Policy: the permissions of a caller for topics and consumer groups, decided here for every edge.
 
-    a caller                    asks
-    makes any request           `allow`: what its account may do (access.py); ANONYMOUS may do everything
-    sends, now or for later     `destination`, then `admit`: a name that is not the broker's own, write permission, a
-                                queue to write to; a topic that is missing is made where that is allowed
-    hands a message back        `returning`: the group's own topic, made when it is missing
-    pulls, receives, pops       `readable`: read permission. Reading never makes a topic
+    a caller                    checks
+    makes any request           `allow`: the rights of its account (access.py); ANONYMOUS may do everything
+    sends, now or for later     `destination`, then `admit`: a name that is not reserved, write permission, a queue to
+                                write to; creates a missing topic where that is allowed
+    hands a message back        `returning`: the group's own topic, created if it is missing
+    pulls, receives, pops       `readable`: read permission; reading never creates a topic
     consumes as a group         `joined`, `check_group`: consume_enable, and whether it may broadcast
-    creates, deletes a topic    `check_managed`: no name of the broker's own
+    creates, deletes a topic    `check_managed`: a name that is not reserved
 
-Each verb of service.py takes a caller and asks. Requests that are no verb of it (heartbeats, routes, what tools ask)
-stand in their edge's table with what they need, and the edge has `allow` decide.
+Each operation of service.py has a caller and makes its checks. Requests that are no operation of service.py
+(heartbeats, routes, queries of tools) are listed with the required rights in a table of their edge, which calls
+`allow`.
 
-Admission asks, delivery does not: a message that was accepted is delivered when it is due, also into a topic that has
-been closed to writers or deleted since. Edges translate the errors into their protocol's codes and add no rule.
+Checks apply at admission, not at delivery. An accepted message is delivered when it is due, even if its topic was
+closed to writers or deleted since. Edges translate the errors into the codes of their protocol and add no rules.
 
-A client may write to %DLQ%<group> as to any topic, and to %RETRY%<group> while the group exists: that is how RocketMQ's
-consumers hand messages back when they cannot do it by the request for it.
+A client may write to %DLQ%<group> as to any topic, and to %RETRY%<group> while the group exists: RocketMQ's consumers
+return messages in this way when the request for it fails.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from timeball.message import DLQ_PREFIX, RETRY_PREFIX
 
 
 class Policy:
-    """The rules, over the topics and groups there are. Belongs to the event loop."""
+    """The rules, applied to the existing topics and groups. Belongs to the event loop."""
 
     def __init__(self, topics: Topics, groups: Groups, settings: Settings, clock: Clock) -> None:
         self._topics, self._groups, self._settings = topics, groups, settings
         self._new = NewTopics(topics, clock)
-        self.closed = ""  # why nothing new is accepted; empty while it is
-        # Topics that may be sent to, at this version of the topics: asked for with every message.
+        self.closed = ""  # the reason why nothing new is accepted; empty while sends are accepted
+        # Cache of the topics that clients may send to, because every message checks its topic. Valid for one version of
+        # `_topics`.
         self._destinations: dict[str, Topic] = {}
         self._version = -1
 
@@ -50,25 +52,26 @@ class Policy:
 
     @staticmethod
     def allow(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden, or Unauthorized, unless the caller's account may do this now."""
+        """Raise Forbidden or Unauthorized unless the caller's account may do this now."""
         if caller is not ANONYMOUS:
             caller.check(verb, topic=topic, group=group)
 
     @staticmethod
     def allow_somewhere(caller: Caller, verb: Verb) -> None:
-        """Raise Forbidden, or Unauthorized, unless there may be a topic to which the caller may do this."""
+        """Raise Forbidden or Unauthorized if there can be no topic for which the caller may do this."""
         if caller is not ANONYMOUS:
             caller.check_somewhere(verb)
 
     @staticmethod
     def allows(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
-        """Return whether the caller's account may do this now."""
+        """Check whether the caller's account may do this now."""
         return caller is ANONYMOUS or caller.may(verb, topic=topic, group=group)
 
     def cancellable(self, caller: Caller) -> Callable[[str], bool] | None:
-        """Return which topics' promises the caller may take back or move; None: those of all.
+        """Return a filter for the topics whose scheduled messages the caller may cancel or move. None: all topics.
 
-        A cancel names promises, and only they say which topics are meant: others are not there for this caller.
+        A cancel request names messages, and the topic is known only after the look-up. For this caller, messages of
+        other topics do not exist.
         """
         self.allow(caller, Verb.LOOK)
         if self.allows(caller, Verb.ADMIN):
@@ -76,33 +79,35 @@ class Policy:
         return lambda topic: caller.may(Verb.CANCEL, topic=topic)
 
     def visible(self, caller: Caller) -> Callable[[str], bool] | None:
-        """Return which topics' promises the caller may look at; None: those of all."""
+        """Return a filter for the topics whose scheduled messages the caller may see. None: all topics."""
         return None if self.allows(caller, Verb.ADMIN) else lambda topic: caller.may(Verb.LOOK, topic=topic)
 
     # -- sending ---------------------------------------------------------------------------------------------
 
     def destination(self, name: str, caller: Caller) -> Topic | None:
-        """Return the topic a caller may send to, None for one that its first message makes.
+        """Find the topic that a caller may send to. None if its first message would create it. Creates nothing.
 
-        Raises InvalidName, Forbidden and NotFound; makes nothing.
+        Raises InvalidName, Forbidden and NotFound.
         """
         if caller is not ANONYMOUS:
             caller.check(Verb.SEND, topic=name)
-        if self.closed and not name.startswith((RETRY_PREFIX, DLQ_PREFIX)):  # its consumers go on
+        # Consumers of a closed broker continue, so their retries are accepted.
+        if self.closed and not name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
             raise Forbidden(self.closed)
-        # Any change of any topic clears all: topics change rarely, and sends ask here for every message.
+        # Any change of a topic clears the cache: topics change rarely, and every message reads the cache.
         if self._version != self._topics.version:
             self._destinations.clear()
             self._version = self._topics.version
         topic = self._destinations.get(name)
         if topic is None:
             topic = self._checked(name)
-            if topic is not None and not name.startswith(RETRY_PREFIX):  # of which the group may go
+            # Not cached, because the group may be deleted.
+            if topic is not None and not name.startswith(RETRY_PREFIX):
                 self._destinations[name] = topic
         return topic
 
     def destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
-        """Return what `destination` does for each name; None when the first message to one of them makes it."""
+        """Call `destination` for each name. None if a first message would create one of the topics."""
         topics: dict[str, Topic] = {}
         for name in names:
             topic = self.destination(name, caller)
@@ -112,35 +117,36 @@ class Policy:
         return topics
 
     def admit(self, names: Iterable[str], caller: Caller, queues: int | None = None) -> None:
-        """Make those of these topics that are missing, once the caller may send to all of them.
+        """Create the missing ones of these topics, if the caller may send to all of them.
 
-        `queues`: as many as the client would like of a new topic; it gets at most what the settings say.
-        Raises InvalidName, Forbidden, NotFound and OverLimit.
+        `queues` is the number of queues that the client requests for a new topic, limited by the settings. Raises
+        InvalidName, Forbidden, NotFound and OverLimit.
         """
-        # All are checked before one is made: a request that is refused must not leave topics behind.
+        # Check all before creating one: a refused request must not leave new topics.
         missing = [name for name in names if self.destination(name, caller) is None]
         if not missing:
             return
+        # Before the first topic is created, because it may refuse.
         self._new.admit(missing, caller.name)
         for name in missing:
             self._topics.ensure(name, self._queues_of_new(name, queues), made_by=caller.name)
 
     def returning(self, name: str, queues: int = 1) -> Topic:
-        """Return a group's retry or dead letter topic that a client's message goes back to; raises Forbidden."""
+        """Find or create the retry or dead letter topic to which a client returns a message. Raises Forbidden."""
         topic = self._topics.ensure(name, max(1, queues))
         _check_writable(topic)
         return topic
 
     def _checked(self, name: str) -> Topic | None:
-        """`destination`, asked for the first time."""
+        """`destination` without the cache."""
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
-        # Reserved names are forbidden even when such a topic exists: the broker itself writes to it.
+        # Reserved names are forbidden even if such a topic exists, because only the broker writes to it.
         reason = reserved.forbidden(name)
         if reason is not None:
             raise Forbidden(reason)
         topic = self._topics.find_topic(name)
         if name.startswith(RETRY_PREFIX):
-            # Raises GroupNotFound: no consumer would ever read a message for a group that never was.
+            # Raises GroupNotFound, because no consumer would read messages for a group that never existed.
             self._groups.get(name.removeprefix(RETRY_PREFIX))
         elif topic is None and not self._settings.auto_create_topics and self.standing_queues(name) is None:
             raise self._missing(name)
@@ -149,9 +155,10 @@ class Policy:
         return topic
 
     def check_known(self, name: str | None, *, has_messages: bool) -> None:
-        """Raise NotFound for a topic that a read-out names and that does not exist; a typing error must not look empty.
+        """Raise NotFound if a query names a missing topic, so that a typing error does not look like an empty result.
 
-        `has_messages`: the read-out shows some. Messages of bulk writes and of deleted topics wait without a topic.
+        `has_messages` means that the query found messages, and prevents the error: messages of bulk writes and of
+        deleted topics are pending without a topic.
         """
         if name is not None and not has_messages and self._topics.find_topic(name) is None:
             raise self._missing(name)
@@ -160,32 +167,34 @@ class Policy:
         then = "; create it, or start with --auto-create-topics"
         if self._settings.auto_create_topics:
             then = "; its first message makes it"
-        # No hint: neither an operator nor a first message can make such a topic.
+        # No hint, because neither an administrator nor a first message can create such a topic.
         if reserved.conflict(name) is not None or name.startswith(RETRY_PREFIX):
             then = ""
         return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{then}")
 
     def _queues_of_new(self, name: str, wanted: int | None) -> int:
         if name.startswith(RETRY_PREFIX):
+            # The group's configuration determines the queues of its retry topic.
             return max(1, self._groups.get(name.removeprefix(RETRY_PREFIX)).retry_queue_nums)
         most = self._settings.queues_per_topic
-        # A client's wish is held within the settings: each queue costs index entries and polls.
+        # The settings limit a client's request, because each queue costs index entries and polls.
         return self.standing_queues(name) or max(1, min(wanted or most, most))
 
     def close(self, reason: str) -> None:
-        """Accept nothing new from now on, but what consumers of this broker hand back."""
+        """Refuse new messages from now on, except those that consumers of this broker return."""
         self.closed = reason
-        self._topics.version += 1  # edges remember which topics may be sent to for as long as it stays
+        # Invalidates the caches of edges, which keep the topics that clients may send to.
+        self._topics.version += 1
 
     def check_open(self) -> None:
-        """Raise Forbidden when nothing new is accepted."""
+        """Raise Forbidden if new messages are refused."""
         if self.closed:
             raise Forbidden(self.closed)
 
     # -- consuming -------------------------------------------------------------------------------------------
 
     def readable(self, name: str, caller: Caller, verb: Verb = Verb.RECEIVE) -> Topic:
-        """Return the topic a caller may read, or look at; raises NotFound, Forbidden. Never makes one."""
+        """Find the topic that a caller may read, or do `verb` to. Never creates it. Raises NotFound, Forbidden."""
         self.allow(caller, verb, topic=name)
         topic = self._topics.find_topic(name)
         if topic is None:
@@ -197,7 +206,7 @@ class Policy:
         return topic
 
     def joined(self, name: str, caller: Caller, *, broadcasting: bool = False) -> SubscriptionGroup:
-        """Return the group a caller consumes as, made by its first member; raises Forbidden, InvalidName, OverLimit."""
+        """Find the group that a caller consumes as, or create it. Raises Forbidden, InvalidName, OverLimit."""
         self.allow(caller, Verb.RECEIVE, group=name)
         group = self._groups.ensure(name)
         self.check_group(name)
@@ -208,16 +217,16 @@ class Policy:
         return group
 
     def check_group(self, name: str) -> None:
-        """Raise Forbidden when this group exists and is switched off."""
-        # One that does not exist yet may consume: its first member makes it.
+        """Raise Forbidden if this group exists and is switched off."""
+        # A group that does not exist yet may consume: its first member creates it.
         group = self._groups.find_group(name)
         if group is not None and not group.consume_enable:
             raise Forbidden(f"consumer group {name!r} is switched off: switch its consumeEnable on")
 
     def register(self, name: str, caller: Caller) -> None:
-        """Make a consumer group and its retry topic: its clients ask for that topic's route next."""
+        """Create a consumer group and its retry topic, because its clients request the route of that topic next."""
         self.allow(caller, Verb.RECEIVE, group=name)
-        # A client may name any number of groups, and each costs a retry topic; so they count as new topics do.
+        # A client may name any number of groups, and each costs a retry topic. So they count as new topics.
         self._new.admit([RETRY_PREFIX + name], caller.name)
         group = self._groups.ensure(name)
         if self._topics.find_topic(RETRY_PREFIX + name) is None:
@@ -226,18 +235,19 @@ class Policy:
     # -- routes, and topics as operators manage them ------------------------------------------------------------
 
     def permission(self, topic: str, perm: int) -> int:
-        """Return a topic's permission as routes show it: without WRITE while nothing new is accepted."""
+        """Compute a topic's permission as routes show it: without WRITE while new messages are refused."""
         return perm & ~WRITE if self.closed and not topic.startswith((RETRY_PREFIX, DLQ_PREFIX)) else perm
 
     def queues_to_write(self, topic: Topic) -> int:
-        """Return how many of its queues clients may write to."""
+        """Count the queues of a topic that clients may write to."""
         return topic.write_queues if self.permission(topic.name, topic.perm) & WRITE else 0
 
     def standing_queues(self, name: str) -> int | None:
-        """Return how many queues a topic has that no operator has to make; None for other topics.
+        """The number of queues of a topic that need not be created by an administrator. None for other topics.
 
-        Tools send to the topics that are called like the cluster and the broker, clients to the traces' and replies'.
-        The route says this number before there is such a topic, and the first send makes it with as many.
+        Tools send to the topics named like the cluster and the broker, clients to the topics of traces and replies. The
+        route returns this number before the topic exists, and the first send creates the topic with this number of
+        queues.
         """
         if name in (self._settings.cluster_name, self._settings.broker_name):
             return self._settings.queues_per_topic
@@ -247,20 +257,20 @@ class Policy:
 
     @property
     def has_template(self) -> bool:
-        """Return whether producers see RocketMQ's template topic, which says that a message makes its topic."""
+        """True if producers see RocketMQ's template topic, which means that a message creates its topic."""
         return self._settings.auto_create_topics
 
     def may_be_made(self, name: str) -> bool:
-        """Return whether any client's first message would make this topic, if it is missing; raises InvalidName."""
+        """Check whether any client's first message would create this topic if it is missing. Raises InvalidName."""
         check_topic(name)
         if self.standing_queues(name) is not None:
             return True
-        # Retry topics are made by the group's registration, and reserved ones by the broker.
+        # The registration of a group creates its retry topic, and the broker creates reserved topics.
         is_users = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
         return is_users and self._settings.auto_create_topics
 
     def is_awaited(self, name: str) -> bool:
-        """Return whether a topic is missing and its first message would make it: a receive waits for that one."""
+        """Check whether a topic is missing and its first message would create it. A receive waits for such a topic."""
         return self._topics.find_topic(name) is None and self.may_be_made(name)
 
     def check_managed(self, name: str, caller: Caller) -> None:
@@ -272,14 +282,15 @@ class Policy:
             raise InvalidName(reason)
 
     def admit_managed(self, names: Iterable[str], caller: Caller) -> None:
-        """Let an operator make those of these topics that are missing, or raise Forbidden or OverLimit for all."""
+        """Check that an administrator may create the missing ones of these topics. Raises Forbidden or OverLimit."""
+        # A set, because a name that is given twice is only one new topic.
         for name in (wanted := set(names)):
             self.check_managed(name, caller)
         self._new.admit(wanted, caller.name)
 
 
 def queues_to_read(topic: Topic) -> int:
-    """Return how many of its queues clients may read."""
+    """Count the queues of a topic that clients may read."""
     return topic.read_queues if topic.perm & READ else 0
 
 
@@ -293,19 +304,20 @@ def _check_writable(topic: Topic) -> None:
 
 
 class NewTopics:
-    """Bounds how many topics clients make: in one request, in a second, and each account in all.
+    """Limits the number of new topics: per request, per second, and per account in total.
 
-    A message makes the topic it names, and a topic stays: in memory, in the log, in every snapshot. A client that puts
-    a key in the place of a topic would fill the broker for all others. Topics that the broker makes by itself (retry
-    and dead letter topics, the topic of a due promise) are not counted: an accepted message must have a place to go.
+    A message creates the topic that it names, and the topic stays in memory, in the log and in every snapshot. A client
+    that uses a key as a topic name would fill the broker for all others. Topics that the broker itself creates (retry
+    and dead letter topics, the topic of a due message) are not counted, because an accepted message must be delivered.
     """
 
     def __init__(self, topics: Topics, clock: Clock) -> None:
         self._topics, self._clock = topics, clock
-        self._allowance: dict[str, tuple[float, int]] = {}  # by account: topics it might make, at this time
+        # By account: (tokens, time in ms at which they were computed).
+        self._allowance: dict[str, tuple[float, int]] = {}
 
     def admit(self, names: Iterable[str], account: str = "") -> None:
-        """Let an account make those of these topics that are missing, or raise OverLimit for all."""
+        """Count the missing ones of these topics as new topics of an account. OverLimit: none of them is counted."""
         count = sum(self._topics.find_topic(name) is None for name in names)
         if count:
             self._admit(count, account)
@@ -316,18 +328,18 @@ class NewTopics:
                 f"{count} new topics in one request; at most {limits.NEW_TOPICS_PER_REQUEST_MAX}: "
                 "is a topic named where a key is meant? Create many topics one by one"
             )
-        # Deleted ones count too: they stay in memory and in the log.
+        # Deleted topics count too, because they stay in memory and in the log.
         if self._topics.made_by.get(account, 0) + count > limits.NEW_TOPICS_PER_ACCOUNT_MAX:
             who = f"account {account!r} has" if account else "clients have"
             raise OverLimit(
                 f"{who} made {self._topics.made_by[account]} topics; at most {limits.NEW_TOPICS_PER_ACCOUNT_MAX}: "
                 "send to topics that exist"
             )
-        # A clock that cannot be set: a wall clock set back would stop an account for hours.
+        # The monotonic clock: a wall clock that is set back would block an account for hours.
         now_ms, left = self._clock.monotonic_ns() // 1_000_000, float(limits.NEW_TOPICS_BURST)
         if account in self._allowance:
             before, at_ms = self._allowance[account]
-            # A token bucket: it fills by the second up to the burst, and each new topic takes one.
+            # A token bucket: it fills with time up to the burst, and each new topic takes one token.
             left = min(left, before + (now_ms - at_ms) * limits.NEW_TOPICS_PER_SECOND / limits.SECOND_MS)
         if count > left:
             raise OverLimit(

@@ -1,7 +1,8 @@
-"""What operators change of push subscriptions, and who is told of it.
+"""Changes of push subscriptions, and notifications about them.
 
-An administrator changes them; an account that may look at a subscription's topic and group sees it, never its secret.
-What has changed is durable when a verb returns. The edge that delivers watches: it is told the name each time.
+Only administrators change subscriptions. An account that may look at the topic and group of a subscription can see it,
+but never its secret. A change is durable when the operation returns. The edge that delivers messages registers with
+`watch`, and receives the name of each changed subscription.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EXPRESSION_TYPES: dict[FilterKind, str] = {"tag": TAG, "sql": SQL92}
 
 
 class PushPut(NamedTuple):
-    """A subscription that was put. `secret`: the one made for it, as text; it is not shown again."""
+    """The result of `put`. `secret` is the new secret as text, if one was created. It is not shown again."""
 
     subscription: PushSubscription
     is_new: bool
@@ -31,7 +32,7 @@ class PushPut(NamedTuple):
 
 
 class PushChanges:
-    """The verbs. Belongs to the event loop."""
+    """The operations on push subscriptions. Belongs to the event loop."""
 
     def __init__(self, parts: Components, policy: Policy) -> None:
         self._parts, self._policy = parts, policy
@@ -39,43 +40,46 @@ class PushChanges:
         self._watcher: Callable[[str], None] | None = None
 
     def watch(self, changed: Callable[[str], None]) -> None:
-        """Call this with the name of each subscription that is changed from now on; one may watch."""
+        """Call `changed` with the name of each subscription that changes from now on. There is only one watcher."""
         self._watcher = changed
 
     def all(self, caller: Caller) -> dict[str, PushSubscription]:
-        """Return the subscriptions that the caller may look at."""
+        """List the subscriptions that the caller may look at."""
         self._policy.allow(caller, Verb.LOOK)
         return {name: each for name, each in self._kept.all().items() if self._may_look(each, caller)}
 
     def get(self, name: str, caller: Caller) -> PushSubscription:
-        """Return one; raise NotFound, also for one that the caller may not look at."""
+        """Return a subscription. Raises NotFound, also if the caller may not look at it."""
         self._policy.allow(caller, Verb.LOOK)
         found = self._kept.get(name)
         if not self._may_look(found, caller):
-            raise NotFound(f"no subscription {name!r}")  # tells a stranger nothing of names
+            # The same error in both cases, so it does not reveal names.
+            raise NotFound(f"no subscription {name!r}")
         return found
 
     async def put(
         self, name: str, wanted: PushSubscription, caller: Caller, *, rotates: bool = False
     ) -> PushPut:
-        """Make a subscription or change one, which stays paused or not as it is.
+        """Create or change a subscription. A change keeps its paused state.
 
-        `rotates`: it gets another secret. Raises InvalidMessage, InvalidFilter, OutOfRange, OverLimit, RequestError.
+        `rotates` creates a new secret. Raises InvalidMessage, InvalidFilter, OutOfRange, OverLimit, RequestError.
         """
         self._policy.allow(caller, Verb.ADMIN)
         self._allowed.check_url(wanted.url)
+        # Refuse an invalid filter before any change.
         compile_filter(wanted.filter, EXPRESSION_TYPES[wanted.filter_type])
         self._check_same_filter(name, wanted)
         known = self._kept.find(name)
         if known is not None:
-            # Else a change of the URL would start what an operator has stopped.
+            # Otherwise a change of the URL would resume a subscription that an administrator has paused.
             wanted = msgspec.structs.replace(wanted, paused=known.paused, paused_by=known.paused_by)
+        # the new secret, or None
         made = self._kept.put(name, wanted, self._parts.clock.now_ms(), rotates=rotates)
         await self._changed(name)
         return PushPut(wanted, known is None, None if made is None else secret_text(made))
 
     async def delete(self, name: str, caller: Caller) -> None:
-        """Delete a subscription; its group, and how far that has come, stay. Raise NotFound."""
+        """Delete a subscription. Its consumer group and the group's offsets stay. Raises NotFound."""
         self._policy.allow(caller, Verb.ADMIN)
         self._kept.remove(name)
         await self._changed(name)
@@ -83,12 +87,12 @@ class PushChanges:
     async def pause(
         self, name: str, caller: Caller, by: Literal["operator", "receiver"] = "operator"
     ) -> PushSubscription:
-        """Send nothing more for a subscription; raise NotFound."""
+        """Stop sending messages for a subscription. Raises NotFound."""
         self._policy.allow(caller, Verb.ADMIN)
         return await self._set(name, paused=True, paused_by=by)
 
     async def resume(self, name: str, caller: Caller) -> PushSubscription:
-        """Go on, also where a receiver that failed would be waited for; raise NotFound."""
+        """Resume sending, without waiting for a receiver that failed before. Raises NotFound."""
         self._policy.allow(caller, Verb.ADMIN)
         return await self._set(name, paused=False, paused_by="operator")
 
@@ -102,14 +106,15 @@ class PushChanges:
 
     async def _changed(self, name: str) -> None:
         if self._watcher is not None:
-            self._watcher(name)  # acts on memory at once; the caller is answered when it is on disk
+            # The watcher reads the change from memory at once; the caller waits until it is durable.
+            self._watcher(name)
         await self._parts.writer.flushed()
 
     def _check_same_filter(self, name: str, wanted: PushSubscription) -> None:
-        """Raise RequestError when another subscription shares the messages of this group and wants others of them."""
+        """Raise RequestError if another subscription of this group and topic has a different filter."""
         for other, each in self._kept.all().items():
             is_shared = other != name and (each.group, each.topic) == (wanted.group, wanted.topic)
-            # Each would pass over, for the whole group, what only the other wants.
+            # Each subscription would skip, for the whole group, messages that only the other one selects.
             if is_shared and (each.filter, each.filter_type) != (wanted.filter, wanted.filter_type):
                 raise RequestError(
                     f"subscription {other!r} of the same group has the filter {each.filter[:200]!r} "

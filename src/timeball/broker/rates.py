@@ -1,16 +1,17 @@
-"""How many messages and bytes go through each topic and group: sums by the minute, the hour and the day, in memory.
+"""Count messages and bytes per topic and group: sums per minute, hour and day, in memory.
 
-A counter only grows. From time to time the state of all counters is kept, for three windows:
+A counter only grows. The state of all counters is saved periodically for three windows:
 
     minute   every 10 s, 6 intervals back
     hour     every 10 min, 6 intervals back
     day      every hour, 24 intervals back
 
-and what a window says is the difference between now and its oldest state. So counting costs an addition, and a
-counter 39 pairs of numbers, whatever happens. At most COUNTERS_MAX are kept: when there are more topics and groups than
-that, those that nothing has gone through for an hour give way, and those that find no room are not counted.
+The value of a window is the difference between the current counter and the window's oldest state. So counting costs one
+addition, and a counter needs 39 pairs of numbers, independent of the load. There are at most COUNTERS_MAX counters. If
+there are more topics and groups, counters that were idle for an hour are removed. If that is not enough, the new ones
+are not counted.
 
-Names and keys are those of RocketMQ's BrokerStatsManager, as its tools ask for them.
+Names and keys are those of RocketMQ's BrokerStatsManager, because its tools ask for them.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import numpy as np
 from timeball import limits
 from timeball.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC, Int64Array, decode_properties
 
-COUNTERS_MAX = 20_000  # some 900 bytes each
+COUNTERS_MAX = 20_000  # about 900 bytes each
 TIMER_TOPIC = (
-    "rmq_sys_wheel_timer"  # RocketMQ's, where its timers wait: what is delayed to an instant is counted here
+    # RocketMQ's topic for its pending timers: messages with a due time are counted here
+    "rmq_sys_wheel_timer"
 )
 
 
 class Stat:
-    """The names of counters. Keys: a topic, "topic@group", or "" for the broker as a whole.
+    """The names of counters. Keys: a topic, "topic@group", or "" for the whole broker.
 
-    Plain texts, since each count looks one up, and an Enum's hash is a call in Python.
+    The names are plain strings, because each count looks one up, and the hash of an Enum is a slow call in Python.
     """
 
     TOPIC_PUT_NUMS = "TOPIC_PUT_NUMS"
@@ -44,18 +46,18 @@ class Stat:
     SNDBCK_PUT_NUMS = "SNDBCK_PUT_NUMS"
     BROKER_PUT_NUMS = "BROKER_PUT_NUMS"
     BROKER_GET_NUMS = "BROKER_GET_NUMS"
-    # Our own, of scheduled messages by topic: no tool of RocketMQ's asks for them.
+    # Timeball's own counters of scheduled messages by topic. No tool of RocketMQ asks for them.
     RELEASED_NUMS = "RELEASED_NUMS"
     CANCELLED_NUMS = "CANCELLED_NUMS"
     RESCHEDULED_NUMS = "RESCHEDULED_NUMS"
-    DEAD_NUMS = "DEAD_NUMS"  # of dead letters by "topic@group"
+    DEAD_NUMS = "DEAD_NUMS"  # dead letters by "topic@group"
 
 
 STATS = frozenset(value for name, value in vars(Stat).items() if name.isupper())
 
 
 class Rate(NamedTuple):
-    """A counter over a window: the sum, the sum a second, and the sum for each time something was added."""
+    """A counter over a window: the sum, the sum per second, and the average of one call of `add`."""
 
     sum: int = 0
     per_second: float = 0.0
@@ -63,18 +65,20 @@ class Rate(NamedTuple):
 
 
 class Rates:
-    """All counters. Belongs to the event loop; times are monotonic milliseconds that the caller reads."""
+    """All counters. Belongs to the event loop. Times are monotonic milliseconds that the caller reads."""
 
     def __init__(self) -> None:
-        # (stat, key) -> place. Sums stand in lists by place, so that a window copies them all as one array.
+        # Maps (stat, key) to a position in `_sums` and `_times`. These are lists, so that a window copies them as one
+        # array.
         self._rows: dict[tuple[str, str], int] = {}
         self._sums: list[int] = []
         self._times: list[int] = []
-        self._free: list[int] = []  # places of dropped counters, given out again first
+        self._free: list[int] = []  # positions of removed counters, which are reused first
         self._got: dict[
             tuple[str, str], tuple[int, int, int]
-        ] = {}  # topic and group -> places of what `got` counts
-        self._no_room = False  # until the next state of the hour: nothing falls idle before
+        ] = {}  # (topic, group) -> the positions of the three counters of `got`
+        # True until the next state of `hour`, because no counter can become idle before
+        self._no_room = False
         self.minute = Window(10 * limits.SECOND_MS, 6)
         self.hour = Window(10 * limits.MINUTE_MS, 6)
         self.day = Window(limits.HOUR_MS, 24)
@@ -82,13 +86,13 @@ class Rates:
     # -- what happens -----------------------------------------------------------------------------------------
 
     def put(self, topic: str, rows: int, size_bytes: int) -> None:
-        """Count messages that came into a topic."""
+        """Count messages that arrived in a topic."""
         self.add(Stat.TOPIC_PUT_NUMS, topic, rows)
         self.add(Stat.TOPIC_PUT_SIZE, topic, size_bytes)
         self.add(Stat.BROKER_PUT_NUMS, "", rows)
 
     def got(self, topic: str, group: str, rows: int, size_bytes: int) -> None:
-        """Count messages that were handed to a group."""
+        """Count messages that were delivered to a group."""
         if not rows:
             return
         places = self._got.get((topic, group))
@@ -97,12 +101,12 @@ class Rates:
             names = (Stat.GROUP_GET_NUMS, key), (Stat.GROUP_GET_SIZE, key), (Stat.BROKER_GET_NUMS, "")
             for (stat, of), count in zip(names, (rows, size_bytes, rows), strict=True):
                 self.add(stat, of, count)
-            # Kept when all have a place: room for the others may become free.
+            # Cached only if all three have a counter, because space for the others may become free.
             if all(name in self._rows for name in names):
                 nums, sizes, broker_nums = (self._rows[name] for name in names)
                 self._got[topic, group] = nums, sizes, broker_nums
             return
-        # Written out: a loop over the three takes as long as all the rest.
+        # Unrolled: a loop over the three counters takes as long as the rest of this function.
         nums, sizes, broker_nums = places
         sums, times = self._sums, self._times
         sums[nums] += rows
@@ -113,42 +117,42 @@ class Rates:
         times[broker_nums] += 1
 
     def add_each(self, stat: str, keys: Iterable[str]) -> None:
-        """Count one for each key as often as it is there."""
+        """Count each key once per occurrence."""
         for key, count in Counter(keys).items():
             self.add(stat, key, count)
 
     def add(self, stat: str, key: str, count: int) -> None:
-        """Count."""
+        """Add `count` to a counter."""
         row = self._rows.get((stat, key))
         if row is None:
             row = self._new_row(stat, key)
-        if row >= 0:
+        if row >= 0:  # otherwise there are too many counters, and nothing is counted
             self._sums[row] += count
-            # How often something was added, for the average size of a call.
+            # The number of additions, for the average per call.
             self._times[row] += 1
 
     def sample(self, now_ms: int) -> None:
-        """Keep the state where it is time for that; called about once a second."""
+        """Save the state in each window whose interval has passed. Called about once a second."""
         for window in (self.minute, self.hour, self.day):
             if window.is_due(now_ms):
                 window.keep(now_ms, self._sums, self._times)
-                # A state of the hour is what idleness is told by, so room may have become free.
+                # The hour's states determine which counters are idle, so space may have become free.
                 if window is self.hour:
                     self._no_room = False
 
     # -- what is asked ----------------------------------------------------------------------------------------
 
     def total(self, stat: str, key: str = "") -> int:
-        """Return the whole count; 0 for a counter that is not kept."""
+        """The whole count. 0 for a missing counter."""
         row = self._rows.get((stat, key))
         return 0 if row is None else self._sums[row]
 
     def totals(self, stat: str) -> dict[str, int]:
-        """Return the whole counts of one kind that are kept, by key."""
+        """The whole counts of one kind, by key."""
         return {key: self._sums[row] for (name, key), row in self._rows.items() if name == stat}
 
     def rate(self, stat: str, key: str, window: Window, now_ms: int) -> Rate | None:
-        """Return a counter over one of the windows; None for a counter that is not kept."""
+        """Compute the rate of a counter over one of the windows. None for a missing counter."""
         row = self._rows.get((stat, key))
         return None if row is None else window.rate(row, self._sums[row], self._times[row], now_ms)
 
@@ -158,7 +162,7 @@ class Rates:
         return len(self._rows)
 
     def _new_row(self, stat: str, key: str) -> int:
-        """Return the place of a new counter; -1 when there is no room."""
+        """Create a counter and return its position. -1 if there are too many counters."""
         if len(self._rows) >= COUNTERS_MAX:
             if not self._no_room:
                 self._drop_idle()
@@ -175,12 +179,13 @@ class Rates:
         return row
 
     def _drop_idle(self) -> None:
+        # It may contain positions of counters that are removed below.
         self._got.clear()
         idle = self.hour.idle(self._times)
         for name, row in list(self._rows.items()):
             if idle[row]:
                 del self._rows[name]
-                # The place is given to another counter later: the windows must not show it the old one's past.
+                # The position will be reused: the windows must not show the past of the old counter.
                 self._sums[row] = self._times[row] = 0
                 self._free.append(row)
         for window in (self.minute, self.hour, self.day):
@@ -188,7 +193,7 @@ class Rates:
 
 
 class _State(NamedTuple):
-    """All counters at an instant, by their places; those of later are beyond its end, and were 0."""
+    """All counters at one time, by position. Counters beyond the end were created later, and were 0."""
 
     at_ms: int
     sums: Int64Array
@@ -196,26 +201,26 @@ class _State(NamedTuple):
 
 
 class Window:
-    """States of the counters, one every `interval_ms`, as many as there are `intervals` and one."""
+    """Saved states of the counters, one every `interval_ms`. Keeps `intervals` + 1 states."""
 
     def __init__(self, interval_ms: int, intervals: int) -> None:
         self._interval_ms = interval_ms
         self._states: deque[_State] = deque(maxlen=intervals + 1)
 
     def is_due(self, now_ms: int) -> bool:
-        """Return whether an interval has passed since the last state."""
+        """Check whether an interval has passed since the last state."""
         return not self._states or now_ms - self._states[-1].at_ms >= self._interval_ms
 
     def keep(self, now_ms: int, sums: list[int], times: list[int]) -> None:
-        """Keep a state; the oldest one falls out."""
+        """Save a state. The oldest one is dropped."""
         self._states.append(_State(now_ms, np.array(sums, dtype=np.int64), np.array(times, dtype=np.int64)))
 
     def rate(self, row: int, total: int, times: int, now_ms: int) -> Rate:
-        """Return what has come to a counter since the oldest state."""
+        """Compute the additions to a counter since the oldest state."""
         if not self._states:
             return Rate()
         at_ms, sums_before, times_before = self._states[0]
-        # A counter that is younger than the state stands behind its end: all of it is new.
+        # A counter that is newer than the state is beyond its end: all of its count is new.
         if row < len(sums_before):
             total, times = total - int(sums_before[row]), times - int(times_before[row])
         passed_ms = now_ms - at_ms
@@ -223,8 +228,11 @@ class Window:
         return Rate(total, per_second, total / times if times else 0.0)
 
     def idle(self, times: list[int]) -> list[bool]:
-        """Return for each place whether nothing has been added since the oldest state, and the window is full."""
-        # In the first hour nothing counts as idle: it may have been busy before the oldest state.
+        """Find the positions to which nothing was added since the oldest state.
+
+        None is idle while the window is not full.
+        """
+        # In the first hour no counter is idle, because it may have been busy before the oldest state.
         if len(self._states) < (self._states.maxlen or 0):
             return [False] * len(times)
         before = self._states[0].times
@@ -232,19 +240,19 @@ class Window:
         return [*same.tolist(), *[False] * (len(times) - len(before))]
 
     def clear(self, rows: Int64Array) -> None:
-        """Forget what was counted in these places, which others get."""
+        """Set the saved counts of these positions to 0, because other counters will use them."""
         for _, sums, times in self._states:
             mine = rows[rows < len(sums)]
             sums[mine] = times[mine] = 0
 
 
 def of_group(topic: str, group: str) -> str:
-    """Return the key of a group's counter."""
+    """Build the key of a group's counter."""
     return f"{topic}@{group}"
 
 
 def of_dead_letter(topic: str, properties: str | None) -> str:
-    """Return the key of the counter of a row of `%DLQ%<group>`: that group, and the topic it had the message from.
+    """Build the key of the counter for a row of `%DLQ%<group>`: the group, and the topic from which it had the message.
 
     >>> of_dead_letter("%DLQ%g", None)  # without a word of its origin, as a client may send one
     '%DLQ%g@g'

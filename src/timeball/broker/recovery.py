@@ -1,23 +1,24 @@
-"""Rebuild every cache from the log: from the checkpoint on, or from the last snapshot, or from the first row.
+"""Rebuild all caches from the log, beginning at the checkpoint, at the last snapshot, or at the first row.
 
-"The checkpoint" below is the one of these that a start begins with; a snapshot says the same, in the log.
+Below, "the checkpoint" means the one of these starting points that a start uses. A snapshot states the
+same in a row of the log. *Settled* means released or cancelled.
 
-    1. the checkpoint gives the state at sequence number C; the files of the queue index say where the messages
-       before it stand, and where these are damaged or missing, the log does
-    2. rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of
-       settled promises, TABLE rows into the state of attaches and reservations
-    3. the data files that live are those of the checkpoint, changed by the attaches from C on; each must be
-       there; the Delta table, which is a cache of this list, is brought up to it or made anew
-    4. promises from the watermark W on that are not settled are what waits in the tail, each in the last of its
-       rows; a strategy that has files of its own and finds them as the checkpoint says needs only those from C on
-    5. a release or cancel record settles a promise wherever it waits, in a level's queue as anywhere else
-    6. the tick goes on from the checkpoint's with every release record of an instant since
-    7. a MOVED row to another instant settles the version it names, and is the newest one of its promise
-    8. promises without an instant (half messages) of the checkpoint's list and from C on, named by no row from C on,
-       are open
-    9. how many promises wait, and which leases the log keeps: the checkpoint's, changed by the rows from C on
+    1. The checkpoint contains the state at sequence number C. The files of the queue index contain the positions of
+       the messages before C. If the files are damaged or missing, these entries are rebuilt from the log.
+    2. Rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of settled
+       promises, TABLE rows into the state of attaches and reservations.
+    3. The live data files are those of the checkpoint, changed by the attaches from C on. Each file must exist. The
+       Delta table is a cache of this list. It is updated to match, or created again.
+    4. Promises from the watermark W on that are not settled are the pending messages of the tail, each at the last of
+       its rows. If a strategy has its own files and they match the checkpoint, only promises from C on are needed.
+    5. A release or cancel record settles a promise wherever it is pending, also in the queue of a delay level.
+    6. The tick continues from the checkpoint's, with every release record of a message with a due time since.
+    7. A MOVED row to another due time settles the version that it names, and is the newest version of its promise.
+    8. Promises without a due time (half messages) in the checkpoint's list and from C on are open, unless a row from
+       C on names them.
+    9. The number of pending messages and the leases in the log are the checkpoint's, changed by the rows from C on.
 
-Invariant: the same log gives the same state, however often a recovery was itself interrupted.
+Invariant: the same log gives the same state, however often a recovery was interrupted.
 """
 
 from __future__ import annotations
@@ -38,28 +39,30 @@ _EMPTY = np.empty(0, np.int64)
 def newest_known(
     checkpoint: cp.Checkpoint | None, segments: Segments, to_seq: int | None = None
 ) -> cp.Checkpoint:
-    """Return what `starting_point` does, also when the log lacks rows that it needs."""
+    """Find the starting point as `starting_point` does, but also if the log lacks rows that it needs."""
     if checkpoint is not None and not lacks_rows(checkpoint, segments):
         return checkpoint
-    # A checkpoint of a log that retention has shortened since knows less than its snapshot, so it is not used.
+    # If the log lacks rows that the checkpoint needs, retention has shortened it since. Then the snapshot contains more
+    # than the checkpoint.
+    # Without a snapshot, recovery replays the log from its first row.
     return last_snapshot(segments, to_seq) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
 
 
 def lacks_rows(known: cp.Checkpoint, segments: Segments) -> bool:
-    """Return whether the log begins behind rows that this starting point needs."""
+    """Check whether the log begins after rows that this starting point needs."""
     return segments.first_seq > known.facts.log_from_seq
 
 
 def starting_point(
     checkpoint: cp.Checkpoint | None, segments: Segments, to_seq: int | None = None
 ) -> cp.Checkpoint:
-    """Return what to begin with: the checkpoint when it fits the log, else the last snapshot, else nothing at all.
+    """Choose the starting point: the checkpoint if it fits the log, else the last snapshot, else an empty state.
 
-    `to_seq`: only rows below it are committed; a snapshot behind it may be cut again, and is not begun with.
-
-    Raises Corrupt when the log lacks rows that retention has not let go.
+    Only rows below `to_seq` are committed. A snapshot after it may still be cut off the log, so it is not used. Raises
+    Corrupt if the log lacks rows that retention has not removed.
     """
     known = newest_known(checkpoint, segments, to_seq)
+    # Retention never removes rows from `log_from_seq` on, so a file must be missing.
     if lacks_rows(known, segments):
         raise Corrupt(
             f"{segment_name(segments.all[0].ordinal - 1)} is missing: the log begins with seq {segments.first_seq}, "
@@ -69,9 +72,9 @@ def starting_point(
 
 
 def apply_log(known: cp.Checkpoint, reader: LogReader, tables: Tables, *, resumes: bool = False) -> Applying:
-    """Return the caches with the whole log applied, from a starting point on; `tables` are filled. Blocking.
+    """Apply the whole log from a starting point on, fill `tables`, and return the caches. Blocking.
 
-    `resumes`: the strategy finds promises before the starting point in files of its own.
+    `resumes` means that the strategy has saved the scheduled messages before the starting point in its own files.
     """
     applying = Applying(known, reader, tables, resumes=resumes)
     applying.apply(reader.next_seq)

@@ -1,12 +1,13 @@
-"""Unread messages and retention: which old segments stay for them, and who is told when they go all the same.
+"""Retention and unread messages: choose the old segments to keep for them, and report messages that expire unread.
 
-A segment that is older than the retention stays while it holds a message that a consumer group with a stored offset
-has not read. Two settings bound this: the age of the segment (`unread_retention_ms`) and the bytes of all such
-segments, dead letters included (`kept_bytes`). The log is a row of segments without holes, so one unread message keeps
-every segment behind its own. Rows are not repeated as dead letters are (dead_letters.py): a group that was down over a
-long weekend may have millions of unread messages, and copies of them would take more disk than the segments.
+A segment that is older than the retention is kept while it contains a message that a consumer group with a stored
+offset has not read. Two settings limit this: the age of the segment (`unread_retention_ms`), and the bytes of all such
+segments, including dead letters (`kept_bytes`). The log is a sequence of segments without gaps, so one unread message
+keeps its segment and all later ones. Unread messages are not repeated as dead letters are (dead_letters.py). A group
+that was down over a long weekend may have millions of unread messages, and their copies would take more disk than the
+segments.
 
-Messages that go unread are counted by group and topic (registry/expired.py), and logged.
+Messages that expire unread are counted by group and topic (registry/expired.py), and logged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from timeball.log.segment import Segment
 
 logger = logging.getLogger(__name__)
 
-LOGGED_MAX = 100  # lines of one pass; the rest is one line
+LOGGED_MAX = 100  # log lines per pass; one more line sums up the rest
 
 
 class _Unread(NamedTuple):
@@ -44,19 +45,19 @@ class Retention:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._told: tuple[str, str, int] | None = (
-            None  # the group, topic and segment of the last line about them
+            None  # the group, topic and segment of the last log line, so that it is not repeated
         )
 
     async def may_go(self, old: list[Segment]) -> list[Segment]:
-        """Return the segments, of the oldest ones that retention may remove, that no unread message keeps."""
-        # Those too old go first, so that the look-up below begins behind them.
+        """Select from the oldest segments, which retention may remove, those that no unread message keeps."""
+        # Segments that are too old go first, so that the search below begins after them.
         at = self._forced(old, None)
         unread = await self._oldest_unread(old[at].first_seq, old[-1].next_seq) if at < len(old) else None
         if unread is None:
             return old
         first = _holding(old, unread.seq)
         if (at := self._forced(old[first:], self._bytes_max()) + first) > first:
-            # Some of them go unread for want of space: look again for the first one behind these.
+            # Some segments go unread because of `kept_bytes`. Search again after them.
             unread = await self._oldest_unread(old[at].first_seq, old[-1].next_seq) if at < len(old) else None
             if unread is None:
                 return old
@@ -65,7 +66,7 @@ class Retention:
         return old[:first]
 
     async def count_expired(self, before_seq: int) -> None:
-        """Count and log the unread messages before a row, which are about to go; durable with the next sync."""
+        """Count and log the unread messages before a row, which will be removed. Durable with the next sync."""
         found = list[Expiry]()
         table, ends = self._parts.offsets.table, dict[tuple[str, int], tuple[int, int]]()
         async for groups in shares(table):
@@ -74,7 +75,7 @@ class Retention:
                     topic = self._parts.topics.find_topic(name)
                     if topic is not None:
                         found += self._expiry(group, topic, offsets, before_seq, ends)
-        # Most passes remove nothing that a group has not read, and write no row.
+        # Most passes remove no unread messages, and write no row.
         if found:
             self._parts.expired.add(found, self._parts.clock.now_ms())
             log_expired(found)
@@ -82,28 +83,29 @@ class Retention:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _bytes_max(self) -> int | None:
-        """Return how many bytes of segments may be kept for unread messages; None: any number."""
+        """Compute the bytes of segments that may be kept for unread messages. None: no limit."""
         bytes_max = self._parts.settings.kept_bytes
         return max(0, bytes_max - self._parts.repeated_dead_letters.size_bytes) if bytes_max else None
 
     def _forced(self, old: Sequence[Segment], bytes_max: int | None) -> int:
-        """Return how many of the segments go whatever they hold; `bytes_max` None: by their age alone."""
+        """Count the segments that go regardless of their content. With `bytes_max` None, only their age decides."""
         settings = self._parts.settings
         stale_ms = self._parts.clock.now_ms() - settings.unread_retention_ms
         count = next((at for at, one in enumerate(old) if one.last_append_ms > stale_ms), len(old))
         left_bytes = sum(segment.end for segment in old[count:])
+        # Remove the oldest segments until the rest fits.
         while bytes_max is not None and count < len(old) and left_bytes > bytes_max:
             left_bytes -= old[count].end
             count += 1
         return count
 
     async def _oldest_unread(self, from_seq: int, to_seq: int) -> _Unread | None:
-        """Return the oldest row in [from_seq, to_seq) that a group has not read."""
+        """Find the oldest row in [from_seq, to_seq) that a group has not read."""
         found: _Unread | None = None
         table = self._parts.offsets.table
         async for groups in shares(table):
             for group in groups:
-                # Its offsets stay for the day on which it is made again, and keep nothing until then.
+                # A deleted group's offsets stay in case it is created again, but keep no messages until then.
                 if self._is_deleted(group):
                     continue
                 for name, offsets in list(table.get(group, {}).items()):
@@ -114,6 +116,7 @@ class Retention:
         return found
 
     def _is_deleted(self, group: str) -> bool:
+        # A deleted group may have been created again.
         return self._parts.expired.is_deleted(group) and self._parts.groups.find_group(group) is None
 
     def _expiry(
@@ -124,7 +127,7 @@ class Retention:
         before_seq: int,
         ends: dict[tuple[str, int], tuple[int, int]],
     ) -> list[Expiry]:
-        """Return what a group loses of a topic. `ends`: the offsets before the row by queue, found only once."""
+        """Count the messages of a topic that a group loses. `ends` caches the offset ranges before the row by queue."""
         counted_to, rows, new = self._parts.expired.counted_to(group, topic.name), 0, dict[int, int]()
         for queue, offset in offsets.items():
             # Offsets of queues that the topic no longer has stay stored.
@@ -134,7 +137,8 @@ class Retention:
                 index = topic.queues[queue].index
                 ends[key] = index.min_offset, index.first_at(before_seq)
             begin, end = ends[key]
-            # A crash between count and removal brings counted messages back.
+            # After a crash between count and removal, messages that were counted exist again. `counted_to` prevents a
+            # second count.
             lost = end - max(offset, begin, counted_to.get(queue, 0))
             if lost > 0:
                 rows += lost
@@ -143,7 +147,7 @@ class Retention:
 
     def _tell_kept(self, unread: _Unread, kept: Sequence[Segment]) -> None:
         told = unread.group, unread.topic, kept[0].ordinal
-        # Once for each segment: the pass comes every minute.
+        # Log once per segment, because the pass runs every minute.
         if told != self._told:
             self._told = told
             size_bytes = sum(segment.end for segment in kept)
@@ -154,8 +158,8 @@ class Retention:
 
 
 def log_expired(found: Sequence[Expiry], *, dead: bool = False) -> None:
-    """Log messages, or dead letters, that groups have lost, some lines at most."""
-    # A line for each group and topic may be a hundred thousand lines.
+    """Log messages or dead letters that groups have lost, with at most LOGGED_MAX + 1 lines."""
+    # One line per group and topic could be a hundred thousand lines.
     rest = found[LOGGED_MAX:]
     for group, topic, rows, _ in found[:LOGGED_MAX]:
         if dead:
@@ -167,7 +171,7 @@ def log_expired(found: Sequence[Expiry], *, dead: bool = False) -> None:
 
 
 def unread(topic: Topic, offsets: dict[int, int]) -> int:
-    """Return how many messages a topic keeps behind these offsets; of queues that it has no more, none."""
+    """Count the messages of a topic after these offsets. Offsets of queues that no longer exist count as none."""
     return sum(
         max(0, index.max_offset - max(offset, index.min_offset))
         for queue, offset in offsets.items()
@@ -177,12 +181,12 @@ def unread(topic: Topic, offsets: dict[int, int]) -> int:
 
 
 def _holding(old: Sequence[Segment], seq: int) -> int:
-    """Return the number of the segment that holds a row."""
+    """Find the position of the segment that contains a row."""
     return next(at for at, segment in enumerate(old) if seq < segment.next_seq)
 
 
 def _first_unread(topic: Topic, offsets: dict[int, int], from_seq: int) -> int:
-    """Return the oldest row from `from_seq` on that stands behind these offsets; _NO_ROW if none does."""
+    """Find the oldest unread row at or after `from_seq`, according to these offsets. _NO_ROW if there is none."""
     return min(
         (
             _seq_at(topic.queues[queue].index, offset, from_seq)

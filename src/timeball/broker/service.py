@@ -1,9 +1,9 @@
-"""The verbs that every edge calls, and the order in which a decision becomes bytes.
+"""The operations that all edges call, and the order of the steps between a request and its answer.
 
-Each verb takes its caller, and policy.py decides whether the caller may. The broker itself acts as ANONYMOUS.
+Each operation has a caller, and policy.py checks the caller's permissions. The broker itself acts as ANONYMOUS.
 
-Everything runs on one event loop, and a message takes no lock: validate, append to the log (which fixes the order), and
-let the commit's callback bring the caches up to date before the answer. Only attaches wait for one another.
+All code runs on one event loop, and sending a message takes no lock. The steps are: validate, append to the log (which
+fixes the order), and update the caches in the commit's callback before the answer. Only attaches wait for each other.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ from timeball.wire import Attached, Campaign, CampaignChange, MessagePlace, Rang
 
 
 class Broker:
-    """The broker as edges see it. All async methods belong to the event loop."""
+    """The broker as the edges see it. All async methods belong to the event loop."""
 
-    duties: Sequence[tuple[int, Callable[[], Awaitable[None]]]] = ()  # besides those of upkeep.py
+    # (interval in ms, duty): periodic duties in addition to those of upkeep.py
+    duties: Sequence[tuple[int, Callable[[], Awaitable[None]]]] = ()
 
     def __init__(
         self, parts: Components, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
@@ -93,7 +94,7 @@ class Broker:
         self.groups = GroupStates(
             parts, self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions
         )
-        # Two ways in: halves become promises without an instant, so they cannot share a batch with sends.
+        # Two ingresses: half messages become promises without a due time, so they cannot share a batch with sends.
         self.sends = Ingress(parts.traced(self.appender.send))
         self.halves = Ingress(parts.traced(self.prepare_nowait))
         self.keyed_sends = KeyedSends(parts, self.appender, self.policy, self.sent_states)
@@ -104,26 +105,26 @@ class Broker:
     # -- producing ---------------------------------------------------------------------------------------
 
     async def send(self, batch: pa.RecordBatch, caller: Caller = ANONYMOUS) -> Accepted:
-        """Accept a batch of SEND_COLUMNS, whole or not at all; returns when it is durable."""
+        """Accept a batch of SEND_COLUMNS as a whole or not at all. Durable on return."""
         accepted, durable = self.appender.send(batch, caller)
         await durable
         return accepted
 
     async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
-        """Return the states of scheduled messages, for their sender (revoking/sent_states.py)."""
+        """Look up the states of scheduled messages for their sender (revoking/sent_states.py)."""
         return await sent_states(self.look_ups, numbers)
 
     async def send_again(self, batch: pa.RecordBatch) -> None:
-        """Append copies of accepted messages that go back to a group; returns when they are durable."""
+        """Append copies of accepted messages that return to a consumer group. Durable on return."""
         await self.appender.send_again(batch)
 
     def prepare_nowait(
         self, sends: Sends, caller: Caller = ANONYMOUS
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """Accept messages that stay hidden until `transactions.end` commits them; their delays begin then."""
+        """Accept messages that are hidden until `transactions.end` commits them. Their delays begin at the commit."""
         rows, _, now_ms = self.appender.admit(transactions.half_batch(as_columns(sends)))
         self.policy.admit(codes_of(rows.column("topic"))[1], caller)
-        # After the admission, which refuses what a commit would refuse later.
+        # After the admission, which refuses all messages that a commit would refuse later.
         rows = transactions.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
@@ -131,6 +132,7 @@ class Broker:
     def _publish(self, batch: pa.RecordBatch, halves: pa.RecordBatch) -> asyncio.Future[int]:
         rows, level, now_ms = self.appender.admit(batch)
         rows = transactions.ending_rows(rows, halves)
+        # No permission check here: the policy has admitted these topics with the half messages.
         self.appender.make_topics(rows)
         rows = transactions.as_first_moves(self.appender.prepare(rows, now_ms, level))
         moves = transactions.first_versions(rows, self.parts.writer.next_seq)
@@ -152,12 +154,14 @@ class Broker:
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Settle these promises if they still wait; one definite verdict each (see revoking/cancel.py).
+        """Cancel these messages if they are pending, with one final verdict each (see revoking/cancel.py).
 
-        `topic`: only those for it, since producers of different topics may have given the same id.
+        `topic` limits the request to messages for this topic, because producers of different topics may use the same
+        id.
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
-        # The lookup hides promises that the caller may not cancel: the verdict not_found tells nothing.
+        # The look-up hides messages that the caller may not cancel, so the verdict not_found reveals nothing about
+        # them.
         act = partial(cancel, self.parts, self.appender, by=caller.name)
         return await settle(self.look_ups, names, act)
 
@@ -172,19 +176,19 @@ class Broker:
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Move what waits of these to another instant; return one verdict each (revoking/reschedule.py)."""
+        """Give the pending ones of these messages another due time, with one verdict each (revoking/reschedule.py)."""
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         return await reschedule(self.look_ups, self.appender, names, due_ms=due_ms, delay_ms=delay_ms)
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
-        """Take back the message that a recall handle names; return its id (revoking/recall.py says what it raises)."""
+        """Cancel the message of a recall handle, and return its id. revoking/recall.py lists the errors."""
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         return await recall(self.look_ups, self.appender, topic, handle, caller.name)
 
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
     ) -> list[MessagePlace]:
-        """Return where the messages with this id are (revoking/find_message.py)."""
+        """Find the messages with this id, and where they are (revoking/find_message.py)."""
         self.policy.allow(caller, Verb.LOOK)
         names = Names([message_id], topic=topic, may=self.policy.visible(caller))
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
@@ -194,14 +198,14 @@ class Broker:
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
     ) -> RangesCancelled:
-        """Settle what waits of a bulk job's numbers, (first_seq, rows); see revoking/ranges.py."""
+        """Cancel the pending messages in a bulk job's ranges of numbers, (first_seq, rows). See revoking/ranges.py."""
         self.policy.allow(caller, Verb.ADMIN)
         return await cancel_ranges(self.parts, self.mover.lock, ranges, reason)
 
     # -- campaigns ---------------------------------------------------------------------------------------
 
     def campaigns(self, campaign: str | None = None, caller: Caller = ANONYMOUS) -> list[Campaign]:
-        """Return one campaign with its ranges, or all without; raise NotFound, InvalidMessage."""
+        """Return one campaign with its ranges, or all campaigns without them. Raises NotFound, InvalidMessage."""
         self.policy.allow(caller, Verb.ADMIN)
         return self.campaign_changes.all() if campaign is None else [self.campaign_changes.get(campaign)]
 
@@ -216,7 +220,7 @@ class Broker:
         groups: Sequence[str] = (),
         caller: Caller = ANONYMOUS,
     ) -> Campaign:
-        """Plan, pause, resume or cancel a campaign; durable on return (campaign_changes.py)."""
+        """Plan, pause, resume or cancel a campaign. Durable on return (campaign_changes.py)."""
         self.policy.allow(caller, Verb.ADMIN)
         if change == "plan":
             return await self.campaign_changes.plan(campaign, rows, at_ms, groups)
@@ -231,21 +235,22 @@ class Broker:
     async def pull(
         self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int, caller: Caller = ANONYMOUS
     ) -> pa.RecordBatch:
-        """Return up to `rows` visible rows from these queues' offsets on; wait up to `wait_ms` for the first one.
+        """Return up to `rows` visible rows from these queues' offsets on. Waits up to `wait_ms` for the first one.
 
-        A topic that its first message may make is waited for too, and answered with nothing: the client asks again.
+        If the topic is missing and its first message may create it, the call also waits. It then returns no rows, and
+        the client asks again.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
-        # The loop's clock: a wall clock that is set must not make a poll longer.
+        # The loop's clock is monotonic: a change of the wall clock must not prolong a poll.
         deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         if wait_ms > 0 and self.policy.is_awaited(topic):
             await self.waiters.wait(topic, deadline - self._loop.time())
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
-            # Asked again in each turn: the topic may have been deleted, or closed to readers, meanwhile.
+            # Checked in each turn, because the topic may have been deleted or closed to readers.
             seqs = pull.locate(self.policy.readable(topic, caller), offsets, rows)
             if len(seqs):
-                # No group is named here, so that only the broker's own rate knows of these.
+                # Without a group, only the broker's own rate counts these rows.
                 self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
                 return await in_thread(self.parts.reader_thread, pull.read, self.parts.reader, seqs)
             left = deadline - self._loop.time()
@@ -268,24 +273,24 @@ class Broker:
         caller: Caller = ANONYMOUS,
         placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Return rows of the log (LogReader.coalesced), without the values that are secret; any thread."""
+        """Read rows of the log (LogReader.coalesced), without secret values. Any thread."""
         self.policy.allow(caller, Verb.ADMIN)
         kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
-        # Secrets stand in the bodies of META rows only: without these or those there is nothing to hide.
+        # Only the bodies of META rows contain secrets. A read without bodies or without META rows has nothing to hide.
         if "body" not in names or (kinds is not None and Kind.META not in kinds):
             return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns, placed)
-        # What is secret is told by kind and key, which the caller may not have asked for.
+        # Kind and key determine which values are secret, so read both even if the caller did not request them.
         needed = list(dict.fromkeys([*names, "kind", "unique_key"]))
         rows = self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed, placed)
         return (without_secrets(batch).select(names) for batch in rows)
 
     def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:
-        """Return the starts of this log, by the first row written after each; any thread."""
+        """List the broker starts recorded in this log, each by the first row written after it. Any thread."""
         self.policy.allow(caller, Verb.ADMIN)
         return starts(self.parts.reader.segments, from_seq, to_seq)
 
     def topics(self, caller: Caller = ANONYMOUS) -> dict[str, dict[str, int]]:
-        """Return the topics that the caller may look at, and their numbers of queues."""
+        """List the topics that the caller may look at, with their numbers of queues."""
         self.policy.allow(caller, Verb.LOOK)
         return {
             topic.name: {"queues": len(topic.queues)}
@@ -294,7 +299,7 @@ class Broker:
         }
 
     async def create_topic(self, name: str, queues: int | None = None, caller: Caller = ANONYMOUS) -> None:
-        """Create a topic, or give it more queues; durable on return."""
+        """Create a topic, or give it more queues. Durable on return."""
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.admit_managed([name], caller)
@@ -308,21 +313,25 @@ class Broker:
         return {i: (q.index.min_offset, q.index.max_offset) for i, q in enumerate(queues)}
 
     def offsets(self, group: str, topic: str, caller: Caller = ANONYMOUS) -> dict[int, int]:
-        """Return a group's stored offsets."""
+        """Return a group's stored offsets by queue."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         return self.parts.offsets.get(group, topic)
 
     def is_group(self, group: str) -> bool:
-        """Return whether a consumer group is known here: by its configuration, or by stored offsets."""
-        # Clients that commit offsets by themselves never configure their group.
+        """Check whether a consumer group exists here: it has a configuration or stored offsets."""
+        # Clients that only commit offsets never configure their group.
         return self.parts.groups.find_group(group) is not None or group in self.parts.offsets.table
 
     async def offsets_at(self, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> dict[int, int]:
-        """Return, by queue, the offset of the first message stored at or after an instant; for END, the end."""
+        """Find, by queue, the offset of the first message stored at or after a time in ms.
+
+        For END, the end of the queue.
+        """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         found, parts = {}, self.parts
         for number, queue in enumerate(parts.topics.get(topic).queues):
+            # END is a mark and not a time.
             if at_ms <= instants.END:
                 found[number] = queue.index.max_offset
             else:
@@ -332,20 +341,23 @@ class Broker:
         return found
 
     async def begin(self, group: str, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Give a group that is new in a topic its place, as `offsets_at` has it; others keep theirs."""
+        """Set a group's offsets in a topic as in `offsets_at`, unless it has offsets there already."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
-        # A group that has read some of the queues keeps its place: what it has not read in others is still to come.
+        # A group that has read some of the queues keeps its offsets: it will still read the others.
         if self.parts.offsets.get(group, topic):
             return
         offsets = await self.offsets_at(topic, at_ms, caller)
-        # Another member may have begun during the look-up, and has perhaps acknowledged something since.
+        # Another member may have begun during the look-up, and may have acknowledged messages since.
         if not self.parts.offsets.get(group, topic):
             await self.commit_offsets(group, topic, offsets, caller)
 
     async def commit_offsets(
         self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS
     ) -> None:
-        """Store a group's offsets; durable within about a second."""
+        """Store a group's offsets. Durable within about a second.
+
+        Raises OutOfRange for an offset beyond its queue's end.
+        """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         self.parts.topics.get(topic)
@@ -353,14 +365,14 @@ class Broker:
         self.parts.offsets.commit(group, topic, offsets, ends)
 
     async def _count_pending(self, topic: str) -> int | None:
-        """Return how many scheduled messages wait for a topic; None when they are too many to be counted."""
+        """Count the pending messages of a topic. None if there are too many to count."""
         if not self.parts.waiting_messages:
             return 0
         now_ms = self.parts.clock.now_ms()
-        # Overdue ones, too. No delay is longer, but for a bulk write whose instants are its own.
+        # Includes overdue messages. No send has a longer delay, but the due times of a bulk write have no such limit.
         window = now_ms - limits.DAY_MS, now_ms + limits.DELAY_MS_MAX
         try:
-            # By day, so that ten years are few buckets.
+            # Count by day, so that ten years need few buckets.
             counted = await self.forecast.counted("day", *window, topic)
         except OverLimit:
             return None
@@ -369,51 +381,51 @@ class Broker:
     # -- moving what waits (see table_changes.py) -----------------------------------------------------------------
 
     async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> wire.Drained:
-        """Hand over all that waits to another group of the cluster; NotFound without one (grouped.py)."""
+        """Hand over all pending messages to another group of the cluster. Here it raises NotFound (see grouped.py)."""
         self.policy.allow(caller, Verb.ADMIN)
         raise NotFound("this broker belongs to no cluster: it was started without --cluster")
 
     async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
-        """Set sequence numbers aside for a bulk attach; returns the first."""
+        """Reserve sequence numbers for a bulk attach, and return the first."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.reserve(rows)
 
     async def attach(self, attachment: Attachment, caller: Caller = ANONYMOUS) -> Attached:
-        """Make files part of the pending table, atomically."""
+        """Attach files to the pending table atomically."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.attach(attachment)
 
     async def compact(self, caller: Caller = ANONYMOUS) -> Attached | None:
-        """Move the tail's promises to the pending table; None when there is nothing to move."""
+        """Move the scheduled messages of the log's tail to the pending table. None if there are none."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.compact()
 
     def compactor_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Leave the tail to an outside compactor until the lease runs out."""
+        """Leave the log's tail to an external compactor for `lease_ms`."""
         self.policy.allow(caller, Verb.ADMIN)
         self.mover.lease(lease_ms)
 
     def dispatcher_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Leave due promises in files to an outside dispatcher until the lease runs out."""
+        """Leave due messages in files to an external dispatcher for `lease_ms`."""
         self.policy.allow(caller, Verb.ADMIN)
         self.delivery.lease_to_dispatcher(lease_ms)
 
     async def release(self, rows: pa.RecordBatch, caller: Caller = ANONYMOUS) -> delivery.Brought:
-        """Release due rows that a dispatcher has brought; return when they are durable."""
+        """Release due rows that a dispatcher has brought. Durable on return."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.delivery.release_brought(rows)
 
     # -- people ------------------------------------------------------------------------------------------
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
-        """Return figures for people and for jobs; see docs/flight.md."""
+        """Collect figures for users and for jobs. See docs/flight.md."""
         self.policy.allow(caller, Verb.LOOK)
         parts, segments = self.parts, self.parts.reader.segments
         return {
             "now_ms": parts.clock.now_ms(),
             "log": {
                 "first_seq": segments.first_seq,
-                # Given out, perhaps not durable yet; `durable_seq` is the end of the durable rows.
+                # Assigned, but maybe not durable yet. `durable_seq` is the end of the durable rows.
                 "next_seq": parts.writer.next_seq,
                 "durable_seq": segments.next_seq,
                 "bytes": segments.size_bytes,
@@ -433,6 +445,7 @@ class Broker:
             "lateness": self.lateness.summary(),
             "delivered": parts.rates.total(Stat.BROKER_GET_NUMS),
             "clock_suspect": parts.clock.suspect,
+            # Only groups that the caller may consume as.
             "conflicting_groups": [
                 group
                 for group in self.consuming.subscriptions.groups()
@@ -441,16 +454,16 @@ class Broker:
         }
 
     def schedule_statistics(self) -> dict[str, int]:
-        """Return the counts of the scheduler, of the table and its keys, and of the strategy."""
+        """Collect the counts of the scheduler, of the table and its keys, and of the strategy."""
         parts, counts = self.parts, self.parts.scheduler.statistics() | self.parts.hour_log.statistics()
         if not parts.compacts:
             kept = parts.backlog.statistics()
-            # Those that were cancelled wait until their turn comes.
+            # Cancelled messages stay in the backlog until their due time, so subtract them.
             opened = counts["near_rows"] + counts["moving_rows"]
             waiting = kept["waiting_rows"] + opened - counts["cancelled_rows"]
             counts |= kept | {"waiting_rows": max(0, waiting)}
         return counts
 
     def save_offsets(self) -> None:
-        """Append to the log how far consumer groups have come since the last time."""
+        """Append to the log the changes of consumer offsets since the last call."""
         self.parts.offsets.save(self.consuming.parked())

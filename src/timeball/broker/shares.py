@@ -1,7 +1,7 @@
-"""A long list in small shares, between which the event loop does other work.
+"""Process a long list in small shares, between which the event loop does other work.
 
-A hundred thousand groups or topics may exist. What walks them all on the loop would keep every message waiting for
-seconds; in shares it takes a little longer, and no message waits for more than one of them.
+There may be a hundred thousand groups or topics. A loop over all of them would delay every message for seconds. In
+shares the loop takes a little longer, and delays a message by one share at most.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-GROUPS_AT_ONCE = 64  # or topics: some 20 us each with eight queues, and more with more
+GROUPS_AT_ONCE = 64  # groups or topics in a share; about 20 us each with eight queues, more with more queues
 
 
 async def shares(items: Iterable[T], rows: int = GROUPS_AT_ONCE) -> AsyncIterator[list[T]]:
-    """Yield the items as they are at the first step, so many at a time."""
+    """Yield the items in lists of `rows`. Items that are added after the first step are not included."""
     listed = list(items)
     for begin in range(0, len(listed), rows):
         if begin:
-            # Every task that is ready has its turn, and the walk goes on behind the last of them.
+            # Let every ready task run before the next share.
             await asyncio.sleep(0)
         yield listed[begin : begin + rows]

@@ -1,10 +1,10 @@
-"""Sends of batches that are made of a source's records: each record is in the log once, however often it is sent.
+"""Sends of batches made from the records of a source. Each record is in the log once, however often it is sent.
 
-    put -> the batch begins where its source stands -> rows and the new position, in one frame -> answer
-        -> it begins elsewhere                      -> Conflict
+    put -> the batch begins at the source's position -> rows and the new position, in one frame -> answer
+        -> it begins elsewhere                       -> Conflict
 
-They are not gathered as other sends are: a bridge sends large batches. The position moves with the append, on the event
-loop, so batches of one source may be under way one behind the other.
+These sends are not collected as others are, because a bridge sends large batches. The position moves with the append,
+on the event loop. So several batches of one source may be under way, one after the other.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ class SourcedSends:
         self._parts, self._send = parts, parts.traced(appender.send_with)
 
     def positions(self, source: str, caller: Caller) -> dict[int, int]:
-        """Return how far the caller's source of this name has been sent, by partition."""
+        """Return the positions of the caller's source of this name, by partition."""
         return self._parts.source_positions.of(caller.name, source)
 
     def put(self, piece: Piece, step: SourceStep) -> None:
-        """Send a piece of SEND_COLUMNS, which may be empty, and move its source; its edge is told the outcome.
+        """Send a piece of SEND_COLUMNS, which may be empty, and move its source. Its edge receives the outcome later.
 
-        Raises Conflict, and what a send raises.
+        Raises Conflict, and the errors of a send.
         """
         caller = piece.caller
         positions = self._parts.source_positions
         if piece.count:
-            moved = positions.moved  # its row is in the messages' frame: no crash parts them
+            # The row of the position is in the same frame as the messages, so a crash cannot separate them.
+            moved = positions.moved
             accepted, durable = self._send(
                 piece.rows, lambda first_seq, store_ms: moved(caller.name, step), caller
             )
         else:
-            # Records that became no message: their source goes on behind them all the same.
+            # Records may produce no message. The source still moves past them.
             self._parts.writer.check_room()
             changed = positions.moved(caller.name, step)
             store_ms, rows = self._parts.clock.now_ms(), build_rows(0)
             first_seq, durable = self._parts.writer.append(changed.rows)
             changed.keep()
             accepted = Accepted(first_seq, 0, store_ms, rows)
-        piece.first_row = 0
+        piece.first_row = 0  # no other piece shares its batch
         durable.add_done_callback(partial(_ended, piece, accepted))
 
 

@@ -1,11 +1,11 @@
-"""The duty beside a pending table in an object store: keep local all that is due soon.
+"""A periodic duty for a pending table in an object store: keep local copies of all files with messages due soon.
 
-Every few seconds the files that hold something due within the hour are pinned and those of them fetched that are not
-local, the earliest first. So a store that is away for an hour makes nothing late. What could not be fetched by its
-instant is late alone: it holds up no other promise, none of it counts as settled, and it is released once its file is
-there.
+Every few seconds, files with messages due within the hour are pinned, so that they are not evicted from the cache. The
+missing ones are fetched, the earliest first. So no message is late if the store is unreachable for one hour. If a file
+could not be fetched before the due time of its messages, only these are late. They delay no others, none of them counts
+as settled (released or cancelled), and they are released once the file is there.
 
-A table that could not follow the log is brought up when the store answers again (table_changes.py).
+A Delta table that could not follow the log is updated when the store answers again (table_changes.py).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ LOOK_MS = 5_000
 
 
 class StoredTable:
-    """Belongs to the event loop."""
+    """The periodic duty. Belongs to the event loop."""
 
     def __init__(self, parts: Components, cache: FileCache, mover: TableChanges) -> None:
         self._parts, self._cache, self._mover = parts, cache, mover
-        self._unreadable: set[str] = set()  # files that the log lines have named
+        self._unreadable: set[str] = set()  # files that were logged already
 
     async def look(self) -> None:
-        """Fetch what is due soon; then, if the store answers, let the table follow the log."""
+        """Fetch the files that are due soon. Then let the Delta table follow the log, if the store answers."""
         due = self._due_soon()
-        # Before the first is fetched: fetching one makes room by evicting others.
+        # Before the first fetch, because a fetch may evict other files to free space.
         self._cache.pin(entry.path for entry in due)
-        # Each by itself: one file that the store never gives must not keep the table from following.
+        # Separately, so that a file that can never be fetched does not stop the table from following.
         for step in (partial(self._fetch, due), self._follow):
             try:
                 await step()
             except Unavailable:
-                # Counted, logged once and shown by the cache; the next look tries again.
+                # The cache counts, logs and shows this error. The next look tries again.
                 continue
         self._cache.missing_files = sum(not self._cache.is_local(entry.path) for entry in due)
 
@@ -61,25 +61,26 @@ class StoredTable:
             some = missing[begin : begin + THREADS]
             calls = (in_thread(self._cache.threads, self._cache.fetch, path) for path in some)
             ends = await asyncio.gather(*calls, return_exceptions=True)
-            # Behind each few: the first of them may be due now, and the last in an hour.
+            # After each few files: the first one may be due now, and the last one in an hour.
             self.look_again()
             for path, end in zip(some, ends, strict=True):
                 if isinstance(end, Corrupt | NotFound):
                     self._note_unreadable(path, end)
                 elif end is not None and not isinstance(end, Unavailable):
                     raise end
-            # A store that is away fails all of them, and one of many may be what it cannot give.
+            # If all fail, the store is unreachable. If only some fail, the store cannot deliver these files.
             if all(isinstance(end, Unavailable) for end in ends):
                 return
         self.look_again()
 
     def look_again(self) -> None:
-        """Let the schedule open what has become local."""
+        """Let the schedule open files that have become local."""
         self._parts.hour_log.look_again()
         self._parts.scheduler.on_earlier()
 
     def _note_unreadable(self, path: str, error: BaseException) -> None:
-        # The broker goes on: the promises of other files are due, too. Those of this one wait for an operator.
+        # The broker continues, because messages of other files are due too. The messages of this file wait until an
+        # administrator restores it.
         if path not in self._unreadable:
             self._unreadable.add(path)
             logger.error("data file cannot be fetched file=%s reason=%s", path, error)

@@ -1,7 +1,7 @@
-"""Change the pending table: reserve, attach, compact, rewrite, one change at a time.
+"""Change the pending table: reserve, attach, compact, rewrite. One change at a time.
 
-An attach is decided by its row in the log; the steps around it are in table/catalog.py. They run under one lock,
-because each attach begins where the last one ended, and because a checkpoint cannot save the state between steps.
+The row of an attach in the log decides it. The steps around the row are in table/catalog.py. They run under one lock,
+because each attach begins at the end of the last one, and because a checkpoint cannot save the state between steps.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ logger = logging.getLogger(__name__)
 
 
 class TableChanges:
-    """The pending table's changes, one at a time. Belongs to the event loop."""
+    """The changes of the pending table, one at a time. Belongs to the event loop."""
 
     def __init__(self, parts: Components, *, promises_since_watermark: int) -> None:
         self.parts = parts
         self._loop = asyncio.get_running_loop()
         self.lock = asyncio.Lock()
-        # Held over the long work of compaction and rewriting; `lock` only over the short steps of an attach, so that
-        # a bulk attach need not wait for a compaction.
+        # Held during the long work of compaction and rewriting. `lock` is held only during the short steps of an
+        # attach, so a bulk attach need not wait for a compaction.
         self._compact_lock = asyncio.Lock()
         self.tail_count = TailCount(parts.ledger.watermark, promises_since_watermark)
         self.outside_compactor_until_ms = 0
         self.compactions = compact.Figures(parts.clock.clock)
-        # An attach is decided and the table may lack it. Recovery repeats only what stands behind the
-        # checkpoint, so none may be saved now, and no later attach may pass this one.
+        # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
+        # checkpoint, so no checkpoint may be saved now, and no later attach may overtake this one.
         self.is_unfinished = False
-        # Brings up a table that could not follow: the disk was full, or its object store did not answer.
+        # Updates a table that could not follow the log, because the disk was full or its object store did not answer.
         self.behind: Callable[[], object] | None = None
 
     async def reserve(self, rows: int) -> int:
-        """Set sequence numbers aside for a bulk attach; returns the first."""
+        """Reserve sequence numbers for a bulk attach, and return the first."""
         self.parts.ledger.check_reserve(rows)
         body, now_ms = att.encode(att.Reservation(rows)), self.parts.clock.now_ms()
         row = build_rows(1, kind=int(Kind.TABLE), body=body, store_ms=now_ms)
-        # Behind the row itself: its frame uses up the numbers, so no other row can get them.
+        # After the row itself: the span of its frame includes the numbers, so no other row can get them.
         first_seq = self.parts.writer.next_seq + 1
         _, durable = self.parts.writer.append(
             row, span=1 + rows, on_durable=lambda: self.parts.ledger.reserve(first_seq, rows)
@@ -66,25 +66,26 @@ class TableChanges:
         return first_seq
 
     async def attach(self, attachment: Attachment) -> Attached:
-        """Make files part of the pending table, atomically; see table/catalog.py for the order of steps."""
+        """Attach files to the pending table atomically. See table/catalog.py for the order of the steps."""
         attach.check_count(attachment)
         if attachment.job == "compact":
             self._check_compacts()
-        # A task of its own: a caller who goes away must not leave an attach half done and unlocked.
+        # A separate task: a caller that disconnects must not leave an attach half done and unlocked.
         return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
 
     async def _attach(self, attachment: Attachment) -> Attached:
         is_elsewhere = self.parts.file_replication is not None or self.parts.cache is not None
         if is_elsewhere and not self.parts.ledger.is_repeated(attachment):
-            # Outside the lock, since it waits for other replicas, or a store; all is checked again below.
+            # Outside the lock, because these steps wait for other replicas or an object store. All checks are repeated
+            # under the lock.
             await self._check_files(attachment, self.parts.clock.now_ms())
             await self._make_local(self.parts.hour_log.pending.entries(attachment.removes))
             await self._make_durable(attachment.files)
         async with self.lock:
             parts, ledger = self.parts, self.parts.ledger
             self._check_finished()
-            # A job that was cut off between our row and its answer asks again: it is told the same, and nothing is
-            # attached twice.
+            # A job that was interrupted between the row and its answer repeats the attach. It gets the same answer, and
+            # nothing is attached twice.
             if ledger.is_repeated(attachment):
                 version = await in_thread(self.parts.table_thread, lambda: parts.catalog.version)
                 return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
@@ -95,7 +96,7 @@ class TableChanges:
                 attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
             )
             await self._check_files(attachment, now_ms)
-            # Before the row: once the log says that a file is attached, a power cut must not take the file.
+            # Before the row: when the log contains the attach, a power failure must not lose the file.
             await in_thread(parts.table_thread, parts.catalog.sync_data, attachment.files)
             state = parts.campaigns.attached(attachment, now_ms)
             return await self._attach_checked(attachment, now_ms, state)
@@ -107,7 +108,7 @@ class TableChanges:
         )  # fmt: skip
 
     async def _make_durable(self, entries: list[FileEntry]) -> None:
-        """Return when the files are in the store, or on the disk, here and at enough other replicas; NotLeader."""
+        """Wait until the files are durable: in the store, or here and at enough replicas. Raises NotLeader."""
         await in_thread(self.parts.table_thread, self.parts.catalog.sync_data, entries)
         await self._make_local(entries)
         if self.parts.file_replication is not None and entries:
@@ -117,9 +118,9 @@ class TableChanges:
     async def _attach_checked(
         self, attachment: Attachment, now_ms: int, state: Change | None = None, resumes: str = ""
     ) -> Attached:
-        """Append the attach and, in one frame with it, what it means to a campaign; then bring the caches up to it."""
+        """Append the attach, and in the same frame its change of a campaign. Then update the caches."""
         parts = self.parts
-        # Taken before the attach takes the files out: the Delta log must name them as removed.
+        # Read before the attach removes the files, because the Delta log must name them as removed.
         removed = parts.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=now_ms)
         rows = row if state is None else pa.concat_batches([row, state.rows])
@@ -129,12 +130,12 @@ class TableChanges:
             state.keep()
         self.is_unfinished = True
         await durable
-        await parts.writer.synced()  # the table must not know of a row that `async` durability may lose
+        await parts.writer.synced()  # the table must not contain a row that `async` durability may lose
         try:
             await parts.scheduler.attach(attachment, resumes, parts.clock.now_ms())
             version = await self._commit(partial(parts.catalog.commit, attachment, seq, removed, now_ms))
         except BaseException as error:
-            # The log says that it has happened: only a recovery, which repeats these steps, may go on.
+            # The log contains the attach, so only a recovery, which repeats these steps, may continue.
             parts.on_failure(error)
             raise
         if attachment.job == "compact":
@@ -143,18 +144,21 @@ class TableChanges:
         return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
 
     async def _make_local(self, entries: Sequence[FileEntry]) -> None:
-        """Fetch those that hold something due soon: what joins the table, and what must be opened before it leaves."""
+        """Fetch those of these files that have messages due soon.
+
+        They are about to join the table, or must be opened before they leave it.
+        """
         parts = self.parts
         if parts.cache is not None:
             await in_thread(parts.table_thread, parts.cache.keep_near, entries, parts.soon_ms())
             parts.hour_log.look_again()
 
     async def _commit(self, commit: Callable[[], int]) -> int:
-        """Let the table follow the log; return its version. While a disk is full or a store away that is done later."""
+        """Update the table and return its version. If a disk is full or a store unreachable, this is done later."""
         try:
             version = await in_thread(self.parts.table_thread, commit)
         except (Unavailable, OverLimit) as error:
-            # No failure: the row is durable and the schedule has followed it. `catch_up` repeats the commit.
+            # Not a failure: the row is durable and the schedule is up to date. `catch_up` repeats the commit.
             logger.warning("pending table is behind the log reason=%s", error)
             self.behind = commit
             return self.parts.catalog.version
@@ -162,18 +166,18 @@ class TableChanges:
         return version
 
     def follow_later(self, bring_up: Callable[[], object]) -> None:
-        """Begin with a table that may be behind the log, until `catch_up` has called this."""
+        """Treat the table as behind the log until `catch_up` has called `bring_up`."""
         self.behind, self.is_unfinished = bring_up, True
 
     async def follow(self) -> None:
-        """Bring up the table; while a disk is full, or its object store does not answer, that is done later."""
+        """Update the table. If a disk is full or its object store does not answer, log this and leave it for later."""
         try:
             await self.catch_up()
         except (Unavailable, OverLimit) as error:
             logger.warning("pending table is behind the log reason=%s", error)
 
     async def catch_up(self) -> None:
-        """Bring up a table that could not follow the log; raise Unavailable or OverLimit when it still cannot."""
+        """Update a table that could not follow the log. Raises Unavailable or OverLimit if it still cannot."""
         async with self.lock:
             if self.behind is not None:
                 await in_thread(self.parts.table_thread, self.behind)
@@ -190,18 +194,19 @@ class TableChanges:
             raise Unavailable("an attach has failed half way and the broker stops; start it again")
 
     def _check_store(self) -> None:
-        """Raise OverLimit or Unavailable when files that are written now could not join the table."""
+        """Raise OverLimit or Unavailable if files that are written now could not join the table."""
         if self.behind is not None:
             self._check_finished()
         if self.parts.cache is not None and self.parts.cache.problem:
             raise Unavailable(self.parts.cache.problem)
 
     async def _attach_written(self, attachment: Attachment) -> Attached:
-        """Attach files that this broker has written, or remove them."""
+        """Attach files that this broker has written, or delete them if that fails."""
         try:
             return await self.attach(attachment)
         except (Unavailable, OverLimit):
-            # Each try writes others under new names, and a store that is away for an hour would fill the disk.
+            # Each try writes new files under new names. If a store is unreachable for an hour, these would fill the
+            # disk.
             if self.behind is not None or not self.is_unfinished:
                 await in_thread(self.parts.background, compact.remove, self.parts.files, attachment.files)
             raise
@@ -212,9 +217,9 @@ class TableChanges:
             raise RequestError(f"nothing is compacted with --strategy {schedule}: it has files of its own")
 
     async def adopt(self, waiting: Waiting) -> None:
-        """Move promises that another schedule kept, and may have written again, to the pending table.
+        """Move pending messages that another strategy stored, and may have rewritten, to the pending table.
 
-        Afterwards every promise is a row of the table, or one of the log behind the watermark, as `hour_log` has it.
+        Afterwards every pending message is in the table or in the log after the watermark, as `hour_log` requires.
         """
         parts, now_ms = self.parts, self.parts.clock.now_ms()
         from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
@@ -232,21 +237,22 @@ class TableChanges:
         )  # fmt: skip
 
     async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
-        """Move the tail's promises to the pending table; None when there is nothing to move.
+        """Move the scheduled messages of the log's tail to the pending table. None if there are none.
 
-        `even_without_promises` moves the watermark all the same, so that retention may let the rows before it go.
+        `even_without_promises` also moves the watermark if there are none, so that retention may remove older rows.
         """
         self._check_compacts()
         ledger, end_seq, attached = self.parts.ledger, self.parts.reader.next_seq, None
         try:
-            # A run holds its rows in memory. What comes meanwhile is left for the next time.
+            # A run holds its rows in memory, so a long tail takes several runs. Rows that arrive meanwhile are left for
+            # the next call.
             while ledger.watermark < end_seq:
                 is_followed = ledger.watermark + compact.RUN_ROWS_MAX < end_seq
                 found = await self._compact(even_without_promises=even_without_promises or is_followed)
                 if found is None:
                     break
                 attached = found
-        except Exception:  # of any kind: counted, and raised again
+        except Exception:  # any error is counted and raised again
             self.compactions.failures += 1
             raise
         return attached
@@ -259,7 +265,7 @@ class TableChanges:
             to_seq = min(parts.reader.next_seq, from_seq + compact.RUN_ROWS_MAX)
             if to_seq <= from_seq:
                 return None
-            # Read after `to_seq` was durable: only then does it speak of every promise before it.
+            # Read after `to_seq` is durable: only then does it cover every scheduled message before `to_seq`.
             settled_before_ms, now_ms = parts.scheduler.settled_before_ms, parts.clock.now_ms()
             settled = parts.scheduler.settled().seq
             attachment = await self._loop.run_in_executor(
@@ -279,7 +285,7 @@ class TableChanges:
                 await in_thread(parts.background, give_back)
 
     async def rewrite(self) -> Attached | None:
-        """Merge or split files of the pending table where that is worth it; None when it is not."""
+        """Merge or split files of the pending table if that is worth the cost. None if it is not."""
         self._check_store()
         async with self._compact_lock:
             parts, now_ms = self.parts, self.parts.clock.now_ms()
@@ -288,7 +294,7 @@ class TableChanges:
             chosen = {entry.path for entry in rewrite.choose(there, now_ms)}
             if not chosen:
                 return None
-            # Asked after the choice, without a pause: no attach can have removed one of them in between.
+            # Read after the choice, without an await in between, so that no attach can have removed one of the files.
             entries = [f.entry for f in parts.hour_log.pending.all() if f.entry.path in chosen]
             settled, settled_before_ms = parts.scheduler.settled(), parts.scheduler.settled_before_ms
             attachment = await self._loop.run_in_executor(
@@ -305,24 +311,25 @@ class TableChanges:
                 await in_thread(parts.background, give_back)
 
     async def resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
-        """Write what a paused campaign holds again, due later, and end the hold; return how many rows these are.
+        """Rewrite the held messages of a paused campaign with later due times, and end the hold. Returns their number.
 
-        The files are written while requests go on to cancel single promises; what these have ended is left out when
-        they are looked at once more, with no such request at work.
+        Requests that cancel single messages continue while the files are written. Afterwards no such request may run.
+        Then the files with messages that were cancelled meanwhile are written again without them.
         """
-        # A task of its own, as for any attach.
+        # A separate task, as for any attach.
         return await asyncio.shield(self._loop.create_task(self._resume(campaign, facts, shift_ms)))
 
     async def _resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
         parts = self.parts
         async with self._compact_lock:
-            # What was handed out before the pause is settled when it is durable.
+            # Messages that were handed out before the pause are settled (released or cancelled) when their rows are
+            # durable.
             await parts.writer.flushed()
             now_ms = parts.clock.now_ms()
             entries = [file.entry for file in overlapping(parts.hour_log.pending.all(), facts.ranges)]
             chosen = dict(enumerate(rewrite.runs(entries)))
             low_ms = min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
-            # Before the first file, which may be one of thousands.
+            # Check all files before writing the first one, because there may be thousands.
             await in_thread(
                 parts.background, rewrite.check_resume, list(chosen.values()),
                 low_ms=low_ms, shift_ms=shift_ms, now_ms=now_ms,
@@ -334,10 +341,13 @@ class TableChanges:
             try:
                 await self._write_resumed(written, chosen, settled, facts, shift_ms, now_ms, begun)
                 if parts.file_replication is not None or parts.cache is not None:
-                    # Most of them now, while other requests go on; the few that are written anew follow below.
+                    # Make most files durable now, while other requests continue. The few files that are written again
+                    # follow below.
                     await self._make_durable(begun)
                 async with parts.revoking.alone(), self.lock:
-                    # Of others, whose instants stay, what was settled meanwhile is settled in the new files as well.
+                    # `within`: only messages of the campaign change their due time. Other messages in these files keep
+                    # their due time and number, so if they were settled meanwhile, they are also settled in the new
+                    # files.
                     late = np.setdiff1d(parts.scheduler.settled().seq, settled)
                     late = late[within(late, facts.ranges)]
                     again = {at: run for at, run in chosen.items() if _may_hold(run, late)}
@@ -349,7 +359,7 @@ class TableChanges:
                     is_attaching = True
                     return await self._attach_resumed(campaign, facts, removes, written, now_ms)
             finally:
-                # What has joined the table is kept, and all of it when the log may have the row that says so.
+                # Delete files that did not join the table. If the attach may be in the log, keep all files.
                 if not (is_attaching and self.is_unfinished):
                     live = {entry.path for entry in parts.hour_log.pending.live_entries()}
                     left = [entry for entry in begun if entry.path not in live]
@@ -367,7 +377,7 @@ class TableChanges:
         begun: list[FileEntry],
     ) -> None:
         parts, settled_before_ms = self.parts, self.parts.scheduler.settled_before_ms
-        for at, run in chosen.items():  # one at a time in memory
+        for at, run in chosen.items():  # only one run is in memory at a time
             parts.writer.check_room()
             written[at] = await in_thread(
                 parts.background, rewrite.resume, parts.files, parts.whole_files, run, settled,
@@ -400,8 +410,8 @@ class TableChanges:
         return sum(entry.rows for entry in mine)
 
     def lease(self, lease_ms: int) -> None:
-        """Leave the tail to a compactor outside until the lease runs out."""
-        # Bounded: a compactor that dies leaves the tail alone for an hour at most.
+        """Leave the log's tail to an external compactor for `lease_ms`, at most one hour."""
+        # Limited, so that after a compactor has died the tail grows for an hour at most.
         self.outside_compactor_until_ms = self.parts.clock.elapsed_ms() + min(lease_ms, limits.HOUR_MS)
 
 

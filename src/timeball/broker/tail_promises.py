@@ -1,11 +1,11 @@
-"""The promises in the log's tail while its rows are applied: each in the last of its rows, three int64 each.
+"""The scheduled messages in the log's tail while rows are applied: each at the last of its rows, three int64 each.
 
-Rows are added in the order of the log. Now and then they are folded: of a promise that was written again only its last
-row is kept, and those go that are settled or lie in the table. So a follower that applies for days holds the promises
-that wait, and those that came since it last folded.
+Rows are added in log order. They are folded from time to time: of a message that was written again, only the last row
+stays, and settled messages (released or cancelled) and messages in the table are removed. So a follower that applies
+rows for days holds the pending messages, and the messages since the last fold.
 
-Compaction wants to know how many promises came since the watermark, settled ones included. They are counted by blocks
-of numbers, and the block in which the watermark stands is counted from the log.
+Compaction needs the number of scheduled messages since the watermark, including settled ones. They are counted in
+blocks of sequence numbers. The block that contains the watermark is counted from the log.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from timeball.schedule.columns import GrowingColumns, runs_of
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Settled
 
-COUNT_BLOCK = 4_096  # numbers
+COUNT_BLOCK = 4_096  # sequence numbers in a block
 _COLUMNS = ("seq", "kind", "due_ms", "queue_offset", "source_seq", "version_seq", "from_due_ms")
 _BATCH_ROWS = 65_536
 
 
 class TailPromises:
-    """The promises of rows from `from_seq` on. Belongs to the thread that applies."""
+    """The scheduled messages in rows from `from_seq` on. Belongs to the thread that applies the rows."""
 
     def __init__(self, from_seq: int) -> None:
         self.from_seq = from_seq
-        self._held = GrowingColumns(3)  # as `Waiting`, in the order of the log behind the last fold
+        # Columns as in `Waiting`; rows added since the last fold are in log order.
+        self._held = GrowingColumns(3)
         self._folded_rows = 0
-        self._counts: dict[int, int] = {}  # block of numbers -> promises that came in it
+        self._counts: dict[int, int] = {}  # block of numbers -> scheduled messages accepted in it
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def unfolded_rows(self) -> int:
-        """Return how many rows were added since the last fold."""
+        """The number of rows that were added since the last fold."""
         return len(self._held) - self._folded_rows
 
     def reserve(self, rows: int) -> None:
-        """Make room for the promises of so many rows; to grow by and by copies them to memory that is new each time."""
+        """Allocate space for `rows` messages. Growing step by step would copy the columns each time."""
         self._held.reserve(rows)
 
     def add(self, rows: pa.RecordBatch) -> None:
-        """Add the promises of READ_SCHEMA rows that stand behind all others so far."""
-        # Chosen first: to choose rows of all columns would copy every body.
+        """Add the scheduled messages of READ_SCHEMA rows. The rows must follow all rows added before."""
+        # Select the columns first: filtering rows of all columns would copy every body.
         waiting = locations.waiting_in(locations.waiting_rows(rows.select(_COLUMNS)))
         self._held.add(waiting.due_ms, waiting.seq, waiting.row_seq)
         self._count(waiting)
 
     def extend_down(self, reader: LogReader, from_seq: int) -> None:
-        """Read the promises of the rows from `from_seq` on that are not held; blocking."""
-        # What retention has removed was settled.
+        """Read the scheduled messages of the rows from `from_seq` on that are not held yet. Blocking."""
+        # Messages in rows that retention has removed were settled.
         from_seq = max(from_seq, reader.first_seq)
         if from_seq >= self.from_seq:
             return
-        # Rows must stand in the order of the log, or the last of a promise would not be the one that counts.
+        # Rows must be in log order, because the last row of a message counts.
         later = self._held
         self._held, self._folded_rows = GrowingColumns(3), 0
         for rows in reader.coalesced(from_seq, self.from_seq, locations.KINDS, _BATCH_ROWS, _COLUMNS):
@@ -69,12 +70,12 @@ class TailPromises:
         self.from_seq = from_seq
 
     def fold(self, settled: Settled, from_seq: int) -> None:
-        """Forget rows before `from_seq`, settled promises, and all rows of a promise but its last one.
+        """Remove rows before `from_seq`, settled messages, and all rows of a message but its last one.
 
-        The pairs of `settled` are sorted by number, each part of them.
+        Both parts of `settled`, the cancelled and the released pairs, are sorted by number.
         """
         waiting = self.waiting(settled, from_seq)
-        # Of a million that all wait a copy takes longer than to look at them.
+        # If all are pending, skip the copy: for a million messages it takes longer than the check.
         if len(waiting) < len(self._held):
             self._held.replace(waiting.due_ms, waiting.seq, waiting.row_seq)
         self._folded_rows = len(waiting)
@@ -83,24 +84,24 @@ class TailPromises:
             del self._counts[block]
 
     def waiting(self, settled: Settled, from_seq: int) -> Waiting:
-        """Return the promises that wait, sorted by number, each in the last of its rows from `from_seq` on.
+        """Find the pending messages, sorted by number, each at the last of its rows from `from_seq` on.
 
-        They may be views of what is held, good until the next change.
+        The columns may be views of internal memory, which are valid until the next change.
         """
         tail = locations.latest([Waiting(*self._held.columns())], from_seq)
         waits = (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
         cut = len(settled.seq) - settled.released
-        # By number alone: numbers are never used twice, so the instant need not be compared.
+        # Compare numbers alone: a number is never reused, so the due time need not be compared.
         for seq in (settled.seq[:cut], settled.seq[cut:]):
             _drop(tail.seq, seq, waits)
         return tail if waits.all() else tail.part(waits)
 
     def count(self, reader: LogReader, from_seq: int) -> int:
-        """Return how many promises came in the rows from `from_seq` on; blocking."""
+        """Count the scheduled messages that were accepted in rows from `from_seq` on. Blocking."""
         from_seq = max(from_seq, self.from_seq)
         block = from_seq // COUNT_BLOCK
         found = sum(count for at, count in self._counts.items() if at > block)
-        # The rest of one block alone: frames of ten rows are decoded in milliseconds.
+        # Only the rest of one block is read: frames of ten rows are decoded in milliseconds.
         if block not in self._counts:
             return found
         end = (block + 1) * COUNT_BLOCK
@@ -111,24 +112,24 @@ class TailPromises:
     def _count(self, waiting: Waiting) -> None:
         blocks = _new(waiting) // COUNT_BLOCK
         if len(blocks):
-            # Numbers ascend within the rows of one call, so the blocks do, and mostly there is one.
+            # Numbers ascend within the rows of one call, so the blocks ascend too. Usually there is only one.
             begins, counts = runs_of(blocks)
             for block, count in zip(blocks[begins].tolist(), counts.tolist(), strict=True):
                 self._counts[block] = self._counts.get(block, 0) + count
 
 
 def _new(waiting: Waiting) -> Int64Array:
-    """Return the numbers of those that got an instant in their row: others were written again and counted before."""
+    """Select the numbers of rows that gave a message its due time. Other rows were written again and counted before."""
     if waiting.row_seq is waiting.seq:
         return waiting.seq
     return waiting.part(waiting.seq == waiting.row_seq).seq
 
 
 def _drop(tail: Int64Array, gone: Int64Array, waits: npt.NDArray[np.bool_]) -> None:
-    """Clear the marks of those of the sorted numbers `tail` that are among the sorted numbers `gone`."""
+    """Set `waits` to False for the numbers in `tail` that are also in `gone`. Both are sorted."""
     if not len(tail) or not len(gone):
         return
-    # Only those within the tail's span: most of what is settled stood in the table, or came long before.
+    # Only numbers within the tail's range: most settled messages were in the table, or older.
     gone = gone[np.searchsorted(gone, tail[0]) : np.searchsorted(gone, tail[-1], side="right")]
     at = np.searchsorted(tail, gone)
     waits[at[tail[at] == gone]] = False

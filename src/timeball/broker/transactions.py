@@ -1,17 +1,18 @@
-"""Transactions: half messages, kept in the log and hidden until their producer commits or rolls them back.
+"""Transactions: half messages are in the log, but hidden until their producer commits or rolls them back.
 
-    PROMISE without an instant   the half message as it came; its delay, if it has one, has not begun
-    RELEASE                      commit: the message is visible; `source_seq` names the half
-    MOVED                        commit of a message with a delay, which begins now: the half, number `source_seq`, is a
-                                 promise for an instant from now on
-    CANCEL                       rollback; `source_seq` names the half, the body says why when the broker gave it up
+    PROMISE without a due time   the half message as it was sent; its delay, if it has one, has not begun
+    RELEASE                      commit: the message is visible; `source_seq` is the number of the half message
+    MOVED                        commit of a message with a delay, which begins now: the half message, whose number is
+                                 `source_seq`, becomes a promise with a due time
+    CANCEL                       rollback; `source_seq` is the number of the half message, and the body is the reason if
+                                 the broker rolled it back
 
-A half is ended once: the first request decides on the event loop, and later ones get its outcome. It is open until the
-row that ends it is durable; so a broker that was killed in between finds either that row or an open half, and asks the
-producer again. Producers are asked by an edge (`take_due`), six seconds after the half came and then every half minute,
-fifteen times at most.
+A half message ends once: the first request decides on the event loop, and later requests get its outcome. It is open
+until the row that ends it is durable. So after a crash in between, the broker finds either that row, or an open half
+message, and asks the producer again. Edges ask the producers (`take_due`): 6 s after the half message arrived, then
+every 30 s, at most 15 times.
 
-Retention keeps the log from the oldest open half on; a producer who never answers cannot hold it for longer than
+Retention keeps the log from the oldest open half message on. A producer that never answers cannot keep it longer than
 the retention time.
 """
 
@@ -48,20 +49,22 @@ from timeball.message import (
 
 logger = logging.getLogger(__name__)
 
-GROUP = "PGROUP"  # the producers that may be asked
-IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's: not to be asked sooner
-LIFE_MS_MIN = limits.HOUR_MS  # a retention of minutes is for tests; fifteen checks take eight
+GROUP = "PGROUP"  # property with the group of producers that may be asked
+IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's property: seconds before the first check
+LIFE_MS_MIN = limits.HOUR_MS  # fifteen checks take eight minutes; only tests have a retention of minutes
 
 # Bits of RocketMQ's sysFlag: 4 a half message, 8 committed, 12 rolled back.
 TRANSACTION_BITS, COMMITTED_BIT = 12, 8
 
 _DELAYS = ("due_ms", "delay_ms", "delay_level")
 _KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
-_LOAD_ROWS = 1_024  # so many bodies are in memory at a time when a broker starts
+_LOAD_ROWS = 1_024  # bodies in memory at a time during a start
 
-# The largest messages all fit into one request: or a turn would be refused whole, with the commits of others in it.
+# So many of the largest messages fit into one request. Otherwise a turn could be refused as a whole, with commits of
+# other producers in it.
 COMMITS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
-SWEEP_ENTRIES_MIN = 1_024  # instants to ask at, of halves that have ended or were put off
+# Stale entries in the heap of check times, of half messages that have ended or were put off.
+SWEEP_ENTRIES_MIN = 1_024
 
 Publish = Callable[[pa.RecordBatch, pa.RecordBatch], Awaitable[int]]
 Delay = Callable[[dict[str, str]], Mapping[str, int]]
@@ -72,42 +75,46 @@ class Outcome(Enum):
 
     COMMITTED = "committed"
     ROLLED_BACK = "rolled back"
-    ENDED = "ended"  # one of the two; the log cannot tell which, because the message had no id
-    NOT_FOUND = "not found"  # there is no such half message of this group
+    ENDED = "ended"  # one of the two; the log does not show which, because the message had no id
+    NOT_FOUND = "not found"  # this group has no such half message
 
 
 @dataclass(slots=True)
 class Half:
-    """An open half message. `check_ms`: when its producer is asked next, by `SchedulerClock.elapsed_ms`."""
+    """An open half message. `check_ms` is the time of the next check, by `SchedulerClock.elapsed_ms`."""
 
     seq: int
-    group: str  # the producers that may end it, or be asked about it
+    group: str  # the group of producers that may end it or be asked about it
     topic: str
     unique_key: str | None
     store_ms: int
-    check_ms: int  # also its entry in the heap; another entry of it is out of date
-    checks: int = 0  # how often a producer was asked; saved in checkpoints
-    begun_ms: int = 0  # when it came, by the same clock
+    check_ms: int  # equals its valid entry in the heap; other entries of it are stale
+    checks: int = 0  # number of checks so far; saved in checkpoints
+    begun_ms: int = 0  # time of its arrival, by the same clock
 
     def count_from(self, begun_ms: int) -> None:
-        """Let its time begin then."""
+        """Set the time of its arrival, and move the next check accordingly."""
         self.begun_ms, self.check_ms = begun_ms, self.check_ms + begun_ms - self.store_ms
 
 
 def at_once(properties: dict[str, str]) -> Mapping[str, int]:
-    """Return the delay columns of messages that have no delay."""
+    """Return no delay columns, for messages without a delay."""
     return {}
 
 
 class Transactions:
-    """The open halves. Belongs to the event loop. `publish` sends a batch, each row in place of the half beside it."""
+    """The open half messages. Belongs to the event loop.
+
+    `publish` sends a batch, in which each row takes the place of the half message at the same position.
+    """
 
     def __init__(self, parts: Components, publish: Publish, halves: Iterable[Half] = ()) -> None:
         self._parts, self._publish = parts, publish
-        # Invariant: a half is in `_open` until the row that ends it is durable, and in `_ending` while that is
-        # decided.
+        # Invariant: a half message is in `_open` until the row that ends it is durable. It is in `_ending` while its
+        # end is under way.
         self._open = {half.seq: half for half in halves}
-        # One that seems to be from the future came before the clock was set back: it begins anew.
+        # A store time in the future means that the clock was set back since. The time of such a half message starts
+        # now.
         for half in self._open.values():
             half.count_from(min(half.store_ms, parts.clock.now_ms()))
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
@@ -121,13 +128,17 @@ class Transactions:
     # -- the log's side --------------------------------------------------------------------------------------
 
     def prepare(self, rows: pa.RecordBatch) -> tuple[int, asyncio.Future[int]]:
-        """Append admitted rows as halves; returns the first's number and when they are durable. Raises OverLimit."""
-        # Each open half takes memory, and keeps its segment of the log from retention.
+        """Append admitted rows as half messages.
+
+        Returns the first number, and a future that is done when they are durable. Raises OverLimit if too many are
+        open.
+        """
+        # Each open half message takes memory, and keeps its segment of the log from retention.
         if len(self._open) + self._preparing + rows.num_rows > limits.HALVES_OPEN_MAX:
             raise OverLimit(f"{limits.HALVES_OPEN_MAX} transactions are open; end some first")
         first_seq = self._parts.writer.next_seq
         appended = self._parts.writer.append(rows, on_durable=lambda: self._opened(with_seq(rows, first_seq)))
-        # Counted until durable, so that sends which come together cannot pass the bound together.
+        # Counted until durable, so that concurrent sends cannot exceed the limit together.
         self._preparing += rows.num_rows
         return appended
 
@@ -139,45 +150,46 @@ class Transactions:
             self._open[half.seq] = half
             heapq.heappush(self._due, (half.check_ms, half.seq))
         if len(self._due) > SWEEP_ENTRIES_MIN + 2 * len(self._open):
-            # Most have ended by now, and a producer may have asked for a day of peace.
+            # Remove stale entries: most half messages have ended by now, and a producer may have put off a check for a
+            # day.
             self._due = [(half.check_ms, half.seq) for half in self._open.values()]
             heapq.heapify(self._due)
 
     def ended(self, seqs: Iterable[int]) -> None:
-        """Forget these halves: the rows that end them are durable."""
+        """Remove these half messages, because the rows that end them are durable."""
         for seq in seqs:
             self._open.pop(int(seq), None)
 
     def open(self) -> list[tuple[int, int]]:
-        """Return (seq, checks) of every open half, for the checkpoint."""
+        """List (seq, checks) of every open half message, for the checkpoint."""
         return [(half.seq, half.checks) for half in self._open.values()]
 
     def find_half(self, seq: int) -> Half | None:
-        """Return the open half with this number."""
+        """Find the open half message with this number."""
         return self._open.get(seq)
 
     @property
     def oldest_seq(self) -> int | None:
-        """Return the row that retention must not go beyond; None when no half is open."""
+        """The first row that retention must keep. None if no half message is open."""
         return min(self._open, default=None)
 
     def statistics(self) -> dict[str, int | None]:
-        """Return figures for people."""
+        """Collect figures for users."""
         return {"open": len(self._open), "oldest_seq": self.oldest_seq}
 
     # -- the producer's side ---------------------------------------------------------------------------------
 
     async def end(self, seq: int, group: str, *, commit: bool, delay: Delay = at_once) -> Outcome:
-        """Publish a half or drop it; return its outcome, now or before. Durable on return.
+        """Commit or roll back a half message, and return its outcome, also if it has ended before. Durable on return.
 
-        `delay` gives the delay columns of SEND_COLUMNS by the half's properties. What it or admission
-        raises leaves the half open.
+        `delay` computes the delay columns of SEND_COLUMNS from the properties of the half message. If `delay` or the
+        admission raises an error, the half message stays open.
         """
         half = self._open.get(seq)
-        # As if there were none: a group must not learn of another's transactions.
+        # The same answer as for a missing one: a group must not learn about another group's transactions.
         if half is not None and half.group != group:
             return Outcome.NOT_FOUND
-        # A second end of the same half, perhaps the other way: it gets the outcome of the first.
+        # A second end of the same half message, perhaps with the other decision, gets the outcome of the first.
         ending = self._ending.get(seq)
         if ending is not None:
             return await asyncio.shield(ending)
@@ -186,13 +198,13 @@ class Transactions:
             return await in_thread(parts.reader_thread, _look_up, parts.reader, parts.key_index, seq, group)
         if commit:
             return await self._begin(half, self._commits.put((half, delay)))
-        # A rollback reads no body, so it gains nothing from a batch.
+        # A rollback reads no body, so a batch would gain nothing.
         return await self._begin(half, asyncio.ensure_future(self._roll_back(half)))
 
     async def _begin(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
         self._ending[half.seq] = ending
         ending.add_done_callback(lambda _: self._ending.pop(half.seq, None))
-        # A caller who goes away must not leave the half taken and not ended.
+        # Shielded, so that a half message also ends if the caller disconnects.
         return await asyncio.shield(ending)
 
     async def _commit(self, commits: list[tuple[Half, Delay]]) -> list[Outcome | TimeballError]:
@@ -202,7 +214,7 @@ class Transactions:
         delays: list[Mapping[str, int]] = []
         for text, (_, delay) in zip(rows.column("properties").to_pylist(), commits, strict=True):
             try:
-                # A fault of one half must not refuse the others of the turn.
+                # An error of one half message must not refuse the others of the turn.
                 delays.append(delay(decode_properties(text or "")))
                 outcomes.append(Outcome.COMMITTED)
             except TimeballError as error:
@@ -210,12 +222,12 @@ class Transactions:
         if delays:
             good = np.array([outcome is Outcome.COMMITTED for outcome in outcomes])
             halves = rows.filter(pa.array(good))
-            # One append for all commits of the turn; each row names its half as source.
+            # One append for all commits of the turn. Each row names its half message as source.
             await self._publish(_messages(halves, delays), halves)
         return outcomes
 
     async def _roll_back(self, half: Half, why: str = "") -> Outcome:
-        # The id goes along, so that a later end of the same half finds this row (`_look_up`).
+        # The row has the id, so that a later end of the same half message finds it (`_look_up`).
         row = build_rows(
             1,
             kind=int(Kind.CANCEL),
@@ -234,27 +246,26 @@ class Transactions:
     # -- asking ----------------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int) -> Half | None:
-        """Return a half whose producer must be asked now; it comes again after the interval, asked or not."""
+        """Return a half message that is due for a check, and schedule its next check. None if no check is due."""
         while self._due and self._due[0][0] <= now_ms:
             check_ms, seq = heapq.heappop(self._due)
             half = self._open.get(seq)
-            # The heap is not searched when an instant changes: an entry that is not the half's present one is passed
-            # over.
+            # A change of `check_ms` does not search the heap, so skip entries that differ from the current value.
             if half is None or half.check_ms != check_ms:
-                continue  # ended, or put off since
-            # Before it is returned: a caller that fails to ask must not lose the half from the heap.
+                continue  # it has ended or was put off
+            # Before the return: if the caller fails to ask, the half message must still be in the heap.
             self.put_off(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
             if seq not in self._ending:
                 return half
         return None
 
     def put_off(self, half: Half, check_ms: int) -> None:
-        """Ask at another time."""
+        """Set the time of the next check."""
         half.check_ms = check_ms
         heapq.heappush(self._due, (check_ms, half.seq))
 
     def given_up(self, half: Half, now_ms: int) -> str | None:
-        """Return why no producer is asked about this half any more; None while one is."""
+        """Return the reason why this half message is not asked about any more. None if it still is."""
         if half.checks >= limits.TRANSACTION_CHECKS_MAX:
             return f"its producer was asked {half.checks} times"
         if now_ms - half.begun_ms > max(self._parts.settings.retention_ms, LIFE_MS_MIN):
@@ -262,9 +273,9 @@ class Transactions:
         return None
 
     async def discard(self, half: Half, why: str) -> None:
-        """Roll a half back that its producer has not ended; durable on return."""
+        """Roll back a half message that its producer has not ended. Durable on return."""
         if half.seq in self._open and half.seq not in self._ending:
-            # The operator should know: the producer believes that it may still commit.
+            # Logged, because the producer assumes that it may still commit.
             logger.warning(
                 "half message rolled back seq=%d group=%s topic=%s unique_key=%s reason=%s",
                 half.seq, half.group, half.topic, half.unique_key, why,
@@ -273,17 +284,17 @@ class Transactions:
 
 
 def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a producer's batch without its delays: they begin with the commit."""
+    """Remove the delays of a producer's batch, because they begin at the commit."""
     return batch.drop_columns([name for name in batch.schema.names if name in _DELAYS])
 
 
 def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return admitted rows as halves: promises without an instant."""
+    """Convert admitted rows to half messages: promises without a due time."""
     return _with_column(rows, "kind", pa.array(np.full(rows.num_rows, Kind.PROMISE, dtype=np.int8)))
 
 
 def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
-    """Return admitted rows as those that publish these halves (READ_SCHEMA): rows for now are their releases."""
+    """Convert admitted rows to rows that publish these half messages (READ_SCHEMA). Immediate rows become releases."""
     is_now = rows.column("kind").to_numpy() == Kind.MESSAGE
     accepted_ms = np.where(is_now, int64(halves.column("store_ms")), int64(rows.column("store_ms")))
     kinds = np.where(is_now, np.int8(Kind.RELEASE), np.int8(Kind.PROMISE))
@@ -292,7 +303,10 @@ def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return rows of `ending_rows` for later, once they are prepared, as moves: the promise keeps the half's number."""
+    """Convert prepared rows of `ending_rows` that are due later to moves.
+
+    The promise keeps the number of the half message.
+    """
     is_later = rows.column("kind").to_numpy() == Kind.PROMISE
     from_ms = pa.array(np.full(len(is_later), NO_INSTANT_MS, dtype=np.int64), mask=~is_later)
     kinds = pa.array(np.where(is_later, np.int8(Kind.MOVED), np.int8(Kind.RELEASE)))
@@ -300,7 +314,7 @@ def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def first_versions(rows: pa.RecordBatch, first_seq: int) -> list[tuple[int, int, int, int]]:
-    """Return the moves among rows in the log from `first_seq` on, as schedule/moved.py takes them."""
+    """List the moves among rows in the log from `first_seq` on, in the form of schedule/moved.py."""
     at = np.flatnonzero(rows.column("kind").to_numpy() == Kind.MOVED)
     names = ("due_ms", "source_seq", "from_due_ms")
     due_ms, number, from_ms = (rows.column(name).take(pa.array(at)).to_pylist() for name in names)
@@ -313,7 +327,7 @@ def _with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.Record
 
 
 def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list[Half]:
-    """Return these halves, which are open; `checks`: how often their producers were asked by then. Blocking."""
+    """Read these open half messages. `checks` contains their previous numbers of checks. Blocking."""
     found: list[Half] = []
     for at in range(0, len(seqs), _LOAD_ROWS):
         found += _halves(reader.read_rows(seqs[at : at + _LOAD_ROWS]))
@@ -342,15 +356,15 @@ def _halves(rows: pa.RecordBatch) -> list[Half]:
 
 def _immunity_ms(properties: dict[str, str]) -> int:
     text = properties.get(IMMUNITY, "")
-    # A client's text: anything but a short number means the default.
+    # The text comes from a client. The default applies unless it is a number with at most nine digits.
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         return limits.TRANSACTION_FIRST_CHECK_MS
     return min(int(text) * limits.SECOND_MS, limits.DAY_MS)
 
 
 def _messages(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
-    """Return the batch to send for halves that are committed: their rows, and their delays."""
-    # Consumers of RocketMQ read from these bits that the message was committed.
+    """Build the batch that publishes committed half messages, with their delays."""
+    # RocketMQ's consumers read from these bits that the message was committed.
     sys_flag = rows.column("sys_flag").fill_null(0).to_numpy() & ~TRANSACTION_BITS | COMMITTED_BIT
     columns = {name: rows.column(name) for name in _KEPT}
     columns["sys_flag"] = pa.array(sys_flag.astype(np.int32))
@@ -360,8 +374,8 @@ def _messages(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.Recor
 
 
 def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
-    """Return the outcome of a half that is not open (reader thread)."""
-    # Nothing else is known of it: retention has removed the half, or it never was.
+    """Find the outcome of a half message that is not open. Reader thread."""
+    # Retention has removed the half message, or it never existed. The log does not show which.
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND
     try:
@@ -377,7 +391,7 @@ def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Ou
         seqs = key_index.find_rows(hash_text(pa.array([half["unique_key"]], pa.string())))
         for row in reader.read_rows(seqs).select(["kind", "source_seq", "due_ms"]).to_pylist():
             if row["source_seq"] == seq:
-                # A CANCEL with an instant ended a promise: the half was committed with a delay before.
+                # A CANCEL row with a due time ended a promise, so the half message was committed with a delay before.
                 is_roll_back = row["kind"] == Kind.CANCEL and row["due_ms"] is None
                 return Outcome.ROLLED_BACK if is_roll_back else Outcome.COMMITTED
     return Outcome.ENDED

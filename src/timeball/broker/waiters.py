@@ -1,11 +1,11 @@
-"""Consumers that wait for something visible, by topic and by queue.
+"""Consumers that wait for visible messages, by topic and by queue.
 
-A consumer that finds nothing waits on its topic and is woken by the commit that makes something visible: no polling
-interval stands between a release and its consumer. Waiting is bounded in time and in number.
+A consumer that finds no message waits for its topic. The commit that makes a message visible wakes it, so a consumer
+gets a released message without a polling interval. The waiting time and the number of waiting consumers are limited.
 
-Consumers that wait for the same messages stand in one line: the first one watches and passes the turn on. A thousand
-consumers of a group may wait for one topic. If each were woken by each message, each message would cost a thousand
-looks to serve one of them; in a line it costs two: by the one that gets it, and by the next.
+Consumers that wait for the same messages form a line: the first one watches, and then passes the turn on. A thousand
+consumers of a group may wait for one topic. If each message woke all of them, it would cost a thousand reads to serve
+one consumer. With a line it costs two reads: by the consumer that gets it, and by the next one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from timeball.errors import OverLimit
 
 
 class Waiters:
-    """Consumers that wait, by topic, and by queue where they say which.
+    """Waiting consumers by topic, and optionally by queue.
 
-    A consumer of RocketMQ's waits once for each queue it reads, so a topic may have hundreds of pulls waiting, and a
-    message concerns one of them. A cancelled consumer leaves by itself: each has a future of its own.
+    A RocketMQ consumer waits once for each queue that it reads. So a topic may have hundreds of waiting pulls, and a
+    message concerns only one of them. Each waiting consumer has its own future, so a cancelled one removes only itself.
     """
 
     def __init__(self) -> None:
@@ -31,24 +31,24 @@ class Waiters:
         self._count = 0
 
     async def wait(self, topic: str, timeout_s: float, queue: int | None = None) -> bool:
-        """Wait for something new in `topic`, or in one queue of it; false when the time is up."""
+        """Wait for a change in `topic`, or in one of its queues. False if the time is up. Raises OverLimit."""
         return await self._wait([(topic, queue)], timeout_s)
 
     async def wait_any(self, topics: Collection[str], timeout_s: float) -> bool:
-        """Wait for something new in one of `topics`; false when the time is up."""
+        """Wait for a change in one of `topics`. False if the time is up. Raises OverLimit."""
         return await self._wait([(topic, None) for topic in topics], timeout_s)
 
     async def _wait(self, places: list[tuple[str, int | None]], timeout_s: float) -> bool:
-        # A bound on futures: a client may open any number of long polls.
+        # Limit the number of futures, because a client may open any number of long polls.
         if self._count >= limits.PULLS_WAITING_MAX:
             raise OverLimit(f"{self._count} consumers wait already; pull without waiting, or try again")
-        # One future for all its topics: when the first of them wakes it, the consumer looks at each again.
+        # One future for all topics: when one of them wakes the consumer, it reads all of them again.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
         for topic, queue in places:
             self._by_topic.setdefault(topic, {}).setdefault(queue, set()).add(future)
         self._count += 1
-        # Not `asyncio.timeout`, which cancels a task: it costs three times as much.
+        # Not `asyncio.timeout`, which cancels a task and costs three times as much.
         over = loop.call_later(timeout_s, _finish, [future], False)
         try:
             return await future
@@ -69,20 +69,20 @@ class Waiters:
                 del self._by_topic[topic]
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Wake all that wait for one of these topics: something about it has changed."""
-        # Mostly no consumer waits, and then a commit pays one comparison here.
+        """Wake all consumers that wait for one of these topics, because the topic has changed."""
+        # Usually no consumer waits. Then a commit pays only for this comparison.
         for topic in topics if self._count else ():
-            # Taken out whole: those that look in vain come back as new waiters.
+            # Remove all waiters at once: consumers that find nothing register again.
             for waiting in self._by_topic.pop(topic, {}).values():
                 _finish(waiting)
 
     def wake_queues(self, places: Iterable[tuple[str, int]]) -> None:
-        """Wake those that wait for one of these queues: rows have become visible in it."""
+        """Wake consumers that wait for one of these queues, because rows have become visible in it."""
         for topic, queue in places if self._count else ():
             queues = self._by_topic.get(topic)
             if queues is not None:
                 _finish(queues.pop(queue, ()))
-                # Also those that wait for any queue of the topic.
+                # Also wake consumers that wait for any queue of the topic.
                 _finish(queues.pop(None, ()))
                 if not queues:
                     del self._by_topic[topic]
@@ -101,7 +101,7 @@ class _Line:
 
 
 class WaitQueue:
-    """One line for each key. Belongs to the event loop."""
+    """One line of consumers per key. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
@@ -109,8 +109,8 @@ class WaitQueue:
 
     @asynccontextmanager
     async def turn(self, key: Hashable, until_s: float) -> AsyncIterator[bool]:
-        """Wait for the turn until `until_s` on the loop's clock; false when the time is up. Raise OverLimit."""
-        # Over all lines: each who waits holds a task and a connection.
+        """Wait for the turn until `until_s` on the loop's clock. Yields False if the time is up. Raises OverLimit."""
+        # The limit covers all lines, because each waiting consumer holds a task and a connection.
         if self.length >= limits.PULLS_WAITING_MAX:
             raise OverLimit(f"{self.length} consumers wait already; ask without waiting, or try again")
         line = self._lines.setdefault(key, _Line())
@@ -119,9 +119,10 @@ class WaitQueue:
         has_turn = False
         try:
             if line.length == 1:
-                has_turn = await line.turn.acquire()  # at once
+                has_turn = await line.turn.acquire()  # never blocks: the line was empty
             else:
-                # The wait for the turn counts too: a consumer is answered in time even if its turn never comes.
+                # The wait for the turn counts as waiting time: a consumer is answered in time even if its turn never
+                # comes.
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until_s):
                         has_turn = await line.turn.acquire()
@@ -132,5 +133,5 @@ class WaitQueue:
             line.length -= 1
             self.length -= 1
             if not line.length:
-                # Keys hold names that clients choose, so a line lives only while a consumer waits in it.
+                # Keys contain names that clients choose, so remove a line when no consumer waits in it.
                 del self._lines[key]

@@ -1,6 +1,9 @@
-"""The command line: one file a command, `main.py` puts them together.
+"""The command line: one file per command, assembled by `main.py`.
 
-Receives: what an operator or a script types. Hands on: calls of the client, the node, the pipeline, the dump.
-It holds no logic of the broker; every command is a thin way to something a program can import as well. Exit
-codes, and the sentences that go with them, are decided in `exit_codes.py` and nowhere else.
+Input: the arguments of an operator or a script. Output: calls of the client, the node, the pipeline or the dump. No
+logic of the broker is here: each command is a thin layer over a function that a program can import as well. Exit codes
+and their sentences are decided in `exit_codes.py` only.
+
+The docstring of a command is its help text. Typer keeps its line breaks, so the lines below the summary have at most 76
+characters.
 """

@@ -1,8 +1,8 @@
-"""`timeball audit`: do the books balance, to the message?
+"""`timeball audit`: check that every accepted message is accounted for.
 
-A batch job on Spark (pipeline/jobs/audit.py) reads the ledger, the pending table and the log, and compares what
-was accepted with what was released, cancelled, expired and is still waiting. Here its report becomes lines, and
-its verdict the exit code.
+A batch job on Spark (pipeline/jobs/audit.py) reads the ledger, the pending table and the log. It compares the number of
+accepted messages with the numbers of released, cancelled, expired and pending ones. This module prints its report, and
+turns its verdict into the exit code.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ def audit(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that accepted = released + cancelled + expired + pending, to the message.
+    """Check that accepted = released + cancelled + expired + pending, message by message.
 
-    Of a cluster it checks each group, and adds them up. Exit code 1 says that it does not balance; the report
-    names the messages concerned.
+    In a cluster, the command checks each group and adds up the counts.
+
+    Exit code 1: the counts do not balance. The report then names the messages
+    concerned.
 
     \b
     Examples:
@@ -65,7 +67,7 @@ def audit(
         from timeball.pipeline.run.runner import default_folder
 
         report = job.run(session, endpoint, ledger_uri=ledger)
-        # Without the messages concerned, which may be long: these are shown here.
+        # The status file gets the counts alone: the lists of messages may be long, and are printed below.
         groups = {name: msgspec.structs.replace(each, offenders={}) for name, each in report.groups.items()}
         counts = msgspec.structs.replace(report, offenders={}, groups=groups)
         Board(default_folder(endpoint)).write_audit(msgspec.json.encode(counts))
@@ -75,24 +77,25 @@ def audit(
 
 
 def describe(report: AuditReport) -> Iterator[str]:
-    """The report for people: the balance, each breach with some of its promises, the verdict."""
+    """Yield the report for people: the balance, each breach with some of its messages, and the verdict."""
     for name, each in report.groups.items():
         yield f"group {name}: {balance(each)}{'' if each.ok else ', IT DOES NOT BALANCE'}"
     yield f"{'all groups: ' if report.groups else ''}{balance(report)}"
     for name, offenders in report.offenders.items():
+        # The job lists at most 100 messages of a breach (OFFENDERS_MAX), so 100 may stand for more.
         yield f"{name}: {len(offenders):,}{' or more' if len(offenders) >= 100 else ''}, for example"
         for offender in offenders[:OFFENDERS_SHOWN]:
             shown = ", ".join(
                 f"{key} {value}"
                 for key, value in offender.items()
-                if value is not None and value is not False  # 0 is a value: a queue, or an instant
+                if value is not None and value is not False  # 0 is shown: it can be a queue or a time
             )
             yield f"  {shown}"
     yield "it balances" if report.ok else "IT DOES NOT BALANCE"
 
 
 def balance(report: AuditReport) -> str:
-    """The equation with its numbers."""
+    """Format the equation with its numbers."""
     return (
         f"accepted {report.accepted:,} = released {report.released:,} + cancelled {report.cancelled:,} "
         f"+ expired {report.expired:,} + pending {report.pending:,}"

@@ -1,4 +1,4 @@
-"""`timeball backup` and `timeball restore`: a consistent copy of a data folder, and the way back."""
+"""`timeball backup` and `timeball restore`: copy a data folder consistently, and copy it back."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def backup(
     data: DataOption = DATA,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a data folder, also one that a broker is using, consistent up to a row of the log.
+    """Copy a data folder, even one in use by a broker, consistent up to one row of the log.
 
-    Every message that was acknowledged before it began is in it. Run it again to go on with one that was
-    interrupted. It holds what the log holds, secrets of receipts included.
+    The backup contains every message that was acknowledged before the command
+    began. If the command is interrupted, run it again to continue. The backup
+    contains all data of the log, including the secrets of receipts.
 
     \b
     Examples:
@@ -58,7 +59,8 @@ def restore(
 ) -> None:
     """Copy a backup into an empty data folder, and check every byte of it.
 
-    Run it again to go on with one that was interrupted: until it is finished no broker starts on the folder.
+    If the command is interrupted, run it again to continue. No broker starts on
+    the folder until the restore is finished.
 
     \b
     Examples:

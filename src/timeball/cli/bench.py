@@ -1,7 +1,7 @@
-"""`timeball bench`: the benchmarks of a checkout.
+"""`timeball bench`: run the benchmarks of a checkout.
 
-They live beside the package, in `benchmarks/`, because they are about this code on your machine and of no use
-to an installed broker; this command only finds and runs them.
+The benchmarks are in `benchmarks/`, beside the package and not in it. They measure this code on your machine, so an
+installed broker has no use for them. This command only finds and runs them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from timeball.errors import RequestError, SetupError
 
 
 class Size(StrEnum):
-    """How much load: `small` only shows that a benchmark runs."""
+    """The amount of load: `small` only shows that a benchmark runs."""
 
     SMALL = "small"
     FULL = "full"
@@ -46,7 +46,7 @@ def bench(
     listing: Annotated[bool, typer.Option("--list", help="Only list them.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run benchmarks against a real broker in a temporary folder, and compare with the bars of the design.
+    """Run benchmarks against a real broker in a temporary folder, and compare the results with the design's targets.
 
     \b
     Examples:
@@ -87,13 +87,16 @@ def _print(report: Any, left_out: str, as_json: bool) -> None:
 
 
 def _not_measured(module: Any) -> str:
-    """Return the part of a docstring that says what the figures leave out: without it they would claim too much."""
+    """Find the limits of a benchmark's figures in the docstring of its module, as one line.
+
+    They are printed below the figures, which would claim too much without them.
+    """
     _, _, said = (module.__doc__ or "").partition("Not measured: ")
     return " ".join(said.split("\n\n")[0].split())
 
 
 def _load() -> dict[str, Any]:
-    """Benchmark modules by name; SetupError when this is no checkout."""
+    """Import the benchmark modules, by name. SetupError outside of a checkout."""
     checkout = Path(timeball.__file__).resolve().parents[2]
     if not (checkout / "benchmarks" / "harness.py").is_file():
         raise SetupError(

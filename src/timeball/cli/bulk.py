@@ -1,8 +1,8 @@
-"""`timeball bulk`: files full of scheduled messages, accepted in one step as one campaign.
+"""`timeball bulk`: schedule the rows of files as one campaign, which the broker accepts in one step.
 
-Spark reads every format it knows; options say what each column means, and rows that cannot be scheduled go to a table
-of their own. The same files with the same options are the same campaign, so that a command that was cut off, or is not
-known to have worked, can be given again.
+Spark reads the files. Options map the columns to the fields of a message. Rows that cannot be scheduled go to a
+separate table of rejects. By default, the campaign's id is derived from the files and the options, so the same command
+creates the same campaign: run it again after an interruption, or if its outcome is unknown.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEPS = {"survey": "looking at the rows", "rejects": "putting rejects aside", "w
 
 
 class Format(StrEnum):
-    """Formats that Spark reads here; others by their own name with Spark's packages."""
+    """The formats that `--format` accepts."""
 
     PARQUET = "parquet"
     CSV = "csv"
@@ -120,9 +120,11 @@ def bulk(
 ) -> None:
     """Schedule every row of some files: all valid rows in one step, or none.
 
-    Rows that cannot be scheduled go to the table of rejects, each with its reason; then the exit code is 1. The
-    campaign's id is printed: `timeball campaign` shows, pauses, resumes and cancels it. Killed and given
-    again the command goes on; given once more it changes nothing.
+    Rows that cannot be scheduled go to the table of rejects, each with its
+    reason, and the exit code is then 1. The command prints the campaign's id:
+    use it with `timeball campaign` to show, pause, resume and cancel the
+    campaign. If the command is killed, run it again to continue. After it has
+    finished, running it again changes nothing.
 
     \b
     Examples:
@@ -186,7 +188,7 @@ def _run(
 
 @dataclass(frozen=True)
 class Source:
-    """The data that Spark must read."""
+    """The input of a bulk write: paths or URIs, their format, and the options of Spark's reader."""
 
     places: list[str]
     format: Format
@@ -194,7 +196,7 @@ class Source:
 
 
 def source_of(files: Sequence[str], format_: Format | None, options: Sequence[str]) -> Source:
-    """From the arguments; RequestError or NotFound names the one that is wrong."""
+    """Build the source from the command's arguments. RequestError or NotFound names the wrong one."""
     places = [place(each) for each in files]
     chosen = format_of(places, format_)
     read = {"header": "true"} if chosen is Format.CSV else {}
@@ -202,7 +204,7 @@ def source_of(files: Sequence[str], format_: Format | None, options: Sequence[st
 
 
 def place(text: str) -> str:
-    """A file, folder or pattern as a URI or an absolute path; NotFound for one that is not here."""
+    """Convert a file, folder or pattern into an absolute path, and keep a URI. NotFound if a path does not exist."""
     if "://" in text:
         return text
     path = Path(text).absolute()
@@ -212,7 +214,10 @@ def place(text: str) -> str:
 
 
 def format_of(places: Sequence[str], wanted: Format | None) -> Format:
-    """The format to read; RequestError when neither an option nor the first name says which."""
+    """Choose the format: the option's, or that of the first file's suffix (of a folder: of a file in it).
+
+    RequestError when neither decides, and for `jdbc` with files or another format without any.
+    """
     if wanted is Format.JDBC:
         if places:
             raise RequestError("--format jdbc: the table is named with --option dbtable=…, not as a file")
@@ -230,7 +235,11 @@ def format_of(places: Sequence[str], wanted: Format | None) -> Format:
 
 
 def campaign_id(source: Source, meaning: Mapping[str, str | None]) -> str:
-    """An id for these files, as they are now, and this meaning of their columns."""
+    """Derive the campaign's id from the files, the reader's options and the meaning of the columns.
+
+    Local files count with name, size and modification time, so a changed file makes another campaign. A URI counts with
+    its text only.
+    """
     stamps = []
     for each in source.places:
         found = [Path(name) for name in sorted(glob.glob(each))]
@@ -253,7 +262,7 @@ def _read(spark: SparkSession, source: Source) -> DataFrame:
 
 @contextmanager
 def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
-    """Tasks done of those there are, of the step that the job has told of last."""
+    """Show Spark's completed tasks as a progress bar, and yield a function that sets the current step."""
     with progress_bar(quiet=quiet) as bar:
         task = bar.add_task(STEPS["survey"], total=None)
         over = threading.Event()
@@ -282,7 +291,7 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
 
 
 def document(report: BulkReport) -> dict[str, Any]:
-    """The report as JSON, with the due load by the minute, hour or day."""
+    """Build the report as JSON, with the due load in bars of one unit of time."""
     unit, due = curve(report)
     left_out = {"load"} if report.groups else {"load", "groups"}
     found = {name: getattr(report, name) for name in report.__struct_fields__ if name not in left_out}
@@ -296,7 +305,7 @@ def document(report: BulkReport) -> dict[str, Any]:
 
 
 def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
-    """The width of a bar, and messages by the name of the bar they are due in."""
+    """Find the unit of time of a bar, and count the messages by the name of the bar in which they are due."""
     from timeball.pipeline.views.due_histogram import bar_name
 
     found = report.load.curve()
@@ -307,7 +316,7 @@ def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
 
 
 def describe(report: BulkReport) -> Iterator[str]:
-    """The report for people."""
+    """Yield the report for people, line by line."""
     if report.repeated:
         yield f"campaign {report.campaign} was scheduled before: {report.rows:,} messages; nothing is changed"
         return

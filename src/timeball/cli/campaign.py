@@ -1,7 +1,7 @@
-"""`timeball campaign`: the promises of one bulk write as one object.
+"""`timeball campaign`: list, count, pause, resume and cancel the scheduled messages of one bulk write.
 
-The broker does it; this process asks, and counts without Spark and Java (pipeline/jobs/campaign.py). Each command may
-be cut off and given again.
+The broker carries out the changes. This process requests them, and counts without Spark and Java
+(pipeline/jobs/campaign.py). Each command may be interrupted and run again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def status(
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how far a campaign is: released, cancelled, waiting and held make up all its rows.
+    """Show the progress of a campaign: how many of its rows are released, cancelled, waiting and held.
+
+    The four counts add up to all rows.
 
     \b
     Examples:
@@ -93,7 +95,7 @@ def pause(
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold everything of a campaign that waits: nothing more of it is released until it is resumed.
+    """Hold all pending messages of a campaign: none of them is released until you resume it.
 
     \b
     Examples:
@@ -116,7 +118,7 @@ def resume(
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Schedule held messages again: at their own instants, or all of them later by as long as the pause was.
+    """Schedule held messages again: at their own due times, or all of them later by the length of the pause.
 
     \b
     Examples:
@@ -137,7 +139,7 @@ def cancel(
     table_uri: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Cancel everything of a campaign that waits or is held, for good, with a definite count.
+    """Cancel all pending and held messages of a campaign for good, and show an exact count.
 
     \b
     Examples:
@@ -157,7 +159,7 @@ def cancel(
 
 
 def describe(progress: Progress) -> Iterator[str]:
-    """How far a campaign is, in some lines."""
+    """Yield the progress of a campaign for people, line by line."""
     yield f"{progress.campaign}: {progress.state}, {progress.percent:g} % of {progress.rows:,} messages"
     yield (
         f"released {progress.released:,} + cancelled {progress.cancelled:,} "
@@ -180,7 +182,7 @@ def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[Cam
 
 @contextmanager
 def _busy(what: str, as_json: bool) -> Iterator[None]:
-    """Show on a terminal's stderr what is being done."""
+    """Show the current activity on stderr, if that is a terminal and the output is not JSON."""
     if as_json or not err().is_terminal:
         yield
         return

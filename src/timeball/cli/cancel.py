@@ -1,4 +1,4 @@
-"""`timeball cancel` and `timeball reschedule`: take back or move what waits, with a definite verdict for each."""
+"""`timeball cancel` and `timeball reschedule`: cancel or move pending messages, with one verdict for each."""
 
 from __future__ import annotations
 
@@ -39,9 +39,13 @@ def cancel(
 ) -> None:
     """Cancel scheduled messages by id or by key.
 
-    Each gets one verdict: cancelled, cancelled before, released (with the instant), no such message, or one that
-    waits no more and is older than what the broker keeps; in a cluster also that a group did not answer. Exit code 1
-    says that at least one was none of the first two.
+    Each message gets one verdict: cancelled, cancelled before, released (with
+    the time), not found, or expired. Expired means: the message is not pending,
+    and its outcome is older than the broker keeps. In a cluster, a verdict can
+    also state that a group did not answer.
+
+    Exit code 1: at least one verdict was neither cancelled nor cancelled
+    before.
 
     \b
     Examples:
@@ -64,11 +68,14 @@ def reschedule(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Move scheduled messages to another instant, by id or by key.
+    """Move scheduled messages to another due time, by id or by key.
 
-    Each is moved in one step: it comes at the new instant, once, and not at the old one. Exactly one of --after and
-    --at is needed; an instant that has passed is now. A message that was released or cancelled before is left as
-    it is, and its verdict says which; exit code 1 says that there was one, or one that is not known.
+    Each message moves in one step: it is released once, at the new due time and
+    not at the old one. Give exactly one of --after and --at. A time in the past
+    means now. A message that was released or cancelled before stays as it is,
+    and its verdict states which.
+
+    Exit code 1: at least one message was not moved.
 
     \b
     Examples:
@@ -89,7 +96,7 @@ def reschedule(
 
 
 def report(verdicts: Iterable[Verdict], *, fine: set[str], as_json: bool) -> None:
-    """Print each verdict, as a sentence or as JSON; exit code 1 when one is none of those that are `fine`."""
+    """Print each verdict, as a sentence or as JSON, and exit with code 1 when one is not in `fine`."""
     failed = False
     for verdict in verdicts:
         failed |= verdict.verdict not in fine
@@ -99,7 +106,7 @@ def report(verdicts: Iterable[Verdict], *, fine: set[str], as_json: bool) -> Non
 
 
 def sentence(verdict: Verdict) -> str:
-    """Return a verdict as a line for people."""
+    """Format a verdict as a line for people."""
     return SENTENCES[verdict.verdict].format(
         subject=verdict.subject, at=_instant(verdict.at_ms), due=_instant(verdict.due_ms)
     )

@@ -1,4 +1,4 @@
-"""`timeball cluster`: make, look at and change a cluster, from any machine that reaches etcd."""
+"""`timeball cluster`: create, inspect and change a cluster, from any machine that reaches its etcd."""
 
 from __future__ import annotations
 
@@ -50,15 +50,18 @@ def init(
     nodes: Annotated[
         str, typer.Option("--nodes", metavar="A,B,C", help="The nodes of the group's replicas.")
     ],
-    wait_ms: WaitOption = "60s",  # type: ignore[assignment]  # parsed like one that is given
+    wait_ms: WaitOption = "60s",  # type: ignore[assignment]  # Typer parses a default like a given value
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a group of nodes that run.
+    """Create a group from running nodes.
 
-    Waits until all of them have registered with etcd, which has 10 s of that if it is being started, and writes the
-    group's first record. A group that has a record of these nodes is left as it is, so the command can be repeated.
-    Nodes with data and nodes without are not mixed: make the group of those with data, then add the others.
+    The command waits until all of the nodes have registered with etcd, and then
+    writes the group's first record. An etcd that is still starting gets 10 s of
+    the --wait time. If the group has a record of these nodes already, nothing
+    changes, so you can repeat the command. Nodes with data and nodes without
+    data cannot be mixed: create the group from the nodes with data, and then
+    add the others.
 
     \b
     Examples:
@@ -86,9 +89,12 @@ def init(
 @app.command()
 @cluster_options
 def status(settings: Settings, as_json: JsonOption = False) -> None:
-    """Show each group: who leads, how far each replica is, and each fault in a sentence.
+    """Show each group: its leader, how far each replica is, and each problem in a sentence.
 
-    With --json each group is a document. Exit code 3 says that a group has no leader, 1 that something else is wrong.
+    With --json, each group is one document.
+
+    Exit code 3: a group has no leader, or there is no group. Exit code 1: there
+    is another problem.
 
     \b
     Examples:
@@ -119,14 +125,15 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
 def add_replica(
     settings: Settings,
     node: NodeArgument,
-    wait_ms: WaitOption = "1h",  # type: ignore[assignment]  # parsed like one that is given
+    wait_ms: WaitOption = "1h",  # type: ignore[assignment]  # Typer parses a default like a given value
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a node that runs a replica of the group, once it has caught up.
+    """Make a running node a replica of the group, once it has caught up.
 
-    The leader ships it the log, and then counts it. Ctrl-C takes the request back. A node whose disk was replaced
-    needs no command: it becomes a replica again by itself.
+    The leader first ships the log to the node, and then counts it as a replica.
+    Ctrl-C withdraws the request. A node whose disk was replaced needs no
+    command: it becomes a replica again by itself.
 
     \b
     Examples:
@@ -141,11 +148,14 @@ def add_replica(
 def remove_replica(
     settings: Settings,
     node: NodeArgument,
-    wait_ms: WaitOption = "60s",  # type: ignore[assignment]  # parsed like one that is given
+    wait_ms: WaitOption = "60s",  # type: ignore[assignment]  # Typer parses a default like a given value
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a replica out of the group, whether its node runs or not; one that leads hands over first.
+    """Remove a replica from the group, whether its node is running or not.
+
+    The leader is refused: make another replica the leader first, with `timeball
+    cluster hand-over`.
 
     \b
     Examples:
@@ -162,11 +172,13 @@ def hand_over(
     to: Annotated[
         str, typer.Option("--to", metavar="NODE", help="The next leader; without it, the one that has most.")
     ] = "",
-    wait_ms: WaitOption = "30s",  # type: ignore[assignment]  # parsed like one that is given
+    wait_ms: WaitOption = "30s",  # type: ignore[assignment]  # Typer parses a default like a given value
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let another replica lead, in order: what is under way is finished first, and nothing waits for a lease's end.
+    """Make another replica the leader, without waiting for a lease to end.
+
+    The leader finishes the operations in progress first.
 
     \b
     Examples:
@@ -190,11 +202,12 @@ def force(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let one replica be the whole group, when a majority of its disks is gone for good.
+    """Make one replica the whole group, when a majority of the group's disks is lost for good.
 
-    Messages that were acknowledged, and releases, that this replica does not have are lost then: with three replicas
-    these are the commits that the two others had and this one had not. If one of the others can still be started, start
-    it: that loses nothing. Afterwards add replicas anew, with empty data folders.
+    Acknowledged messages and releases that this replica does not have are lost.
+    With three replicas, these are the commits that the two others had and this
+    one did not have. If one of the others can still be started, start it: that
+    loses nothing. Afterwards, add replicas again, with empty data folders.
 
     \b
     Examples:
@@ -231,7 +244,7 @@ def _change(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Ask the leader for a change, and tell the outcome."""
+    """Ask the leader for a change, wait for the outcome, and print it. With `dry_run`, print the plan only."""
     from timeball.cluster.operations import Operations
 
     async def ask(coordinator: Coordinator) -> tuple[GroupView, Record]:
@@ -260,7 +273,7 @@ def _change(
 
 
 def _wanted(record: Record, wish: Wish) -> Record:
-    """Return what the record will say, as far as it is known."""
+    """Predict the group's record after the change, as far as it is known."""
     if wish.replicas:
         return Record(record.epoch, record.leader, wish.replicas, record.generation + 1)
     (leader,) = [replica for replica in record.replicas if node_of(replica) == wish.hand_over_to]
@@ -290,7 +303,7 @@ def _document(settings: Settings, record: Record, dry_run: bool) -> dict[str, An
 
 
 def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
-    """Return the answer of the cluster's coordinator; raises RequestError, SetupError, Unavailable."""
+    """Run `ask` with the cluster's coordinator, and return its answer. Raises RequestError, SetupError, Unavailable."""
     if not settings.cluster:
         raise SetupError("which cluster? Name it with --cluster and --etcd, or with the --settings of a node")
 

@@ -1,7 +1,7 @@
-"""`timeball cluster drain`: hand over all that waits in a group to another one, and watch it go.
+"""`timeball cluster drain`: hand over the pending messages of a group to another group, and show the progress.
 
-The leader of the group does it (broker/draining.py). This process asks, again and again, until nothing is left to hand
-over; without it the leader goes on all the same.
+The leader of the group hands them over (broker/draining.py). This process repeats its request every `LOOK_S` seconds,
+until nothing is left to hand over. If this process ends, the leader continues.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ def drain(
             metavar="DURATION",
             help="How long to watch at most.",
         ),
-    ] = "12h",  # type: ignore[assignment]  # parsed like one that is given
+    ] = "12h",  # type: ignore[assignment]  # Typer parses a default like a given value
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be handed over, and change nothing.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Hand over all that waits in a group to another group, so that its machines can go.
+    """Hand over all pending messages of a group to another group, so that its machines can be removed.
 
-    From now on the group accepts nothing new, and its routes say so; its queues can be read to their end. What is due
-    within a minute, and copies on their way back to consumers, stay and are released there. The leader goes on when
-    this command ends, also the next one after a crash; given again it shows how far that is. It cannot be taken back,
-    but drained to yet another group. Any node of the cluster will do as the endpoint.
+    From now on the group accepts no new messages, and its routes state this.
+    Its queues can be read to their end. Messages due within a minute, and
+    messages that wait for redelivery to consumers, stay and are released by the
+    group. The leader continues after this command ends, and so does the next
+    leader after a crash. Run the command again to see the progress. You cannot
+    undo a drain, but you can drain the messages to yet another group. Any node
+    of the cluster works as the endpoint.
 
     \b
     Examples:
@@ -67,7 +70,7 @@ def drain(
     reach(endpoint)
     clock = SystemClock()
     until_ms = clock.boot_ms() + wait_ms
-    # Patient: a group without a leader has one again in a moment.
+    # Calls are retried for the whole wait time: a group that has lost its leader soon has a new one.
     with Endpoint(f"{addresses_of(endpoint)}#{group}", patience_s=wait_ms / 1_000) as leader:
         found, problem = leader.drain(heir, dry_run=dry_run), ""
         with progress_bar(quiet=as_json) as bar:

@@ -1,4 +1,4 @@
-"""The lines of `timeball cluster status`, for people."""
+"""Format the output of `timeball cluster status` for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADINGS = ("node", "role", "log", "committed", "applied", "lag", "clock", "vers
 
 
 def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
-    """Yield the lines of one group."""
+    """Yield the lines of one group, as of `now_ms` (wall clock)."""
     leader = f"leader {group.leader}, epoch {group.epoch}" if group.leader else "no leader"
     yield f"group {group.group}: {leader}"
     rows = [HEADINGS, *(_row(each, now_ms) for each in group.replicas)]

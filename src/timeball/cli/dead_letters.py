@@ -1,4 +1,4 @@
-"""`timeball dead-letters`: the messages that a group has given up: look, send again, delete."""
+"""`timeball dead-letters`: list, resend and delete the messages that a consumer group has given up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Look at what a group has given up, send it again, delete it.", no_args_is_help=True)
 
 PAGE_ROWS = 100
-BODY_SHOWN = 60  # characters, for people; --json has what the broker hands out of it
+BODY_SHOWN = 60  # characters in the output for people (--json prints all that the broker returns)
 
 GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", help="The consumer group.")]
 NamesArgument = Annotated[
@@ -41,7 +41,7 @@ def list_(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """List the dead letters of a group that are left, the oldest first.
+    """List the remaining dead letters of a group, the oldest first in each queue.
 
     \b
     Examples:
@@ -72,7 +72,7 @@ def resend(
 ) -> None:
     """Send dead letters to their group again, with all attempts ahead.
 
-    Exit code 1 says that one of those named was not there any more.
+    Exit code 1: a dead letter that you named does not exist any more.
 
     \b
     Examples:
@@ -92,9 +92,9 @@ def delete(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Put dead letters aside for good.
+    """Delete dead letters for good.
 
-    Exit code 1 says that one of those named was not there any more.
+    Exit code 1: a dead letter that you named does not exist any more.
 
     \b
     Examples:
@@ -107,7 +107,7 @@ def delete(
 
 
 def _which(names: list[str] | None, *, all_left: bool) -> list[str] | None:
-    """Return the names, None for all; RequestError unless exactly one of the two is given."""
+    """Choose the dead letters: the names, or None for all. RequestError unless exactly one of the two is given."""
     if bool(names) == all_left:
         raise RequestError("say which: their names, as `timeball dead-letters list` has them, or --all")
     return names or None

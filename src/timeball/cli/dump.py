@@ -1,7 +1,7 @@
-"""`timeball dump`: the contents of a data folder, without a broker and without changing a byte.
+"""`timeball dump`: show the contents of a data folder, without a broker and without changing a byte.
 
-For the day on which a broker does not start, and for people who want to see their data. The reading is
-`timeball.inspect`; this prints it. Exit code 5 says that something is damaged.
+Use it when a broker does not start, or to look at your data. `timeball.inspect` reads the folder, and this module
+prints the result. Exit code 5: a part of the folder is damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from timeball.inspect.folder import Damage, FolderDump, Torn
     from timeball.inspect.report import SegmentSummary, Selection, Summary
 
-BODY_SHOWN = 60  # characters of a body, for people; --json has all of it
+BODY_SHOWN = 60  # characters of a body in the output for people (--json prints the whole body)
 
 
 def dump(
@@ -47,10 +47,12 @@ def dump(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what stands in a data folder: segments, torn tail, damage, checkpoint, queues.
+    """Show the contents of a data folder: segments, torn tail, damage, checkpoint, queues.
 
-    Needs no broker and changes nothing; it may run beside one. Every frame it reads is checked against its
-    checksum. Exit code 5 says that something is damaged.
+    The command needs no broker and changes nothing, and it may run beside a
+    broker. It compares every frame that it reads with its checksum.
+
+    Exit code 5: a part of the folder is damaged.
 
     \b
     Examples:
@@ -104,7 +106,7 @@ def _open(data: Path, selection: Selection) -> FolderDump:
 
 
 def _list(folder: FolderDump, selection: Selection, *, rows: bool, as_json: bool) -> bool:
-    """Print the selected rows or frames as they are found; return whether something is damaged."""
+    """Print the selected rows or frames while reading, and return whether there is damage."""
     from timeball.inspect.folder import Damage, FrameFound
     from timeball.inspect.report import describe_frame, describe_rows, find_rows
 
@@ -157,7 +159,7 @@ def _flaw_text(found: Torn | Damage) -> str:
 
 
 def _summarise(data: Path, folder: FolderDump, selection: Selection, *, verify: bool, as_json: bool) -> bool:
-    """Print the summary; return whether something is damaged."""
+    """Print the summary, and return whether there is damage."""
     from timeball.inspect.report import summarise
 
     summary = summarise(folder, selection, verify=verify)

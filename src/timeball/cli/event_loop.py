@@ -1,6 +1,6 @@
-"""The event loop of the processes that serve: libuv's, by uvloop (docs/decisions/0076-uvloop.md).
+"""The event loop of the server processes: uvloop's, which is built on libuv (docs/decisions/0076-uvloop.md).
 
-Nothing below the commands knows which loop it runs on: tests use asyncio's own, and so do the commands that only ask.
+No code below the commands depends on the kind of loop. Tests use asyncio's own loop, and so do the client commands.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 
 
 def runner() -> asyncio.Runner:
-    """Return what runs a coroutine on this loop."""
-    import uvloop  # here, as commands that only ask a broker are installed without it
+    """Create a runner that executes a coroutine on a loop of uvloop."""
+    import uvloop  # imported here: client commands are installed without uvloop
 
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)

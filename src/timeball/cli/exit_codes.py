@@ -1,4 +1,4 @@
-"""What a command's exit code means, and the one place where an error becomes a sentence and a code.
+"""The exit codes of the commands, and the one place where an error becomes a sentence and a code.
 
     0   done
     1   a check did not hold: the audit does not balance, a cancel or a move came too late or found
@@ -11,8 +11,8 @@
     70  a fault in Timeball itself; TIMEBALL_DEBUG=1 shows where
     130 interrupted
 
-The order of the classes in `errors.py` is the order of the codes: who must act decides the number. A stack
-trace is shown only with TIMEBALL_DEBUG=1, because to a user it hides the sentence that helps.
+The codes are in the order of the classes in `errors.py`: the code depends on who must act. A stack trace is shown only
+with TIMEBALL_DEBUG=1, because it hides the sentence that helps a user.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from timeball.errors import (
 
 
 class ExitCode(IntEnum):
-    """The codes of the table above. Scripts depend on them: a number never changes its meaning."""
+    """The codes of the module's table. Scripts depend on them, so a number never changes its meaning."""
 
     OK = 0
     CHECK_FAILED = 1
@@ -56,12 +56,12 @@ _BY_CLASS: tuple[tuple[type[TimeballError], ExitCode], ...] = (
 
 
 def explain(error: BaseException) -> tuple[str, ExitCode]:
-    """One sentence for stderr, and the code to leave with."""
+    """Convert an error into one sentence for stderr and the exit code."""
     if isinstance(error, TimeballError):
         return _sentence(error), _code_of(error)
     if isinstance(error, OSError):
         return _explain_os(error)
-    # What Spark and pictures miss is told where they are asked for; all else that others made is the broker's.
+    # The commands themselves report missing packages of the other extras. Any other package is in the broker's extra.
     if isinstance(error, ModuleNotFoundError) and is_of_others(error):
         return explain(not_installed(error, BROKER))
     if isinstance(error, KeyboardInterrupt):
@@ -78,7 +78,7 @@ def _code_of(error: TimeballError) -> ExitCode:
 
 
 def _sentence(error: BaseException) -> str:
-    """The error's own text on one line; a wire may have added lines of context behind the first."""
+    """Take the first line of an error's text: a remote call may have added lines of context after it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

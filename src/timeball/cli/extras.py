@@ -1,9 +1,14 @@
-"""What to install when a command needs a package that is not there.
+"""The error for a missing package, which names the extra to install.
 
-The plain package has what a client needs. `timeball[broker]` brings the broker's packages, and those of the commands
-that read a data folder or the pending table; `timeball[spark]` the pipeline's; `timeball[kafka]` Kafka's client;
-`timeball[picture]` matplotlib. A command imports what it needs when it runs, so that the list and the help of all work
-in a plain installation too.
+The plain package contains the dependencies of a client. The extras add others:
+
+    broker   the broker, and the commands that read a data folder or the pending table
+    spark    the pipeline
+    kafka    Kafka's client
+    picture  matplotlib
+
+A command imports its dependencies when it runs, so the list of commands and every help text work in a plain
+installation too.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ BROKER, SPARK, PICTURE, KAFKA = "broker", "spark", "picture", "kafka"
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
-    """Return the error that names the package and the extra which brings it."""
-    # Not by its name: the package is on no index yet, and what answers to the name there is another's.
+    """Build the error that names the missing package and the extra that contains it."""
+    # The advice avoids `pip install timeball`: Timeball is on no index yet, and a package of this name there is
+    # another project's.
     return SetupError(
         f"{error.name} is not installed: install the extra, in a checkout of Timeball pip install '.[{extra}]', of a "
         f"wheel pip install 'FILE.whl[{extra}]'"
@@ -25,6 +31,6 @@ def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
 
 
 def is_of_others(error: ModuleNotFoundError) -> bool:
-    """Return whether a package is missing; a module of ours or of Python's own would be a fault."""
+    """Return whether a third-party package is missing. A missing module of Timeball or Python would be a fault."""
     name = (error.name or "timeball").partition(".")[0]
     return name != "timeball" and name not in sys.stdlib_module_names

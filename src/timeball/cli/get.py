@@ -1,4 +1,4 @@
-"""`timeball get`: where a message is, by its id."""
+"""`timeball get`: show where a message is, by its id."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def get(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Say where a message is: waiting, visible in a queue, cancelled or expired; and how far each group is with it.
+    """Show where a message is (waiting, visible in a queue, cancelled or expired), and how far each group is with it.
 
-    Of several messages with one id it is the newest.
+    If several messages have this id, the newest is shown.
 
     \b
     Examples:
@@ -58,7 +58,7 @@ def _lines(place: MessagePlace) -> Iterator[str]:
 
 
 def _told_of(one: GroupPlace) -> Iterator[str]:
-    """Yield how far a group is with the message, in parts."""
+    """Yield a consumer group's progress with the message, in parts."""
     yield f"  group {one.group}: {one.state}"
     if one.until_ms is not None:
         yield f"until {show_instant(one.until_ms)}"

@@ -1,4 +1,4 @@
-"""`timeball groups`: how far consumer groups are behind."""
+"""`timeball groups`: show how far consumer groups are behind."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def groups(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """List the consumer groups: how many messages each is behind, how many its members hold, its dead letters.
+    """List the consumer groups: how many messages each is behind, messages in flight, and dead letters.
 
-    "expired" counts the messages that retention, or the deletion of a topic, removed before the group read them.
+    A message is in flight while a member of the group holds it. "expired"
+    counts the messages that retention, or the deletion of a topic, removed
+    before the group read them.
 
     \b
     Examples:

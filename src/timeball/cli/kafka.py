@@ -1,4 +1,4 @@
-"""`timeball kafka`: the bridge between a Kafka cluster and a broker, in the foreground."""
+"""`timeball kafka`: run the bridge between a Kafka cluster and a broker in the foreground."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from timeball.kafka.options import BridgeOptions
 
 
-# For so long the thread that takes keeps the one that delivers waiting; Python's own interval is half a transaction.
+# The longest time that the intake thread keeps the delivery thread from running. Python's default, 5 ms, is half the
+# length of a transaction.
 SWITCH_S = 0.001
 
 
@@ -68,11 +69,13 @@ def kafka(
     log_format: Annotated[LogFormat, _FORMAT] = "text",
     as_json: JsonOption = False,
 ) -> None:
-    """Deliver records of Kafka later: take them from one topic, and put them into another at their instants.
+    """Delay records of Kafka: take them from one topic, and put them into another at their due times.
 
-    A record's header at (RFC 3339 or milliseconds) or after (30m, PT30M) says when. Key, value, headers and
-    partition stay as they are. Each is delivered once, for consumers that read committed records, though processes are
-    killed in between. A record with the header cancel ends what waits with its key.
+    A record's header at (RFC 3339 or milliseconds) or after (30m, PT30M) sets
+    its due time. Key, value, headers and partition stay as they are. Each
+    record is delivered once to consumers that read committed records, even if
+    processes are killed in between. A record with the header cancel cancels the
+    pending records with its key.
 
     \b
     Examples:
@@ -114,7 +117,7 @@ def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge
             raise
         raise not_installed(error, KAFKA) from error
     client = {} if config is None else read_properties(_text(config), str(config))
-    collect_cycles_rarely()  # each record makes some containers, and frees them
+    collect_cycles_rarely()  # records allocate and free containers, which would start collections often
     return Bridge(BridgeOptions(**where, client=client), endpoint, SystemClock())
 
 
@@ -136,12 +139,12 @@ def _ready(options: BridgeOptions, as_json: bool) -> None:
 
 
 def _tell(bridge: Bridge, stop: threading.Event, every_s: float, as_json: bool) -> None:
-    """Print a line now and then, and one at the end."""
+    """Print a status line every `every_s` seconds, and one at the end."""
     is_over = False
     while not is_over:
         is_over = stop.wait(every_s)
         counts = msgspec.to_builtins(bridge.counts)
-        bridge.counts.late_ms = 0
+        bridge.counts.late_ms = 0  # the largest lateness since the last status line
         if as_json:
             print_json({"event": "status", **counts})
         else:

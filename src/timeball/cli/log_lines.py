@@ -1,11 +1,11 @@
-"""Log lines on stderr: one a record, with its time, level and logger, and a count in the place of repeats.
+"""Log lines on stderr: one per record, with time, level and logger. Repeats are counted.
 
     2030-01-31T08:00:00.123Z WARNING timeball.log.writer: no room for the next segment: …
     {"time":"2030-01-31T08:00:00.123Z","level":"WARNING","logger":"timeball.log.writer","message":"…"}
 
-A fault that lasts says the same line many times a second, and buries the lines that tell its cause. So a line that
-was written less than `REPEAT_S` ago is counted; the count is written when that time is over and any other line
-comes, or when the process ends. Times are UTC: lines of several machines can be merged by sorting.
+A lasting fault logs the same line many times a second, and buries the lines that name its cause. So a line that was
+written less than `REPEAT_S` ago is only counted. The count is written when that time is over and any other line comes,
+or when the process ends. Times are UTC, so lines of several machines can be merged by sorting.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import msgspec
 from timeball.config import LogFormat, LogLevel
 
 REPEAT_S = 60.0
-LINES_MAX = 256  # different lines remembered; the oldest is forgotten, its count written
+# Different lines remembered. When it is reached, the oldest line is forgotten and its count written.
+LINES_MAX = 256
 
 
 def configure(level: LogLevel, line_format: LogFormat, stream: TextIO | None = None) -> None:
-    """Send all log records of `level` and above to `stream` (stderr), as `line_format` says: text or json."""
+    """Send all log records of `level` and above to `stream` (default: stderr), as text or JSON lines."""
     handler = CountingHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if line_format == "json" else TextLines())
     root = logging.getLogger()
@@ -40,10 +41,10 @@ def configure(level: LogLevel, line_format: LogFormat, stream: TextIO | None = N
 
 
 class TextLines(logging.Formatter):
-    """Format a record as a line for people; a stack trace follows on lines of its own."""
+    """Format a record as a line for people. A stack trace follows on further lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return time, level, logger and message."""
+        """Join time, level, logger and message."""
         line = f"{_time(record)} {record.levelname} {record.name}: {_message(record)}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -52,7 +53,7 @@ class JsonLines(logging.Formatter):
     """Format a record as one JSON document on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the fields of the module's example, and `repeated` and `exception` where there are any."""
+        """Encode the fields of the module's example, plus `repeated` and `exception` if the record has them."""
         fields: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname,
@@ -68,23 +69,21 @@ class JsonLines(logging.Formatter):
 
 @dataclass(slots=True)
 class _Written:
-    """A line that stands in the log, and how often it has come again since."""
+    """A line in the log, and the number of its repeats since it was written."""
 
     record: logging.LogRecord
     repeats: int = 0
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """Write each line once in `REPEAT_S` seconds, by the times of the records, and count it meanwhile."""
+    """Writes each line once in `REPEAT_S` seconds, by the times of the records, and counts its repeats."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._written: OrderedDict[tuple[str, int, str], _Written] = (
-            OrderedDict()
-        )  # in the order of their times
+        self._written: OrderedDict[tuple[str, int, str], _Written] = OrderedDict()  # oldest first
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, or count it. Called with the handler's lock held."""
+        """Write the record, or count it as a repeat. Called with the handler's lock held."""
         self._write_counts(record.created)
         key = (record.name, record.levelno, record.getMessage())
         if (known := self._written.get(key)) is not None:
@@ -94,7 +93,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Write the counts that are still open."""
+        """Write all counts, and close the handler."""
         self.acquire()
         try:
             self._write_counts(None)
@@ -103,10 +102,13 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         super().close()
 
     def _write_counts(self, now_s: float | None) -> None:
-        """Forget the lines that `now_s` is `REPEAT_S` away from, in either direction; None: all."""
+        """Forget the lines that are at least `REPEAT_S` before or after `now_s`, and write their counts.
+
+        `None` stands for all lines. When `LINES_MAX` lines are remembered, the oldest is forgotten too.
+        """
         while self._written:
             first = next(iter(self._written.values()))
-            # The clock may have been set back: a line must not be silent for as long as that.
+            # abs(): when the clock is set back, a line must not stay silent until the old time comes again.
             recent = now_s is not None and abs(now_s - first.record.created) < REPEAT_S
             if recent and len(self._written) < LINES_MAX:
                 return
@@ -114,7 +116,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             if first.repeats:
                 counted = copy.copy(first.record)
                 counted.repeats = first.repeats
-                counted.exc_info = None  # it stands with the first of them
+                counted.exc_info = None  # the stack trace was written with the first one
                 super().emit(counted)
 
 

@@ -1,7 +1,7 @@
 """The command `timeball`: all commands in one app, and the boundary where errors become exit codes.
 
-Each command imports what it needs when it runs: `timeball send` should not wait for Spark's or Parquet's
-modules to load. Nothing below this boundary prints an error or ends the process.
+Each command imports its dependencies when it runs, so that `timeball send` does not wait for the modules of Spark or
+Parquet. No code below this boundary prints an error or ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ EPILOG = (
     "4 set-up, 5 storage. TIMEBALL_DEBUG=1 shows stack traces."
 )
 
-# Part of the help -> commands. Each is in the module of its name or in `PLACES`; a group of commands is an `app`.
+# Section of the help -> its commands. A command is in the module of its name, or in the one that `PLACES` names. A
+# module with a group of commands has an `app`.
 PARTS = {
     "Run a broker": ["up", "serve", "name-server", "cluster", "pipeline", "kafka", "backup", "restore"],
     "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
@@ -54,20 +55,20 @@ COMMANDS = {name: part for part, names in PARTS.items() for name in names}
 
 
 class Commands(TyperGroup):
-    """The commands by name; a module is imported when its command is run, or all of them for the list in the help."""
+    """The commands by name. A command's module is imported when it runs. The list in the help imports all of them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        names: Any = dict.fromkeys(COMMANDS)  # without the commands: for the list, and "Did you mean …?"
+        names: Any = dict.fromkeys(COMMANDS)  # names only, for the list and for "Did you mean …?"
         self.commands = names
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options in front of the command."""
-        plain_parameters(self, ctx)  # not before: Typer adds some of its own to a group that is made
+        """Read the options before the command's name."""
+        plain_parameters(self, ctx)  # here and not in __init__: Typer adds its own options later
         return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return one command; None when there is none of this name."""
+        """Import and build one command. None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module = import_module(f"timeball.cli.{PLACES.get(cmd_name, cmd_name)}")
@@ -80,7 +81,7 @@ class Commands(TyperGroup):
 
 
 def _no_options() -> None:
-    """Stand for the options of a group that has none: a Typer of one command is no group without it."""
+    """Serve as the callback of a Typer app that has no options: without one, Typer makes no group of one command."""
 
 
 app = typer.Typer(
@@ -113,10 +114,10 @@ def _app(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code (see exit_codes.py)."""
-    log_lines.configure("warning", "text")  # serve, up and pipeline run have options for it
+    log_lines.configure("warning", "text")  # serve, up and pipeline run reconfigure it by options
     try:
         app(args=arguments, prog_name="timeball")
-    except Exception as error:  # the end of the line: a person or a script is told of any error
+    except Exception as error:  # the last handler: every error becomes a sentence and a code
         if os.environ.get("TIMEBALL_DEBUG") == "1":
             raise
         sentence, code = explain(error)

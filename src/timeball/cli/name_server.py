@@ -1,4 +1,4 @@
-"""`timeball name-server`: RocketMQ's look-ups for all groups of a cluster, on a machine that keeps none of them."""
+"""`timeball name-server`: answer RocketMQ's look-ups for all groups of a cluster, on a machine without replicas."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from timeball.stop_signals import stop_asked
 
 @settings_options
 def name_server(settings: Settings, as_json: JsonOption = False) -> None:
-    """Answer RocketMQ clients where the topics of a cluster are, in the foreground. Keeps nothing.
+    """Tell RocketMQ clients where the topics of a cluster are, in the foreground. Stores nothing.
 
-    Each node of a cluster answers this too, at its --name-server-port. Of the options only these are used: --cluster,
-    --node, --etcd and its like, --host, --name-server-port, --tls-cert and --tls-key.
+    Each node of a cluster answers these look-ups too, at its
+    --name-server-port. Only these options are used: --cluster, --node, --etcd
+    and its like, --host, --name-server-port, --tls-cert and --tls-key.
 
     \b
     Examples:

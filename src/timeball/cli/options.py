@@ -1,10 +1,10 @@
-"""Options that several commands share, the settings as options, and those of a Spark session.
+"""Options that several commands share: the settings as options, and the options of a Spark session.
 
-`Settings` is the list of what an operator may choose; `settings_options` makes one option of each of its
-fields, with that field's help text and default. A value is taken from, in this order: the option, the
-environment (TIMEBALL_PORT for --port), the file named with --settings (TOML, the same names), the default.
+`Settings` lists the choices of an operator. `settings_options` makes one option of each of its fields, with the field's
+help text and default. A value comes from the first of these sources that has it: the option, the environment
+(TIMEBALL_PORT for --port), the file named with --settings (TOML, with the same names), the default.
 
-`connect` is the way to the broker that --endpoint names, with the failure that a terminal meets most put into words.
+`connect` opens a client of the broker that --endpoint names, and gives advice for the most frequent failure.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
 
 
 def as_parameter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser whose refusal names the option it was given to."""
+    """Wrap a parser for Typer: its RequestError becomes a BadParameter, which names the option."""
 
     def parser(text: str) -> Any:
         try:
@@ -64,7 +64,7 @@ def as_parameter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Put the option's name in front of what refuses its value in this block."""
+    """Put the option's name before the text of a RequestError that the block raises."""
     try:
         yield
     except RequestError as error:
@@ -79,7 +79,8 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(settings, …)` the options by which a node finds its cluster, and --settings.
 
-    So the file and the environment of a node serve its operator as well. The operator is no node of the cluster.
+    So an operator can use the settings file and the environment of a node. The node's name is set to `operator`,
+    because the process is not a node of the cluster.
     """
     return _with_settings(command, CLUSTER_NAMES, {"node": "operator"})
 
@@ -111,7 +112,7 @@ _FILE = Annotated[
 
 
 def _unit(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] | None:
-    """Return how a size or a duration is read and shown, and its word in the help; None for other fields."""
+    """Choose parser, formatter and metavar for a size or a duration, by the name's ending. None for other fields."""
     if name.endswith("_bytes"):
         return parse_size_bytes, show_bytes, "SIZE"
     if name.endswith("_ms") or "_ms_" in name:
@@ -120,7 +121,7 @@ def _unit(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] |
 
 
 def _option(field: Field[Any], hint: Any) -> inspect.Parameter:
-    """Return one field as a parameter of a command; None means that it was not given."""
+    """Build the command's parameter for one field. Its value is None if the option is not given."""
     name, unit = option_name(field.name), _unit(field.name)
     about: dict[str, Any] = {
         "help": field.metadata["help"],
@@ -147,7 +148,7 @@ def _show(default: Any, unit: Any) -> str:
 
 
 def build_settings(file: Path | None, chosen: dict[str, Any]) -> Settings:
-    """Return the settings of the file, changed by the options chosen (not None); SetupError names the fault."""
+    """Combine the file's settings with the chosen options, which win unless None. SetupError names the fault."""
     values = _read(file) if file is not None else {}
     values |= {name: value for name, value in chosen.items() if value is not None}
     return Settings(**values)
@@ -162,7 +163,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _value(file: Path, name: str, value: Any) -> Any:
-    """Return one entry of the settings file, read as the option of that name would be."""
+    """Convert one entry of the settings file, with the same rules as the option of that name."""
     if name not in types():
         raise SetupError(f"--settings {file}: {name!r} is no setting; 'timeball serve --help' lists them")
     if isinstance(value, str) and (unit := _unit(name)) is not None:
@@ -183,13 +184,13 @@ def _value(file: Path, name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SparkOptions:
-    """The options of a Spark session that every command on Spark has."""
+    """The options of a Spark session, which every command on Spark has."""
 
     master: str | None = None
     conf: tuple[tuple[str, str], ...] = ()
 
     def words(self) -> list[str]:
-        """Return the options as a command line has them."""
+        """Convert the options into the words of a command line."""
         words = [] if self.master is None else ["--master", self.master]
         return words + [word for key, value in self.conf for word in ("--conf", f"{key}={value}")]
 
@@ -215,7 +216,7 @@ _SPARK = {
 
 
 def spark_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(…, spark, …)` the options of a Spark session in the place of that parameter."""
+    """Give `command(…, spark, …)` the options of a Spark session in place of the parameter `spark`."""
     parameters = []
     for own in inspect.signature(command, eval_str=True).parameters.values():
         if own.annotation is SparkOptions:
@@ -238,7 +239,10 @@ def spark_options(command: Callable[..., None]) -> Callable[..., None]:
 def build_spark_options(
     master: str | None, conf: Sequence[str] | None, packages: Sequence[str] | None, name: str | None
 ) -> SparkOptions:
-    """Return the options of a session; RequestError for a setting of another shape than NAME=VALUE."""
+    """Combine the options of a session.
+
+    RequestError for a --conf that is not NAME=VALUE, and for --packages under spark-submit, where Spark runs already.
+    """
     settings = dict(pair("--conf", each) for each in conf or [])
     if packages:
         from timeball.pipeline.run import SUBMITTED
@@ -254,7 +258,7 @@ def build_spark_options(
 
 
 def pair(option: str, text: str) -> tuple[str, str]:
-    """Return the two sides of NAME=VALUE; RequestError, naming the option, for another shape."""
+    """Split NAME=VALUE. RequestError, which names the option, for another form."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise RequestError(f"{option} {text}: write NAME=VALUE")
@@ -266,7 +270,7 @@ def pair(option: str, text: str) -> tuple[str, str]:
 
 @contextmanager
 def connect(endpoint: str) -> Iterator[Timeball]:
-    """Return a client of `endpoint`; Unavailable, naming the endpoint and what to do, when no broker answers."""
+    """Open a client of `endpoint`. Unavailable, with the endpoint and advice, when no broker answers."""
     from timeball.client import Timeball
 
     try:
@@ -278,7 +282,7 @@ def connect(endpoint: str) -> Iterator[Timeball]:
             raise
         is_closed = "Socket closed" in said or "reset by peer" in said
         if is_closed and not endpoint.startswith("grpc+tls"):
-            # A broker that speaks TLS alone does this to a client that does not.
+            # A broker that accepts only TLS closes the connection of a client without TLS.
             raise Unavailable(f"{said}; if the broker has a certificate, write grpc+tls://") from error
         raise Unavailable(
             f"no broker answers at {endpoint}: start one with 'timeball up', or name another with --endpoint"
@@ -286,11 +290,11 @@ def connect(endpoint: str) -> Iterator[Timeball]:
 
 
 def reach(endpoint: str) -> None:
-    """Raise Unavailable when no broker answers: that should not cost the seconds that Spark takes to start."""
+    """Raise Unavailable when no broker answers: an early check, which saves the seconds that Spark takes to start."""
     with connect(addresses_of(endpoint)) as ball:
         ball.status()
 
 
 def addresses_of(endpoint: str) -> str:
-    """Return an endpoint without the group that the pipeline confines it to: grpc://host:port#g2."""
+    """Cut off the group to which an endpoint confines the pipeline, such as #g2 in grpc://host:port#g2."""
     return endpoint.partition("#")[0]

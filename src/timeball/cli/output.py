@@ -1,7 +1,7 @@
-"""Where commands write: results on stdout, everything else on stderr.
+"""The output of commands: results go to stdout, everything else to stderr.
 
-With --json a command prints one JSON document a line on stdout and nothing else, so that a pipe can trust it;
-progress and notes go to stderr, and progress bars only to a terminal.
+With --json, a command prints one JSON document per line on stdout and nothing else, so that a pipe can rely on it.
+Progress and notes go to stderr. Progress bars appear on a terminal only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-# Imported when a command prints by it: a broker does not, and starts sooner without.
+# Rich is imported on its first use: a broker does not print with it, and starts sooner without the import.
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def out() -> Console:
-    """Return the console of results."""
+    """Return the console for results, on stdout."""
     from rich.console import Console
 
     return Console(soft_wrap=True, highlight=False)
@@ -29,20 +29,20 @@ def out() -> Console:
 
 @functools.cache
 def err() -> Console:
-    """Return the console of all else."""
+    """Return the console for everything else, on stderr."""
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_json(document: object) -> None:
-    """One line of JSON on stdout, there at once even when stdout is a pipe."""
+    """Print one line of JSON on stdout, flushed at once even when stdout is a pipe."""
     sys.stdout.write(msgspec.json.encode(document, enc_hook=str).decode() + "\n")
     sys.stdout.flush()
 
 
 def print_line(text: str) -> None:
-    """One line of text on stdout, there at once even when stdout is a pipe."""
+    """Print one line of text on stdout, flushed at once even when stdout is a pipe."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -57,12 +57,12 @@ def show(document: object, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def print_note(text: str) -> None:
-    """One line for the person at the terminal: never part of a result."""
+    """Print one line for the person at the terminal, on stderr. It is never part of a result."""
     err().print(text, markup=False)
 
 
 def progress_bar(*, quiet: bool = False) -> Progress:
-    """A progress display on stderr; silent when stderr is no terminal or the caller asks for silence."""
+    """Create a progress display on stderr, silent when stderr is no terminal or `quiet` is set."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(
@@ -77,7 +77,10 @@ def progress_bar(*, quiet: bool = False) -> Progress:
 
 
 def bars(counts: Mapping[str, int], width: int = 40) -> list[str]:
-    """Lines of a bar chart: label, bar, count. The longest bar is `width` wide; a count above 0 shows."""
+    """Draw a bar chart, one line per entry: label, bar, count.
+
+    The longest bar has `width` characters. A count above 0 has at least one.
+    """
     if not counts:
         return []
     most = max(counts.values())

@@ -1,7 +1,8 @@
-"""Options read without Typer's validators, whose library takes as long to import as numpy and Arrow together.
+"""Options read without Typer's validators, because Pydantic takes as long to import as numpy and Arrow together.
 
-Typer reads every parameter by a model of Pydantic, also one that was not given. Texts, whole numbers, paths and what
-has a parser of ours need none. All else, and each value that is refused, is left to Typer, which names the fault.
+Typer reads every parameter with a Pydantic model, even one that was not given. Texts, whole numbers, paths and
+parameters with a parser of Timeball need no model. All other parameters, and each value that is refused, are left to
+Typer, which names the fault.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ class PlainParameter:
         self._read = read
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the value of a text, or of a default; None when there is neither."""
+        """Convert a text. None stays None. Other values, and texts that are refused, go to Typer's reader."""
         if value is None:
             return None
-        # Of any kind, as a parser may raise: Typer asks it again, and names the option.
+        # A parser may raise any error. Typer calls the parser again, and names the option in its message.
         with contextlib.suppress(Exception):
             if isinstance(value, str):
                 return self._read(value)
-        param._runtime_param = None  # Typer builds its own, which stays
+        param._runtime_param = None  # so that Typer builds its own reader, and keeps it
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
 
 
 def plain_parameters(command: Any, ctx: Any) -> Any:
-    """Return the command, whose parameters are read without Typer's validators where they can be."""
+    """Give the parameters of a command and its subcommands plain readers where possible, and return the command."""
     for parameter in command.get_params(ctx) if ctx is not None else ():
-        # Attributes of Typer's own: a version that has none of them reads as it does.
+        # These attributes are internal to Typer. In a version without them, Typer's own readers stay.
         descriptor = getattr(parameter, "type_descriptor", None)
         if descriptor is None or getattr(parameter, "_runtime_param", "") is not None:
             continue

@@ -1,8 +1,8 @@
-"""`timeball pending`: how much waits, and when it falls due.
+"""`timeball pending`: count the pending messages by due time.
 
-This process counts by SQL, not the broker: it reads the pending table from its Parquet files and the log's tail over
-Flight, both of one version (pipeline/views/snapshot.py). A promise due after the broker's "now" cannot have been
-released; those due earlier count as being delivered.
+The SQL that counts runs in this process, not in the broker. It reads the pending table from its Parquet files, and the
+log's tail over Flight, both of one version (pipeline/views/snapshot.py). A promise that is due after the broker's "now"
+cannot have been released. Those due earlier count as being delivered.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _NUMPY_UNIT = {Unit.HOUR: "h", Unit.DAY: "D", Unit.MONTH: "M", Unit.YEAR: "Y"}
 
 @dataclass
 class Waiting:
-    """Promises by hour of their instant. Keys are hours since 1970, values are counts."""
+    """Pending messages by the hour of their due time. Keys are hours since 1970, values are counts."""
 
     now_ms: int
     hours: dict[int, int] = field(default_factory=dict)
     tail_rows: int = 0
     table_rows: int = 0
-    level_rows: int = 0  # of RocketMQ's delay levels; these stay in the log until they are due
+    level_rows: int = 0  # for RocketMQ's delay levels, which stay in the log until they are due
 
     def by(self, unit: Unit) -> dict[str, int]:
-        """Counts by label in time order; AUTO takes the finest unit that gives at most BARS_MAX bars."""
+        """Count by label, in time order. AUTO takes the finest unit that gives at most BARS_MAX bars."""
         import numpy as np
 
         if unit is Unit.AUTO:
@@ -65,9 +65,10 @@ def pending(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how many messages wait, by the hour (day, month) they are due, in UTC.
+    """Show how many messages are pending, by the hour (day, month, year) in which they are due, in UTC.
 
-    Reads the pending table from where the broker keeps it, so it runs where that folder can be read.
+    The command reads the pending table where the broker keeps it, so run it
+    where that folder can be read.
 
     \b
     Examples:
@@ -100,7 +101,7 @@ def pending(
 
 
 def count_waiting(endpoint: str) -> Waiting:
-    """Count all promises due after the broker's now that are not cancelled."""
+    """Count all promises that are due after the broker's "now" and not cancelled."""
     from timeball.pipeline.views.duckdb_session import SqlSession
 
     with SqlSession(endpoint, upcoming=True, bodies=False) as session:

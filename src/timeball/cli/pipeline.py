@@ -1,11 +1,11 @@
-"""`timeball pipeline`: run jobs on Spark, against any broker and any master, and show how they are doing.
+"""`timeball pipeline`: run jobs on Spark, against any broker and any master, and show their state.
 
-The same jobs run inside `timeball up`; run by hand they go to a cluster by changing --master and --endpoint.
-Spark is imported only here and below, when a job really starts.
+The same jobs run inside `timeball up`. Run by hand, they go to a cluster with other values of --master and --endpoint.
+Spark is imported only in functions that start a job.
 
-Each job leaves a small file beside its checkpoint every few seconds. `pipeline status` reads these, and asks the broker
-how far its log goes; it needs no Spark. A job that has left nothing for a while is said to be silent: it was killed, or
-its machine was.
+Each job writes a small status file beside its checkpoint every few seconds. `pipeline status` reads these files, and
+asks the broker for the end of its log, so it needs no Spark. A job without a new file for a while is shown as silent:
+the job or its machine was killed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ app = typer.Typer(help="Run Spark jobs on the log and on what waits.", no_args_i
 
 
 class Job(StrEnum):
-    """Jobs that `run` knows."""
+    """The jobs that `pipeline run` accepts."""
 
     COMPACT = "compact"
     LEDGER = "ledger"
@@ -89,9 +89,11 @@ def run(
 ) -> None:
     """Run pipeline jobs until Ctrl-C, or with --once until they have caught up.
 
-    compact moves scheduled messages from the log's tail to the pending table; ledger keeps their events:
-    accepted, released, cancelled, lateness; archive keeps every message that became visible; dispatch brings
-    due messages in place of the broker's own wheel, for clusters. Killed at any moment they go on where they were.
+    compact moves scheduled messages from the log's tail to the pending table.
+    ledger records their events: accepted, released, cancelled, and lateness.
+    archive stores every message that became visible. dispatch releases due
+    messages in place of the broker's own scheduler, for clusters. A job that
+    was killed continues where it was.
 
     \b
     Examples:
@@ -124,7 +126,7 @@ def run(
 
 
 def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:
-    """JOB.NAME=VALUE by job; RequestError for a job that is not run or a text of another shape."""
+    """Group JOB.NAME=VALUE by job. RequestError for a job that is not run, and for another form."""
     found: dict[str, dict[str, str]] = {}
     for text in given:
         job, dot, rest = text.partition(".")
@@ -138,12 +140,12 @@ def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, 
 
 
 def _stop_on_eof() -> None:
-    """End as on SIGTERM once stdin closes: the process that started this one with a pipe has died."""
+    """End as on SIGTERM when stdin closes: the parent process, which holds the other end of the pipe, has died."""
 
     stdin = sys.stdin.fileno()
 
     def watch() -> None:
-        # Not through sys.stdin, whose lock this thread would still hold when the interpreter ends.
+        # os.read, not sys.stdin: this thread would still hold the lock of sys.stdin when the interpreter ends.
         while os.read(stdin, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -165,10 +167,10 @@ def status(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how the pipeline's jobs are doing: where they stand, how far behind, how fast, what failed.
+    """Show the state of the pipeline's jobs: position, lag, speed and failures.
 
-    Asks the broker, and reads what the jobs leave beside their checkpoints. With --checkpoint it works while the
-    broker is away.
+    The command asks the broker, and reads the status files beside the jobs'
+    checkpoints. With --checkpoint it works while the broker is away.
 
     \b
     Examples:
@@ -192,7 +194,7 @@ def status(
         return
     out().print(_table(found))
     for document in found:
-        # A line of its own: in a column it would be folded, and a search would not find it.
+        # A separate line: a column would wrap the text, and a search would not find it.
         if document["error"]:
             print_line(f"{document['job']}: {document['error']}")
     if broker:
@@ -200,7 +202,7 @@ def status(
 
 
 def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
-    """The broker's status; empty when it is away and its folder is known."""
+    """Read the broker's status. It is empty when the broker is away and the status is not `needed`."""
     try:
         with connect(addresses_of(endpoint)) as ball:
             found: dict[str, Any] = ball.status()
@@ -216,9 +218,9 @@ def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, 
     stands = last.position if last is not None and last.unit == "seq" else None
     is_one_log = (
         bool(broker) and len(broker.get("groups") or []) < 2
-    )  # of several groups this is the end of one
+    )  # with several groups, the broker's status has the log of one only
     if job.job == Job.COMPACT and is_one_log:
-        # The watermark says how far the tail is moved, and the broker moves it too while the job does not.
+        # The tail is moved up to the watermark. The broker moves it as well, while the job does not.
         stands = max(stands or 0, broker["watermark"])
     behind = None if stands is None else last.lag if last is not None else None
     if stands is not None and is_one_log:

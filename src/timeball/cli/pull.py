@@ -1,4 +1,4 @@
-"""`timeball pull`: read the visible messages of a topic, as a member of a group or without leaving a trace."""
+"""`timeball pull`: read the visible messages of a topic, as a group's member or, with --peek, without taking them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def pull(
 ) -> None:
     """Pull visible messages and acknowledge them.
 
-    A message that was scheduled shows how late it was stored in its queue.
+    For a message that was scheduled, the output shows how late it was stored in
+    its queue.
 
     \b
     Examples:
@@ -51,7 +52,7 @@ def pull(
       timeball pull orders --peek --json | jq .body
     """
     count = 0
-    # Who follows waits anyhow, so let the broker hold the call.
+    # --follow waits anyway, so let the broker hold each call: for 5 s, or for --wait if that is longer.
     wait = timedelta(milliseconds=max(wait_ms or 0, 5_000 if follow else 0))
     with connect(endpoint) as ball:
         try:
@@ -68,7 +69,7 @@ def pull(
         except KeyboardInterrupt:
             pass
         except NotFound as error:
-            if wait:  # it has been waited for
+            if wait:  # the wait time has passed, so do not advise to wait
                 raise
             raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
         why = "" if count else f": {_why_nothing(ball, topic, group)}"
@@ -77,7 +78,7 @@ def pull(
 
 
 def _why_nothing(ball: Timeball, topic: str, group: str) -> str:
-    """Return what to tell a reader who got nothing: a slip of the pen must not look like an empty topic."""
+    """Explain an empty result: a topic with a typing error in its name must not look like an empty topic."""
     try:
         ball.queues(topic)
     except NotFound:
@@ -114,7 +115,7 @@ def _print(message: Message, as_json: bool) -> None:
 
 
 def _text(body: bytes) -> str | None:
-    """The body as text, or None when it is none."""
+    """Decode a body as UTF-8. None when it is not text."""
     try:
         return body.decode()
     except UnicodeDecodeError:

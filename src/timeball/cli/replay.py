@@ -1,7 +1,8 @@
-"""`timeball replay`: messages of a window of the past are scheduled again, later, slower or faster.
+"""`timeball replay`: schedule the messages of a past window again, later, slower or faster.
 
-First what it would do is shown (a batch query on Spark, pipeline/jobs/replay.py), and only a yes makes it so. The same
-arguments name the same replay, so that a command that was cut off, or is not known to have worked, can be given again.
+The command first shows the outcome (a batch query on Spark, pipeline/jobs/replay.py), and schedules only when that is
+confirmed. The same arguments identify the same replay: run the command again after an interruption, or if its outcome
+is unknown.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _INSTANT: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(instant
 
 
 class By(StrEnum):
-    """The instant of a message that places it in the window."""
+    """The time of a message that decides whether it is in the window."""
 
     VISIBLE = "visible"
     DUE = "due"
@@ -99,11 +100,12 @@ def replay(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Schedule a past window of messages again, after showing what that means.
+    """Schedule a past window of messages again, after showing the plan.
 
-    Messages come from the archive (timeball pipeline run archive) and from the log. Instants need a time zone.
-    The same arguments are the same replay: given again, it changes nothing. A replay is a campaign: timeball
-    campaign can count, pause and cancel it.
+    Messages come from the archive (timeball pipeline run archive) and from the
+    log. Times need a time zone. The same arguments identify the same replay:
+    run again, it changes nothing. A replay is a campaign: timeball campaign can
+    count, pause and cancel it.
 
     \b
     Examples:
@@ -137,7 +139,7 @@ def replay(
 
 @dataclass(frozen=True)
 class Wish:
-    """The options of a replay but for its window; see the command."""
+    """The options of a replay, except for its window. They are described at the command."""
 
     archive: str | None
     table_uri: str | None
@@ -149,7 +151,7 @@ class Wish:
 
 
 def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) -> None:
-    """Show what a replay would do and, when that is wanted, do it. One document with --json."""
+    """Show the plan of a replay and, if it is confirmed, carry it out. With --json, print one document."""
     from timeball.pipeline.jobs import replay_groups as job
 
     window.check()
@@ -175,21 +177,21 @@ def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) ->
 
 @contextmanager
 def working(what: str, wish: Wish) -> Iterator[None]:
-    """Show on a terminal that a query is running; how long it takes cannot be said beforehand."""
+    """Show on a terminal that a query is running, without a total: its length is not known in advance."""
     with progress_bar(quiet=wish.as_json) as progress:
         progress.add_task(what, total=None)
         yield
 
 
 def beginning(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:
-    """Return the instant at which the window begins again; InvalidDelay unless exactly one of its options is used."""
+    """Find the time at which the window begins again. InvalidDelay unless exactly one of the options is given."""
     if (at_ms is None) == (shift_ms is None):
         raise InvalidDelay("say when: exactly one of --at (an instant) and --shift (such as 7d)")
     return at_ms if at_ms is not None else from_ms + (shift_ms or 0)
 
 
 def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
-    """Return when the replay is wanted; RequestError, or the end of the command, when it is not."""
+    """Return if the replay is confirmed. Otherwise raise RequestError, or abort the command."""
     if plan.overdue and not late:
         raise RequestError(
             f"{plan.overdue:,} of {plan.rows:,} messages would be due before now, and go out all at once: "
@@ -206,13 +208,13 @@ def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
 
 
 def print_report(report: ReplayReport, as_json: bool) -> None:
-    """Print how much has been scheduled, now or before."""
+    """Print the number of messages that were scheduled, now or by an earlier run."""
     said = f"done before, at {instant(report.at_ms)}:" if report.repeated else "scheduled"
     show(report, [f"{said} {report.rows:,} messages as {report.job_id}"], as_json=as_json)
 
 
 def describe_plan(plan: ReplayPlan) -> Iterator[str]:
-    """The due load that a replay makes, its topics, and when it begins and ends."""
+    """Yield the due load of a replay, its topics, and its first and last due time."""
     if plan.first_due_ms is None or plan.last_due_ms is None:
         yield "nothing passed in this window"
         return
@@ -228,6 +230,6 @@ def describe_plan(plan: ReplayPlan) -> Iterator[str]:
 
 
 def instant(at_ms: int) -> str:
-    """An instant for people, in UTC: 2026-11-22T13:05:00Z, with a fraction where there is one."""
+    """Format a time for people, in UTC: 2026-11-22T13:05:00Z, with milliseconds unless they are 0."""
     unit = "seconds" if at_ms % 1000 == 0 else "milliseconds"
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec=unit).replace("+00:00", "Z")

@@ -1,7 +1,7 @@
-"""`timeball serve --cluster …`: one replica in the foreground, until SIGTERM or SIGINT.
+"""`timeball serve --cluster …`: run one replica in the foreground, until SIGTERM or SIGINT.
 
-A process that leads no more, or whose disk has failed once, begins anew in its place: the same process number, no
-memory of before, and a log that is read from the disk.
+A process that has lost the lead, or whose disk has failed once, starts anew in place: it keeps its process id, forgets
+its memory and reads the log from the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_replica(settings: Settings, as_json: bool) -> None:
-    """Run a node of a cluster; raises what only an operator can mend."""
+    """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
     from timeball.broker.memory import collect_cycles_rarely, use_system_pool
     from timeball.descriptors import allow_many
 
@@ -62,7 +62,7 @@ async def _run(settings: Settings, as_json: bool) -> None:
         if isinstance(ended, StorageError | SetupError):
             raise ended
         if ended is not None:
-            # At once: what waits in threads and on sockets is of a life that is over.
+            # Immediately: pending work of threads and sockets belongs to the run that is over.
             logger.warning("begins anew reason=%r", ended)
             _begin_anew()
     finally:
@@ -82,13 +82,13 @@ async def _tell_when_serving(node: ReplicatedNode, as_json: bool) -> None:
 
 
 def _begin_anew() -> None:
-    """Replace this process by one with the same command, which gets none of its descriptors, sockets among them."""
+    """Replace this process by a new one with the same command. Of its descriptors it inherits only 0, 1 and 2."""
     sys.stdout.flush()
     sys.stderr.flush()
     for name in os.listdir("/proc/self/fd"):
-        # Marked, and closed by the system as this program ends: another thread may be writing to one of them, and must
-        # not meet another file under its number.
+        # Mark the descriptor, so that the system closes it at execv. Another thread may be writing to it until then: if
+        # it were closed here, the thread could hit another file with the same number.
         if int(name) > 2:
-            with suppress(OSError):  # the folder that was listed is closed again
+            with suppress(OSError):  # the descriptor by which the folder was listed is closed already
                 os.set_inheritable(int(name), False)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,7 +1,7 @@
-"""`timeball send` and `timeball schedule`: a message for now, or for an instant.
+"""`timeball send` and `timeball schedule`: send a message for now, or for a due time.
 
-A body comes from an argument or a stream, one message or one a line. Lines become columns chunk by chunk, so that a
-file of any size is sent in bounded memory and pipelined.
+A body comes from an argument or a stream, as one message or one per line. Lines become columns, `CHUNK_LINES` at a
+time, so a file of any size is sent in bounded memory. The client splits a large chunk into pipelined batches.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def schedule(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Schedule a message, and print the id by which it can be cancelled.
+    """Schedule a message, and print the id by which you can cancel it.
 
-    Exactly one of --after and --at is needed. An instant needs a time zone: a local time would fire at
-    another instant on another machine.
+    Give exactly one of --after and --at. The time of --at needs a time zone: a
+    local time would mean another time on another machine.
 
     \b
     Examples:
@@ -141,7 +141,7 @@ def schedule(
 
 
 def timing(after: str | None, at: str | None) -> dict[str, int | None]:
-    """The instant or the delay as columns, of which one is null; InvalidDelay unless exactly one is given."""
+    """Convert --at or --after into columns, of which one is null. InvalidDelay unless exactly one is given."""
     if (after is None) == (at is None):
         raise InvalidDelay(
             "say when: exactly one of --after (such as 30m) and --at (such as 2030-01-31T09:00:00Z)"
@@ -155,18 +155,18 @@ def timing(after: str | None, at: str | None) -> dict[str, int | None]:
 
 
 def read_body(body: str | None) -> bytes:
-    """The body given, or all of stdin."""
+    """Read the body from the argument, or all of stdin."""
     return sys.stdin.buffer.read() if body is None or body == "-" else body.encode()
 
 
 def read_properties(given: list[str] | None) -> dict[str, str] | None:
-    """NAME=VALUE pairs as a dictionary."""
+    """Parse NAME=VALUE pairs into a dictionary. None if there are none."""
     with naming("--property"):
         return dict(map(parse_property, given)) if given else None
 
 
 def only_lines(lines: Path | None, body: str | None, message_id: str | None) -> None:
-    """RequestError for what --lines would have no use for: nothing that was given is left out silently."""
+    """Raise RequestError for arguments that --lines would ignore: no argument is ignored silently."""
     if lines is None:
         return
     if body is not None:
@@ -176,7 +176,7 @@ def only_lines(lines: Path | None, body: str | None, message_id: str | None) -> 
 
 
 def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:
-    """Send every line of `file`, each with the same `columns` beside its body, and say how many."""
+    """Send every line of `file` with the same `columns` beside its body, and print the number of messages."""
     sent = past_rows = past_ms = 0
     source = sys.stdin.buffer if str(file) == "-" else _open(file)
     with source, progress_bar(quiet=as_json) as progress:
@@ -197,7 +197,7 @@ def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_jso
 
 
 def _of_lines(error: TimeballError, file: Path, sent: int, count: int) -> TimeballError:
-    """Return the error of a part of a file, with the number of lines before it that are sent."""
+    """Add to the error of a chunk its line numbers, and the number of lines that were sent before it."""
     told = type(error)(
         f"--lines {file}: lines {sent + 1} to {sent + count}, here rows 0 to {count - 1}: {error}. {sent} lines before "
         "these were sent"
@@ -207,7 +207,7 @@ def _of_lines(error: TimeballError, file: Path, sent: int, count: int) -> Timeba
 
 
 def report(receipt: Receipt, *, as_json: bool) -> None:
-    """Say what the broker has acknowledged: the id on stdout, for people the instant on stderr."""
+    """Print the acknowledged message: its id on stdout and, for people, its due time on stderr."""
     if as_json:
         print_json(receipt)
         return
@@ -223,7 +223,7 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
 def encode_columns(
     topic: str, tag: str | None, keys: list[str] | None, properties: list[str] | None
 ) -> dict[str, object]:
-    """The columns that are the same for every line."""
+    """Build the columns that are the same for every line."""
     from timeball.rules import check_label, keys_text, properties_text
 
     pairs = read_properties(properties)

@@ -1,7 +1,7 @@
-"""`timeball serve`: the broker alone, in the foreground, until SIGTERM or SIGINT.
+"""`timeball serve`: run the broker alone in the foreground, until SIGTERM or SIGINT.
 
-The ready line is printed when a client can connect, and not before: a program that starts the broker as a child
-waits for that line instead of guessing, and systemd for READY=1. Without a pipeline the broker compacts by itself.
+The ready line is printed when a client can connect, and not before. A program that starts the broker as a child waits
+for that line instead of guessing, and systemd waits for READY=1. Without a pipeline, the broker compacts by itself.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ StartClient = Callable[["Node"], Callable[[], Awaitable[None]]]
 def serve(settings: Settings, as_json: JsonOption = False) -> None:
     """Run the broker in the foreground, without a pipeline.
 
-    Prints one line when it is ready, and ends on SIGTERM or Ctrl-C with everything acknowledged on disk. Each
-    option can also be given as an environment variable (TIMEBALL_PORT for --port) or in a settings file.
+    The broker prints one line when it is ready. It ends on SIGTERM or Ctrl-C
+    with everything acknowledged on disk. Each option can also be given as an
+    environment variable (TIMEBALL_PORT for --port) or in a settings file.
 
     \b
     Examples:
@@ -54,7 +55,10 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def run_broker(settings: Settings, as_json: bool, start_client: StartClient | None = None) -> None:
-    """Serve until a signal. `start_client` is called when messages are taken; what it returns ends the client."""
+    """Serve until a signal.
+
+    `start_client` is called once messages are accepted. The function that it returns ends the client before the broker.
+    """
     from timeball.broker.memory import collect_cycles_rarely, use_system_pool
     from timeball.descriptors import allow_many
     from timeball.monitoring.systemd import Systemd
@@ -84,7 +88,7 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
 
 
 def announce(node: Node, as_json: bool) -> None:
-    """The ready line."""
+    """Print the ready line."""
     from timeball import __version__
 
     settings, data = node.settings, str(node.settings.data.absolute())
@@ -118,7 +122,7 @@ def announce(node: Node, as_json: bool) -> None:
 
 
 def local_endpoint(settings: Settings, port: int) -> str:
-    """How a process on this machine reaches the broker, whose host may mean "everywhere"."""
+    """Build the endpoint for processes on this machine: loopback, if the broker's host means all interfaces."""
     return _endpoint(settings, _local(settings.host), port)
 
 

@@ -1,8 +1,8 @@
-"""The door to Spark: imported when a command needs it, with one sentence when it is not installed.
+"""The entrance to Spark: imported when a command needs it, with a clear error when Spark is not installed.
 
-What Java and Spark's workers write on their stderr (greetings, broken pipes at the end) goes to a file, not over
-the user's terminal: failures reach us as exceptions. If Java does not even start, the file's last line is the
-reason, so it becomes part of the error. With TIMEBALL_DEBUG=1 everything stays on the terminal.
+Java and Spark's workers write to stderr (greetings, broken pipes at the end). Their output goes to a file, not to the
+user's terminal, because failures arrive as exceptions. If Java does not even start, the file's last line contains the
+reason, so it becomes part of the error. With TIMEBALL_DEBUG=1, everything stays on the terminal.
 
 An interrupted start leaves no process behind.
 """
@@ -30,10 +30,10 @@ STDERR = 2
 
 
 def load_runner(*, with_spark: bool = True) -> ModuleType:
-    """The module that runs continuous jobs; SetupError when what it needs is missing."""
+    """Import the module that runs continuous jobs. SetupError when a package is missing."""
     try:
         if with_spark:
-            import pyspark  # noqa: F401 - only asked for: it is imported when a session is built
+            import pyspark  # noqa: F401 - only a check: it is used when a session is built
         from timeball.pipeline.run import runner
     except ModuleNotFoundError as error:
         raise not_installed(error, SPARK if with_spark else BROKER) from error
@@ -43,10 +43,10 @@ def load_runner(*, with_spark: bool = True) -> ModuleType:
 def open_session(
     master: str | None, name: str, conf: Mapping[str, str] | None = None, log: Path | None = None
 ) -> SparkSession:
-    """A session that knows the format `timeball`; SetupError when pyspark or Java is missing.
+    """Open a session with the data source `timeball`. SetupError when pyspark or Java is missing.
 
-    `master`: None for spark-submit's, or a local one. `log`: where Spark's own stderr goes; by default a file without
-    a name, gone with the session.
+    `master`: None for the master of spark-submit, or else a local one. `log`: the file for Spark's stderr. The default
+    is a file without a name, which is deleted with the session.
     """
     try:
         from timeball.pipeline.run.session import build_session
@@ -58,7 +58,7 @@ def open_session(
 
 @contextmanager
 def spark_session(chosen: SparkOptions, name: str) -> Iterator[SparkSession]:
-    """Open a session for the length of a block; `name` is the application's if none was chosen."""
+    """Open a session for the block. `name` is the application's name unless the options contain one."""
     spark = open_session(chosen.master, name, dict(chosen.conf))
     try:
         yield spark
@@ -70,7 +70,7 @@ def spark_session(chosen: SparkOptions, name: str) -> Iterator[SparkSession]:
 
 @contextmanager
 def _children_write_to(log: Path | None) -> Iterator[None]:
-    """Processes started in this block inherit a file as their stderr; this process keeps its own after it."""
+    """Redirect stderr of the processes that the block starts into a file, and restore our own stderr after it."""
     if os.environ.get("TIMEBALL_DEBUG") == "1":
         yield
         return
@@ -87,7 +87,7 @@ def _children_write_to(log: Path | None) -> Iterator[None]:
 
 
 def _with_reason(error: TimeballError, descriptor: int) -> str:
-    """The error's text and the last line that was written to the file, if there is one."""
+    """Append the last line of the file, if there is one, to the error's text."""
     size = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, 4_096, max(0, size - 4_096)).decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -96,18 +96,18 @@ def _with_reason(error: TimeballError, descriptor: int) -> str:
 
 @contextmanager
 def no_child_left_behind() -> Iterator[None]:
-    """Ctrl-C or a failure in this block ends the processes that it has started.
+    """On Ctrl-C or a failure in the block, end the processes that it has started.
 
-    For the start of a process: a JVM that is interrupted in the middle of its start may wait for ever, and its caller
-    has no handle yet that could end it.
+    The block starts a process. A JVM that is interrupted in the middle of its start may wait forever, and its caller
+    does not yet have a handle to end it.
     """
-    import psutil  # with Spark, and not in a plain installation
+    import psutil  # installed with Spark, not in a plain installation
 
     here = psutil.Process()
     before = set(here.children())
     try:
         yield
-    except BaseException:  # Ctrl-C above all, and it goes on below
+    except BaseException:  # Ctrl-C above all, which is raised again below
         for child in set(here.children()) - before:
             for process in (*_descendants(child), child):
                 try:
@@ -118,7 +118,7 @@ def no_child_left_behind() -> Iterator[None]:
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Return none of a process that has ended meanwhile."""
+    """List the descendants of a process, none if it has ended meanwhile."""
     import psutil
 
     try:

@@ -1,7 +1,7 @@
-"""`timeball sql`: questions about what waits and what happened, answered in this process by DuckDB.
+"""`timeball sql`: query pending messages, events and past messages, with DuckDB in this process.
 
-The engine and its views are pipeline/views/duckdb_session.py; this module prints its rows as a table, CSV or JSON.
-Each answer says of which version it is: on stderr for people, in the document with --json.
+The engine and its views are in pipeline/views/duckdb_session.py. This module prints the rows as a table, CSV or JSON.
+Each answer names its version: on stderr for people, in the document with --json.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def sql(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask with SQL what waits, what happened, and what passed.
+    """Query pending messages, events and past messages with SQL.
 
-    Views: pending, pending_table, promises, ledger, archive, log. One consistent version per query. Runs on
-    DuckDB, without Spark or Java, where the pending table can be read. Spark has the same views:
+    Views: pending, pending_table, promises, ledger, archive, log. Each query
+    reads one consistent version. It runs on DuckDB, without Spark or Java,
+    where the pending table can be read. Spark has the same views:
     timeball.pipeline.views.spark_views.register(spark, endpoint).
 
     \b
@@ -107,7 +108,7 @@ def sql(
 
 
 def describe(version: Version) -> str:
-    """The version in a line."""
+    """Format the version as one line."""
     instant = datetime.fromtimestamp(version.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
     return f"as of {instant[:-6]}Z: {_stand(version)}"
 
@@ -123,7 +124,7 @@ def _stand(version: Version) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and CSV have it: instants as ISO 8601, bytes as text, or as hex behind \\x."""
+    """Convert a value for JSON and CSV: times as ISO 8601, bytes as text, or as hex after \\x if they are not UTF-8."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -133,7 +134,7 @@ def plain(value: Any) -> Any:
         return value.isoformat().replace("+00:00", "Z")
     if isinstance(value, date):
         return value.isoformat()
-    if isinstance(value, Decimal):  # what a sum of integers comes as
+    if isinstance(value, Decimal):  # DuckDB's type for a sum of integers
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, list):
         return [plain(each) for each in value]
@@ -143,7 +144,7 @@ def plain(value: Any) -> Any:
 
 
 def lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
-    """Rows as aligned columns; numbers to the right. A long value is cut, and says so by its last character."""
+    """Format rows as aligned columns, with numbers to the right. A long value is cut, and ends with `…`."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
     right = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))]
@@ -164,7 +165,7 @@ def _cell(value: Any) -> str:
 
 
 def _query(query: str | None, file: Path | None) -> str | None:
-    """The text of the query; None when there is none."""
+    """Read the text of the query. None when there is none."""
     if file is None:
         return query
     if query is not None:
@@ -204,7 +205,7 @@ def _print_json(version: Version, reader: pa.RecordBatchReader) -> None:
 
 
 def _show_views(as_json: bool) -> None:
-    """Print the views that can be asked, from the tables' schemas alone."""
+    """Print the views and their columns, which come from the tables' schemas alone."""
     from timeball.pipeline.views.duckdb_session import view_columns
 
     views = view_columns()

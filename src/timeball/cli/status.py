@@ -1,4 +1,4 @@
-"""`timeball status`: one look at a running broker."""
+"""`timeball status`: show the state of a running broker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, a
 from timeball.cli.output import out, print_json
 from timeball.cli.units import parse_duration_ms, show_bytes
 
-GROUPS_SHOWN_MAX = 5  # with different subscriptions
+GROUPS_SHOWN_MAX = 5  # named in the warning about different subscriptions
 
 
 def status(
@@ -23,11 +23,11 @@ def status(
         typer.Option(
             "--every", parser=as_parameter(parse_duration_ms), metavar="DURATION", help="How often to look."
         ),
-    ] = "2s",  # type: ignore[assignment]  # parsed like one that is given
+    ] = "2s",  # type: ignore[assignment]  # Typer parses a default like a given value
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a broker holds, how punctual it is and what it costs.
+    """Show the contents of a broker, its punctuality, and its use of disk and memory.
 
     \b
     Examples:
@@ -74,7 +74,8 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     log, waiting = found["log"], found["schedule"]
     strategy, stored = found["strategy"], waiting["table_rows"]
     near = waiting["near_rows"]
-    # With another schedule the log is the tail, and the schedule's own files say what of it waits.
+    # With another strategy, no message moves to the table: the whole log is the tail, and the strategy's own files
+    # count the pending messages in it.
     kept = f"{waiting['tail_rows']:,} in the log's tail"
     if strategy != "hour_log":
         kept = f"{waiting['waiting_rows']:,} in the log"
@@ -106,7 +107,7 @@ def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _strangers(table: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines about what other programs did to the table."""
+    """Build the lines about changes of the table by other programs."""
     found = []
     if commits := table.get("foreign_commits"):
         found.append(
@@ -119,7 +120,7 @@ def _strangers(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _store(table: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the line about an object store that the table is in."""
+    """Build the line about the table's object store, if the table is in one."""
     if "://" not in table.get("uri", ""):
         return []
     missing = f", {table['missing_files']:,} FILES DUE SOON ARE MISSING" if table["missing_files"] else ""
@@ -128,7 +129,7 @@ def _store(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _conflicts(groups: list[str]) -> list[tuple[str, str]]:
-    """Return the line about groups whose members want different messages."""
+    """Build the line about groups whose members have different subscriptions."""
     if not groups:
         return []
     more = f" and {len(groups) - GROUPS_SHOWN_MAX:,} more" if len(groups) > GROUPS_SHOWN_MAX else ""
@@ -142,7 +143,7 @@ def _conflicts(groups: list[str]) -> list[tuple[str, str]]:
 
 
 def _replica(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the line about a node of a cluster."""
+    """Build the line about a node of a cluster."""
     if found is None:
         return []
     lags = {name: max(0, found["log_seq"] - peer["acked_seq"]) for name, peer in found["peers"].items()}
@@ -153,13 +154,13 @@ def _replica(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _room(disk: dict[str, Any]) -> str:
-    """Return the free disk space, and that sends are refused when that is too little."""
+    """Format the free disk space, and state that sends are refused if it is too small."""
     refused = f": NEW MESSAGES ARE REFUSED, {disk['no_room']}" if disk["no_room"] else ""
     return f"{show_bytes(disk['free_bytes'])} free{refused}"
 
 
 def _punctuality(lateness: dict[str, Any]) -> str:
-    """How many were released since the start, and within which bound 99 % of them were."""
+    """Format the number of releases since the start, and the lateness that 99 % of them did not exceed."""
     released = lateness["released"]
     if not released:
         return "nothing since the broker started"
@@ -168,7 +169,7 @@ def _punctuality(lateness: dict[str, Any]) -> str:
         counted += count
         if counted >= 0.99 * released:
             latest_ms = lateness["max_ms"]
-            # The bound of a bucket may lie far above all that is in it.
+            # A bucket's bound may be far above all values in the bucket.
             if bound.startswith("<=") and int(bound[2:].removesuffix("ms")) > latest_ms:
                 bound = f"<={latest_ms}ms"
             punctual = f"99 % of them late by {bound}, the latest {latest_ms} ms"

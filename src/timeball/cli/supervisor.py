@@ -1,11 +1,11 @@
-"""`timeball serve --group g1,g2`: a process for each group of this machine, and one that keeps them running.
+"""`timeball serve --group g1,g2`: one process for each group of this machine, and one that keeps them running.
 
-A group's process is a node of its own, named after this one and the group (`a.g1`), with a folder in the data folder
-and with ports of its own: each group's are PORTS_APART above those of the group before it. The name server is this
-process's, since it answers for all groups.
+A group's process is a separate node. It is named after this one and the group (`a.g1`), has a folder in the data
+folder, and has its own ports: each group's are `PORTS_APART` above those of the group before it. This process itself
+runs the name server, which answers for all groups.
 
-A process that ends is started again, later each time while it ends soon. One that cannot start at all ends the others:
-an option is wrong then, and an operator is watching.
+A process that ends is started again, after a pause that grows while the process ends early. If a process cannot start
+at all, the others are ended: then an option is wrong, and an operator is watching.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 PORTS_APART = 100
 AGAIN_S, AGAIN_S_MAX = 0.5, 10.0
-LONG_S = 60.0  # a process that has run for so long has not ended because it cannot run
+LONG_S = 60.0  # a process that ran this long was able to run, so its next pause is the shortest
 PORTS = ("port", "http_port", "remoting_port", "grpc_port", "replication_port")
 
 
 def group_names(settings: Settings) -> list[str]:
-    """Return the groups that `--group` names; raises SetupError."""
+    """Split the groups in `--group`. Raises SetupError for an empty or repeated name."""
     names = [name.strip() for name in settings.group.split(",")]
     if not all(names) or len(set(names)) < len(names):
         raise SetupError(f"--group {settings.group}: name each group once, with commas between them")
@@ -44,9 +44,9 @@ def group_names(settings: Settings) -> list[str]:
 
 
 def options_of(settings: Settings, group: str, index: int) -> dict[str, str]:
-    """Return what the process of one group is told, by option; `index` is its place among the groups."""
+    """Build the options for the process of one group. `index` is the group's position in `--group`."""
     ports = {name: int(getattr(settings, name)) for name in PORTS}
-    # -1 leaves an edge out.
+    # -1 leaves a port's server out, and 0 takes any free port: both stay as they are.
     moved = {name: port + index * PORTS_APART if port > 0 else port for name, port in ports.items()}
     if (highest := max(moved.values())) > 65_535:
         raise SetupError(
@@ -69,7 +69,7 @@ def options_of(settings: Settings, group: str, index: int) -> dict[str, str]:
 
 
 def command_of(command: list[str], options: dict[str, str]) -> list[str]:
-    """Return this process's command with the options of a group behind it: the last of two counts."""
+    """Append the options of a group to this process's command: of two equal options, the last one counts."""
     return [
         *command,
         *(word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)),
@@ -83,11 +83,11 @@ class GroupProcess:
     group: str
     command: list[str]
     process: asyncio.subprocess.Process | None = None
-    has_started: bool = False  # it has said once that it is ready
-    ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # set: it is not started again
+    has_started: bool = False  # it has printed its ready line once
+    ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # no new start once set
 
     async def run(self) -> None:
-        """Keep the process running until `end`; raises SetupError when it cannot start at all."""
+        """Keep the process running until `end`. Raises SetupError when it cannot start at all."""
         again_s = AGAIN_S
         loop = asyncio.get_running_loop()
         while True:
@@ -106,21 +106,21 @@ class GroupProcess:
             again_s = min(2 * again_s, AGAIN_S_MAX)
 
     async def _run_once(self) -> int:
-        # systemd listens to this process alone, and would take a line of another for its own.
+        # systemd expects notifications from this process only, and would take those of a child for this process's.
         environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
         self.process = process = await asyncio.create_subprocess_exec(
             *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment
         )
         assert process.stdout is not None
-        if self.ending.is_set():  # asked while it was made
+        if self.ending.is_set():  # `end` was called while the process was being created
             process.terminate()
         while line := await process.stdout.readline():
-            self.has_started = True  # its first line says that it is ready
+            self.has_started = True  # the first line is the ready line
             print_line(line.decode(errors="replace").rstrip("\n"))
         return await process.wait()
 
     def end(self) -> None:
-        """End the process in order, for good: a leader hands over, which takes a moment."""
+        """End the process in order and for good: a leader hands over first, which takes a moment."""
         self.ending.set()
         self.send(signal.SIGTERM)
 
@@ -131,9 +131,9 @@ class GroupProcess:
 
 
 async def supervise(settings: Settings, as_json: bool, command: list[str]) -> None:
-    """Run a process for each group until SIGTERM or SIGINT; `command` is the one that is run for each.
+    """Run `command` once for each group, with the group's options, until SIGTERM or SIGINT.
 
-    Raises SetupError when one of them cannot start.
+    Raises SetupError when one of the processes cannot start.
     """
     from timeball.cluster.connect import coordinator_of
     from timeball.monitoring.systemd import Systemd
@@ -165,7 +165,7 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
     try:
         ended, _ = await asyncio.wait([asked, *running], return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
-            await task  # raises what ended it
+            await task  # raises the error that ended it
     finally:
         systemd.stopping()
         watchdog.cancel()
@@ -177,5 +177,5 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
 
 
 def own_command() -> list[str]:
-    """Return the command that this process was started by."""
+    """Return the command line that started this process."""
     return [sys.executable, *sys.orig_argv[1:]]

@@ -1,4 +1,4 @@
-"""`timeball topics`: the topics of a broker, or the queues of one."""
+"""`timeball topics`: list the topics of a broker, or the queues of one topic."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def topics(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """List the topics, with their queues and the visible messages that are kept.
+    """List the topics, with their queues and their stored visible messages.
 
-    What waits for its instant is not counted here: `timeball pending` and `timeball forecast` count it.
+    Pending messages are not counted here: `timeball pending` and `timeball
+    forecast` count them.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
-"""Sizes and properties as people write them in options, and sizes, durations and instants as they are shown.
+"""Parse sizes, durations and properties in options, and format sizes, durations and times for output.
 
-A bare number keeps the unit that the option's name ends in (`--segment-bytes`, `--retention-ms`); a duration of another
-option needs its unit. Anything that does not parse is refused: "10m" must never quietly become ten of something else.
-Durations with units, and instants, are read by `timeball.instants`, as those of a Python program are.
+A number without a unit takes the unit at the end of the option's name (`--segment-bytes`, `--retention-ms`). A duration
+of another option needs a unit. Any other text is refused: "10m" must never quietly become ten of another unit.
+`timeball.instants` parses durations with units, and times, in the same way as for a Python program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
 
 
 def parse_size_bytes(text: str) -> int:
-    """Bytes in `text`: a whole number, or a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB."""
+    """Parse a size in bytes: a whole number, or a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB."""
     match = _SIZE.match(text)
     factor = _SIZE_UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -42,7 +42,7 @@ def parse_size_bytes(text: str) -> int:
 
 
 def parse_duration_ms(text: str, advice: str = "write 500ms, 10s, 1h30m or 7d") -> int:
-    """Milliseconds in `text`, a duration with units such as 72h or 1h30m; only 0 needs none."""
+    """Parse a duration with units, such as 72h or 1h30m, into milliseconds. Only 0 needs no unit."""
     number = text.strip()
     if number.isdecimal() and number != "0":
         raise InvalidDelay(f"{number[:100]}: add a unit, as in 500ms or 10s")
@@ -50,13 +50,13 @@ def parse_duration_ms(text: str, advice: str = "write 500ms, 10s, 1h30m or 7d") 
 
 
 def parse_setting_ms(text: str) -> int:
-    """Milliseconds in `text`, for an option whose name ends in `-ms`: a whole number of them, or a duration."""
+    """Parse the value of an option whose name ends in `-ms`: whole milliseconds, or a duration with units."""
     number = text.strip()
     return int(number) if number.isdecimal() else duration_ms(text, "write 500, 500ms, 10s, 1h30m or 7d")
 
 
 def parse_property(text: str) -> tuple[str, str]:
-    """Name and value in NAME=VALUE."""
+    """Split NAME=VALUE into name and value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise RequestError(f"{text!r} is no property: write NAME=VALUE")
@@ -64,7 +64,7 @@ def parse_property(text: str) -> tuple[str, str]:
 
 
 def show_bytes(size_bytes: int) -> str:
-    """A size for people: 256 MiB."""
+    """Format a size for people: 256 MiB."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -74,7 +74,7 @@ def show_bytes(size_bytes: int) -> str:
 
 
 def show_ms(duration_ms: int) -> str:
-    """A duration for people, in its largest whole unit: 72h."""
+    """Format a duration for people, in its largest whole unit: 72h. Days are used from 10 days on."""
     for unit, factor in _TIME_UNITS_MS.items():
         if duration_ms and duration_ms % factor == 0 and (unit != "d" or duration_ms >= 10 * factor):
             return f"{duration_ms // factor}{unit}"
@@ -82,14 +82,14 @@ def show_ms(duration_ms: int) -> str:
 
 
 def show_instant(instant_ms: int) -> str:
-    """An instant as ISO 8601 in UTC, with milliseconds."""
+    """Format a time as ISO 8601 in UTC, with milliseconds."""
     import numpy as np
 
     return f"{np.datetime64(instant_ms, 'ms')}Z"
 
 
 def show_wait(wait_ms: int) -> str:
-    """How long it is until then, in its two largest units: 1,166 d 15 h; below a minute to the millisecond."""
+    """Format a remaining time in its two largest units: 1,166 d 15 h. Below a minute: seconds, to the millisecond."""
     if wait_ms < 60_000:
         return f"{wait_ms / 1000:.3f} s"
     minutes = wait_ms // 60_000

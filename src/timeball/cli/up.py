@@ -1,16 +1,17 @@
-"""`timeball up`: a broker and its pipeline, started and stopped together.
+"""`timeball up`: run a broker and its pipeline, started and stopped together.
 
-The broker serves first; Spark starts behind it and needs some seconds, in which nothing waits for it. On
-SIGTERM or Ctrl-C the pipeline goes first, because it is a client of the broker. Only what an `hour_log` keeps is
-compacted: with another schedule the pipeline is the ledger alone.
+The broker serves first. Spark starts after it and takes some seconds, and nothing waits for it. On SIGTERM or Ctrl-C
+the pipeline ends first, because it is a client of the broker. Only the strategy `hour_log` is compacted: with another
+strategy, the pipeline runs without the job compact.
 
-With `--no-spark` the pipeline is ledger and archive in one process without Java: the same files by the same functions,
-and the broker compacts by itself. `--archive` keeps what passed, too.
+With `--no-spark`, the pipeline is the ledger (and the archive with `--archive`) in one process without Java. It writes
+the same files with the same functions, and the broker compacts by itself. `--archive` also stores the messages that
+became visible.
 
-Spark is never in the way of a promise. So the pipeline runs in a process of its own, is started once the broker serves,
-is started again with a growing pause when it ends, and is never a reason for the broker to end. Only what a new start
-cannot mend (no Java, no pyspark: exit code 4) is said once, and the broker goes on alone. The child holds the read end
-of a pipe whose other end is ours: should this process be killed, it ends as well.
+Spark must never delay a release. So the pipeline runs in a separate process, which starts once the broker serves. When
+it ends, it is started again after a growing pause, and it never ends the broker. If a new start cannot help (no Java,
+no pyspark: exit code 4), this is reported once, and the broker continues alone. The child holds the read end of a pipe,
+and this process holds the other end: if this process is killed, the child ends as well.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 PAUSE_S_MIN = 1.0
 PAUSE_S_MAX = 60.0
-STEADY_S = 60.0  # a child that has lived this long starts with the shortest pause again
-STOP_S = 20.0  # Spark's own shutdown takes about a second; beyond this it is killed
+STEADY_S = 60.0  # after a run of this length, the pause is the shortest again
+STOP_S = 20.0  # Spark's own shutdown takes about 1 s, and after this time it is killed
 
 # (state, sentence); states: started, ended, given_up, stopped
 Say = Callable[[str, str], None]
@@ -63,9 +64,11 @@ def up(
 ) -> None:
     """Run the broker with its Spark pipeline (jobs compact and ledger), until Ctrl-C.
 
-    The broker serves at once; the pipeline follows some seconds later in a process of its own. If it dies it
-    is started again; without Java or pyspark the broker says so, goes on, and compacts by itself. With --no-spark
-    the ledger is kept without them. With another --strategy than hour_log there is nothing to compact.
+    The broker serves at once. The pipeline follows some seconds later in a
+    separate process, which is started again if it dies. Without Java or
+    pyspark, the broker reports this, continues, and compacts by itself. With
+    --no-spark, the ledger is written without Java and Spark. With another
+    --strategy than hour_log there is nothing to compact.
 
     \b
     Examples:
@@ -90,7 +93,7 @@ def up(
 def _start_pipeline(
     settings: Settings, command: list[str], say: Say, *, no_spark: bool
 ) -> Callable[[], Awaitable[None]]:
-    """Keep the pipeline running from now on; return what ends it."""
+    """Keep the pipeline running from now on, and return a function that ends it."""
     compacts = settings.strategy == "hour_log"
     if not compacts:
         why = f"with the strategy {settings.strategy} messages wait in the log"
@@ -109,7 +112,7 @@ def _start_pipeline(
 
 
 def pipeline_jobs(settings: Settings, *, archive: bool = False, no_spark: bool = False) -> list[str]:
-    """Return the jobs of the child: compaction where there is any, and where Spark spares the broker its cost."""
+    """Choose the child's jobs: the ledger, compact (for `hour_log` on Spark only), and archive on request."""
     compacts = settings.strategy == "hour_log" and not no_spark
     return [*(["compact"] if compacts else []), "ledger", *(["archive"] if archive else [])]
 
@@ -117,7 +120,7 @@ def pipeline_jobs(settings: Settings, *, archive: bool = False, no_spark: bool =
 def pipeline_command(
     settings: Settings, endpoint: str, spark: SparkOptions | None, jobs: Sequence[str]
 ) -> list[str]:
-    """Return the child's command line, compaction by the broker's own settings; `spark` None: without it."""
+    """Build the child's command line, with the broker's own compaction settings. `spark` is None for --no-spark."""
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,
@@ -133,7 +136,7 @@ def pipeline_command(
 
 
 def _speaker(as_json: bool) -> Say:
-    """Return a function that tells of the pipeline, as a line on stderr for people or a JSON line on stdout."""
+    """Create a function that reports on the pipeline: a note on stderr for people, or a JSON line on stdout."""
     if not as_json:
         return lambda state, sentence: print_note(f"timeball: {sentence}")
     return lambda state, sentence: print_json({"event": "pipeline", "state": state, "text": sentence})
@@ -143,7 +146,7 @@ def _speaker(as_json: bool) -> Say:
 
 
 class Supervisor:
-    """Keeps one child process running. `alone`: what the broker does when there is none."""
+    """Keeps one child process running. `alone` completes the message about a broker without a child."""
 
     def __init__(
         self, command: list[str], say: Say, clock: Clock | None = None, *, alone: str = "goes on"
@@ -156,7 +159,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Start the child and start it again, until `stop` or until a new start could not help."""
+        """Start the child again and again, until `stop` or until a new start cannot help."""
         pause_s = PAUSE_S_MIN
         while not self._stopping.is_set():
             begun_ns = self._clock.monotonic_ns()
@@ -176,7 +179,7 @@ class Supervisor:
         self._say("stopped", "the pipeline has stopped")
 
     async def stop(self) -> None:
-        """End the child, gently at first; `run` returns after it."""
+        """End the child with SIGTERM, and with SIGKILL after `STOP_S`. `run` returns after it."""
         self._stopping.set()
         child = self._child
         if child is None or child.returncode is not None:
@@ -188,7 +191,8 @@ class Supervisor:
             _signal(child, signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        # A session of its own: Ctrl-C reaches us alone, and we end the child before the broker.
+        # A new session: Ctrl-C reaches this process only, which then ends the child before the broker. The child writes
+        # to stderr, because stdout is for the broker's ready line and documents.
         self._child = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr, start_new_session=True
         )

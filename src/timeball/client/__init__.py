@@ -1,7 +1,7 @@
-"""What a Python program imports: `Timeball`, the client.
+"""Export `Timeball`, the Python client.
 
-It speaks the Flight protocol of `protocols/flight` and imports only the vocabulary (message, errors, limits,
-clock), so that a producer pays for no broker.
+The client uses the Flight protocol of `protocols/flight`. It imports only the shared vocabulary (message, errors,
+limits, clock), so a producer does not have to install or load the broker.
 """
 
 from timeball.client.timeball import Timeball

@@ -1,16 +1,17 @@
-"""AsyncTimeball: the verbs of `Timeball` for a program with an event loop.
+"""AsyncTimeball: the methods of `Timeball` for a program with an event loop.
 
     async with AsyncTimeball("grpc://127.0.0.1:7400") as ball:
         await ball.send("orders", "close order 17 if unpaid", after="30m")
 
-A thin layer over the client with threads: each call runs in one of `calls_max` threads of this object, and the loop
-only waits for its outcome. Arrow's Flight client offers nothing that an event loop could wait for, and a second client
-on gRPC's own asyncio would be every request, answer and retry once more. What the threads cost was measured
-(docs/client.md#cost-of-the-threads).
+This is a thin layer over the client with threads. Each call runs in one of the `calls_max` threads of the object, and
+the event loop only waits for the result. Arrow's Flight client offers nothing that an event loop could wait for. A
+second client on gRPC's own asyncio would repeat the code of every request, answer and retry. The cost of the threads
+was measured (docs/client.md#cost-of-the-threads).
 
-A call that is cancelled is no longer waited for. What it asked for may happen all the same, as after an answer that was
-lost. A receive is an exception: it is cancelled at the broker, too, and what it had leased comes to other members at
-once and uncounted; of the loop of `consume` that holds for all that it has not handed out.
+When you cancel a call, the client stops waiting for it. The broker may still carry out the request, as after a lost
+answer. Receives are an exception: the broker cancels them too. Messages that a cancelled receive had leased go to other
+members at once, and no attempt is counted. The same holds for messages that the loop of `consume` has leased but not
+yet handed out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from timeball.client.timeball import ENDPOINT, Timeball
 from timeball.errors import RequestError
 from timeball.instants import After, delay_ms
 
-CALLS_MAX = 64  # at once; further ones wait for a thread
+CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,7 +46,7 @@ Run = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
 class AsyncMessage(Leased):
-    """One visible message, as `Message` is, whose answers are awaited."""
+    """One visible message, like `Message`, with awaitable methods for the answers to the group."""
 
     __slots__ = ("_run",)
 
@@ -54,41 +55,59 @@ class AsyncMessage(Leased):
         self._run = run
 
     async def ack(self) -> bool:
-        """Say that it is dealt with; false when its lease had ended, so that it comes again."""
+        """Acknowledge the message.
+
+        Returns False when the lease had already ended. The message is then delivered again.
+        """
         return bool(await self._run(self._ack))
 
     async def nack(self, after: After | None = None, *, reason: str = "") -> bool:
-        """Give it back as an attempt that failed; it comes again `after` so long, or when the group's policy says.
+        """Give the message back as a failed attempt, to be delivered again later.
 
-        The next delivery and the dead letter show the `reason`.
+        Args:
+            after: The delay until the next delivery. The default is the delay of the group's retry policy.
+            reason: The reason, which the next delivery and the dead letter contain. At most 1,024 bytes are kept.
+
+        Returns:
+            False when the lease had already ended.
         """
         after_ms = None if after is None else delay_ms(after)
         return bool(await self._run(lambda: self._nack(after_ms, reason)))
 
     async def extend(self, lease: After) -> bool:
-        """Keep it for so long from now; false when its lease had ended."""
+        """Extend the lease, so that it ends after the time `lease` from now.
+
+        Returns False when it had already ended.
+        """
         lease_ms = delay_ms(lease, "lease")
         return bool(await self._run(lambda: self._extend(lease_ms)))
 
     async def dead_letter(self, *, reason: str = "") -> bool:
-        """Give it up: it goes to the group's dead letters at once. False when its lease had ended."""
+        """Give the message up: move it to the group's dead letters at once.
+
+        Args:
+            reason: The reason, which the dead letter contains. At most 1,024 bytes are kept.
+
+        Returns:
+            False when the lease had already ended.
+        """
         return bool(await self._run(lambda: self._dead_letter(reason)))
 
 
 def _awaited(
     verb: Callable[Concatenate[Timeball, P], T],
 ) -> Callable[Concatenate[AsyncTimeball, P], Coroutine[Any, Any, T]]:
-    """Return a verb of `Timeball` as one that is awaited, with its name, signature and documentation."""
+    """Turn a method of `Timeball` into an awaitable one with the same name, signature and docstring."""
 
     @functools.wraps(verb)
     async def asked(self: AsyncTimeball, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(functools.partial(verb, self._ball, *args, **kwargs))
 
-    return asked  # type: ignore[return-value]  # `wraps` says that it names its first argument
+    return asked  # type: ignore[return-value]  # the type of `wraps` names the first argument
 
 
 class AsyncTimeball:
-    """A connection to a broker; an asynchronous context manager. Belongs to the event loop that uses it."""
+    """A connection to a broker. An asynchronous context manager that belongs to the event loop that uses it."""
 
     def __init__(
         self,
@@ -100,21 +119,32 @@ class AsyncTimeball:
         tls_roots: bytes | None = None,
         calls_max: int = CALLS_MAX,
     ) -> None:
-        """As for `Timeball`. `calls_max`: how many calls may be under way at once; long polls count."""
+        """Prepare a connection. The client dials at the first call.
+
+        The arguments are those of `Timeball`, and one more.
+
+        Args:
+            calls_max: The largest number of calls that run at the same time, at least 1. Further calls wait. A long
+                poll counts as a call.
+
+        Raises:
+            RequestError: As for `Timeball`, or `calls_max` is below 1.
+        """
         if calls_max < 1:
             raise RequestError(f"calls_max={calls_max}: at least 1")
         self._ball = Timeball(
             endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
         )
         self._calls_max = calls_max
+        # made at the first call, and again in a child process
         self._threads: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._is_closed = False
-        self._open_reads: set[OpenRead] = set()
-        self._loops: set[ConsumeLoop] = set()
+        self._open_reads: set[OpenRead] = set()  # receives under way, for `close`
+        self._loops: set[ConsumeLoop] = set()  # loops that have not ended, for `close`
 
     async def close(self) -> None:
-        """Cancel receives under way, wait for other calls, and let go of the connection."""
+        """Cancel the receives that are under way, wait for the other calls, and close the connection."""
         self._is_closed = True
         for open_read in list(self._open_reads):
             open_read.cancel()
@@ -123,7 +153,7 @@ class AsyncTimeball:
         def close() -> None:
             if threads is not None and self._pid == os.getpid():
                 threads.shutdown(wait=True)
-                for loop in list(self._loops):  # left by `break`, their iterators may be closed much later
+                for loop in list(self._loops):  # left by `break`: Python may close their iterators much later
                     loop.end()
             self._ball.close()
 
@@ -175,9 +205,10 @@ class AsyncTimeball:
         tag: str | None = None,
         sql: str | None = None,
     ) -> list[AsyncMessage]:
-        """Return the next messages of a topic for a member of a group; see `Timeball.pull`.
+        """Receive the next messages of a topic as a member of a group.
 
-        When it is cancelled, what it was about to get comes to other members at once.
+        Arguments, limits and errors are those of `Timeball.pull`. If the call is cancelled, messages that it had leased
+        go to other members at once.
         """
         only, consumer = wanted(tag, sql), self._ball._consumer
         messages = await self._receive(
@@ -198,7 +229,7 @@ class AsyncTimeball:
         tag: str | None = None,
         sql: str | None = None,
     ) -> pa.RecordBatch:
-        """Return the same as columns; see `Timeball.pull_batch`."""
+        """Receive the next messages as columns. Arguments, result and errors are those of `Timeball.pull_batch`."""
         only, consumer = wanted(tag, sql), self._ball._consumer
         return await self._receive(
             functools.partial(consumer.pull_batch, topic, group, max_messages, wait, start, lease, only),
@@ -208,7 +239,7 @@ class AsyncTimeball:
     async def ack(
         self, messages: Leased | Iterable[Leased] | pa.RecordBatch, group: str | None = None
     ) -> int:
-        """Say that these are dealt with; returns how many of their leases had not ended before."""
+        """Acknowledge messages. Returns the number of messages whose lease had not ended. See `Timeball.ack`."""
         return await self._run(lambda: self._ball.ack(messages, group))
 
     async def consume(
@@ -224,10 +255,11 @@ class AsyncTimeball:
         tag: str | None = None,
         sql: str | None = None,
     ) -> AsyncIterator[AsyncMessage]:
-        """Yield messages as they become visible; see `Timeball.consume`.
+        """Yield messages as they become visible. Arguments and errors are those of `Timeball.consume`.
 
-        A loop that is cancelled gives back its last message, as an attempt that failed, and uncounted what it had not
-        come to. One that is left by `break` does so when its iterator is closed (`contextlib.aclosing`), or the client.
+        A loop that is cancelled gives back its last message as a failed attempt. It gives back the messages that it has
+        not handed out, without counting an attempt. A loop that is left by `break` does both when its iterator
+        (`contextlib.aclosing`) or the client is closed.
         """
         only, consumer = wanted(tag, sql), self._ball._consumer
         open_read = OpenRead()
@@ -261,7 +293,10 @@ class AsyncTimeball:
         wait: After = 0,
         start: Start = "earliest",
     ) -> list[AsyncMessage]:
-        """Return the next visible messages of all queues, by offset; see `Timeball.browse`."""
+        """Read the next visible messages of all queues by offset.
+
+        Arguments and errors are those of `Timeball.browse`.
+        """
         browse = functools.partial(
             self._ball.browse, topic, group, max_messages=max_messages, wait=wait, start=start
         )
@@ -276,7 +311,7 @@ class AsyncTimeball:
         columns: Sequence[str] | None = None,
         coalesce_rows: int = wire.COALESCE_ROWS,
     ) -> AsyncIterator[pa.RecordBatch]:
-        """Yield rows of the log, batch by batch; see `Timeball.read_log`."""
+        """Yield rows of the log, batch by batch. Arguments and errors are those of `Timeball.read_log`."""
         read = functools.partial(
             self._ball.read_log, from_seq, to_seq, kinds=kinds, columns=columns, coalesce_rows=coalesce_rows
         )
@@ -293,9 +328,10 @@ class AsyncTimeball:
         check_process()
         if self._is_closed:
             raise RequestError("this Timeball client is closed")
-        if self._threads is None or self._pid != os.getpid():  # a child has none of its parent's threads
+        # a child process has none of its parent's threads
+        if self._threads is None or self._pid != os.getpid():
             self._threads, self._pid = ThreadPoolExecutor(self._calls_max, "timeball-async"), os.getpid()
-        # In the caller's context: its current span is what a send carries.
+        # The call runs in the context of the caller, because a send carries the caller's current span.
         in_context = contextvars.copy_context().run
         return asyncio.get_running_loop().run_in_executor(self._threads, in_context, call)
 
@@ -303,7 +339,7 @@ class AsyncTimeball:
         return await self._submit(call)
 
     async def _receive(self, pull: Callable[..., T], give_back: Callable[[T], None]) -> T:
-        """Return what a receive gets. When cancelled, cancel it at the broker and give back what came all the same."""
+        """Run a receive. When cancelled, cancel it at the broker, and give back messages that arrive all the same."""
         open_read = OpenRead()
         self._open_reads.add(open_read)
         try:
@@ -320,12 +356,12 @@ class AsyncTimeball:
             self._open_reads.discard(open_read)
 
     async def _uninterrupted(self, call: Callable[[], None], on_cancel: Callable[[], None]) -> None:
-        """Run a call to its end; when cancelled meanwhile, tell it by `on_cancel`, and raise that behind its end."""
+        """Run a call to its end. If cancelled meanwhile, call `on_cancel`, and raise the cancellation after that."""
         running = asyncio.ensure_future(self._run(call))
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
             on_cancel()
             await asyncio.wait([running])
-            running.exception()  # the cancellation goes first
+            running.exception()  # mark the error as seen: the cancellation is raised instead
             raise

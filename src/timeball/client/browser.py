@@ -1,7 +1,7 @@
 """Browsing: reading queues by offset, with a position per queue that moves with each read.
 
-Nothing is leased and nothing is shared out: every browser gets every message. The position is held by this client;
-where a group is named, `commit` has the broker remember it, and the next browser of the group begins there.
+Browsing leases nothing and shares nothing out, so every browser gets every message. The client keeps the position. If a
+group is named, `commit` stores the position at the broker, and the next browser of the group begins there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ class Positions:
         self._topic = topic
         self._group = group
         self._start = start
-        self.next: dict[int, int] = {}
-        self.committed: dict[int, int] = {}
+        self.next: dict[int, int] = {}  # by queue; empty until the queues were looked up
+        self.committed: dict[int, int] = {}  # by queue, as far as the broker is known to have them
 
     def refresh(self) -> None:
-        """Learn of queues not known yet: from the group's commits, else from the start asked for."""
+        """Add queues that are not known yet.
+
+        They begin at the group's committed offset, else at the requested start.
+        """
         ranges = queues(self._calls, self._topic)
         if ranges.keys() <= self.next.keys():
             return
@@ -46,18 +49,18 @@ class Positions:
             self.next.setdefault(queue, self.committed.get(queue, first))
 
     def came_first(self) -> None:
-        """The topic was made while we waited: all that is in it is new."""
+        """Read from the earliest offset: the topic was created while the call waited, so all its messages are new."""
         self._start = "earliest"
 
     def move(self, batch: pa.RecordBatch) -> None:
-        """Behind the last row of each queue in the batch."""
+        """Advance each queue's position past its last row in the batch."""
         queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
         queue_offsets = batch.column("queue_offset").to_numpy(zero_copy_only=False)
         for queue in np.unique(queue_ids):
             self.next[int(queue)] = int(queue_offsets[queue_ids == queue].max()) + 1
 
     def commit(self, wanted: dict[int, int]) -> None:
-        """Have the broker remember what differs from what it has."""
+        """Commit the offsets that differ from those already committed."""
         changed = {queue: offset for queue, offset in wanted.items() if self.committed.get(queue) != offset}
         if changed:
             commit(self._calls, self._group, self._topic, changed)
@@ -71,10 +74,11 @@ class Browser:
         self._calls = calls
         self._clock = clock
         self._lock = threading.Lock()
+        # by topic and group; the lock makes reads take turns
         self._positions: dict[tuple[str, str], tuple[threading.Lock, Positions]] = {}
 
     def read_batch(self, topic: str, group: str, rows: int, wait: After, start: Start) -> pa.RecordBatch:
-        """Up to `rows` rows in READ_SCHEMA behind the position, which moves on."""
+        """Read up to `rows` rows in READ_SCHEMA after the position, and advance the position."""
         if not 0 < rows <= limits.PULL_ROWS_MAX:
             raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
         wait_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX)
@@ -89,15 +93,15 @@ class Browser:
             if batch.num_rows:
                 positions.move(batch)
             else:
-                positions.refresh()  # a quiet moment: queues may have been added
+                positions.refresh()  # no messages came, so there is time to look for added queues
             return batch
 
     def read(self, topic: str, group: str, rows: int, wait: After, start: Start) -> list[Message]:
-        """The same as messages."""
+        """Read the same rows as `read_batch`, as messages."""
         return view(self.read_batch(topic, group, rows, wait, start), self._clock.wall_ms())
 
     def commit(self, topic: str, group: str, wanted: dict[int, int] | None) -> None:
-        """Commit the positions, or the offsets given."""
+        """Commit the positions, or the given offsets."""
         lock, positions = self._position(topic, group, "earliest")
         with lock:
             positions.commit(dict(positions.next) if wanted is None else wanted)
@@ -112,16 +116,16 @@ class Browser:
             return found
 
     def _begin(self, topic: str, positions: Positions, rows: int, wait_ms: int) -> pa.RecordBatch | None:
-        """Learn the queues; return no rows when the topic is still missing.
+        """Look up the queues. Returns an empty batch if the topic still does not exist, else None.
 
-        A consumer that is ready to wait may come before the first message, and so before its topic.
+        A consumer that is ready to wait may start before the first message is sent, and so before its topic exists.
         """
         try:
             positions.refresh()
         except NotFound:
             if wait_ms == 0:
                 raise
-            # Waits for the message that makes the topic; where messages make none it says so.
+            # Wait for the message that creates the topic. Where messages create no topics, this raises NotFound.
             nothing = self._pull(topic, {0: 0}, rows, wait_ms)
             positions.came_first()
             try:
@@ -136,18 +140,18 @@ class Browser:
 
 
 def queues(calls: Calls, topic: str) -> dict[int, QueueRange]:
-    """First and next offset of each queue of a topic; NotFound."""
+    """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
     found = calls.action("queues", wire.Queues(topic=topic), dict[str, dict[int, QueueRange]])
     return found["queues"]
 
 
 def offsets(calls: Calls, group: str, topic: str) -> dict[int, int]:
-    """Return the offsets that a group has committed."""
+    """Read the offsets that a group has committed."""
     found = calls.action("offsets", wire.GetOffsets(group=group, topic=topic), dict[str, dict[int, int]])
     return found["offsets"]
 
 
 def commit(calls: Calls, group: str, topic: str, wanted: dict[int, int]) -> None:
-    """Have the broker remember these offsets."""
+    """Store these offsets of a group at the broker."""
     body = wire.Commit(group=group, topic=topic, offsets=dict(wanted))
     calls.action("commit", body, dict[str, Any])

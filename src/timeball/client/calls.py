@@ -1,16 +1,16 @@
-"""One call, one answer: actions and reads over a Flight connection, with our errors.
+"""Single calls over a Flight connection: actions and reads, with Timeball's errors.
 
-A call ends within its time limit, however often it is tried. One that changes nothing, or that the broker recognises
-when it is repeated, is tried again a few times when no broker answers (it may be restarting). Any other is tried again
-only when it has not left, or when the broker has said that it does nothing now (it may be handing over): without an
-answer the client cannot tell whether it was done.
+A call ends within its time limit, however often it is tried. If no broker answers (it may be restarting), a call is
+tried again a few times if it changes nothing, or if the broker recognizes a repetition. Any other call is tried again
+only if it was never sent, or if the broker answered that it does nothing at the moment (it may be handing over).
+Otherwise the client cannot know whether the broker carried out the call.
 
-A program that runs beside the broker, such as the pipeline, has `patience_s` instead: each of its calls may be repeated
-without harm, and is tried again for so long, each time within the time limit.
+A program that runs beside the broker, such as the pipeline, sets `patience_s` instead. All its calls may safely be
+repeated. Each call is tried again for this number of seconds, and each try has the whole time limit.
 
-The broker's errors travel as a code and a sentence (docs/protocols). What Flight itself reports means that no answer
-came, and becomes Unavailable, so that a program can tell "wait" from "give up". gRPC's debug context is cut off: it
-names no remedy.
+The broker's errors travel as a code and a sentence (docs/protocols). Errors of Flight itself mean that no answer came,
+and become Unavailable, so a program can distinguish "retry later" from "give up". gRPC's debug context is cut off,
+because it contains no remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from timeball.clock import Clock, SystemClock
 from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable, from_code
 from timeball.message import READ_SCHEMA
 
-# Attempts after the first, and the pause before each: a broker restarts within seconds.
+# The attempts after the first, as the pause before each of them: a broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
 CLUSTER_PAUSES_S = (
     0.05,
@@ -41,9 +41,9 @@ CLUSTER_PAUSES_S = (
     *4 * (0.5,),
     1.0,
     1.0,
-)  # another node leads within two or three seconds
-PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program that has patience
-# Verbs whose repetition changes nothing. Attach carries a job id and an epoch by which the broker knows it.
+)  # 5 s in total: another node leads within two or three seconds
+PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program with `patience_s`
+# Verbs whose repetition changes nothing. An attach carries a job id and an epoch, by which the broker recognizes it.
 REPEATABLE = frozenset(
     {
         "status",
@@ -60,10 +60,11 @@ REPEATABLE = frozenset(
     }
 )
 
-# gRPC waits up to 20 s before it looks again whether a broker has come back.
+# By default gRPC waits up to 20 s before it tries again to connect to a broker.
 _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name this is the time one attempt may last: 100 ms is too little for a busy broker or a far one.
+    # Despite its name, this is the time limit of one connection attempt. 100 ms is too short for a busy or distant
+    # broker.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
@@ -76,19 +77,19 @@ T = TypeVar("T")
 
 
 class NotNow(Unavailable):
-    """The broker has answered that it does nothing now, as it stops or hands over: the call may be repeated."""
+    """The broker does nothing at the moment, because it stops or hands over. The call may be repeated."""
 
     code = "not_now"
 
 
 class NotSent(NotNow):
-    """No connection carried the call, or its stream was dead before: no broker has seen it."""
+    """No connection carried the call, or its stream was already dead: no broker has seen the call."""
 
     code = "not_sent"
 
 
 class OpenRead:
-    """A read that another thread may cancel. The broker gives back what it had leased for one that was cancelled."""
+    """A read that another thread may cancel. The broker takes back the messages that a cancelled read had leased."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,14 +97,14 @@ class OpenRead:
         self.is_cancelled = False
 
     def begin(self, reader: Any) -> None:
-        """Note the stream to cancel."""
+        """Store the stream to cancel."""
         with self._lock:
             self._reader = reader
             if self.is_cancelled:
                 reader.cancel()
 
     def cancel(self) -> None:
-        """End the read, now or when it begins; it raises RequestError. No effect on one that has ended."""
+        """End the read, now or when it begins; it then raises RequestError. No effect on a read that has ended."""
         with self._lock:
             self.is_cancelled = True
             if self._reader is not None:
@@ -111,7 +112,7 @@ class OpenRead:
 
 
 class Calls:
-    """A connection to one broker. Dials with the first call. Thread safe."""
+    """A connection to one broker. Dials at the first call. Thread safe."""
 
     def __init__(
         self,
@@ -122,34 +123,36 @@ class Calls:
         patience_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`endpoint` as in grpc://host:port, or grpc://host:port,host:port for the nodes of a cluster.
+        """Prepare a connection.
 
-        RequestError if it is not of that form. `who`: else the environment's.
+        `endpoint` is grpc://host:port, or grpc://host:port,host:port for the nodes of a cluster. `who`: the
+        credentials, by default those of the environment. `patience_s`: see the module. Raises RequestError for a
+        malformed endpoint.
         """
-        self._endpoints = _each_endpoint(endpoint)
+        self._endpoints = _each_endpoint(endpoint)  # the first one is dialed; `_try_next` rotates them
         self.timeout_ms = timeout_ms
         self._patience_s = patience_s
         self._closed = threading.Event()
         self._who, self._clock = who, clock or SystemClock()
-        self._dialling = threading.Lock()
+        self._dialling = threading.Lock()  # guards `_endpoints` and `_flight`
         self._flight: Any = None
 
     @property
     def endpoint(self) -> str:
-        """The address that is dialed now."""
+        """The address that the next call uses."""
         return self._endpoints[0]
 
     def _try_next(self) -> None:
-        """Dial another node of the cluster with the next call: this one does not answer."""
+        """Dial another node of the cluster at the next call, because this one does not answer."""
         if len(self._endpoints) > 1 and not is_inherited():
             with self._dialling:
                 self._endpoints.append(self._endpoints.pop(0))
-                # Not closed: other threads may have streams on it, which end by themselves.
+                # The old client is not closed: other threads may have streams on it, which end by themselves.
                 self._flight = None
 
     @property
     def flight(self) -> Any:
-        """The Flight client of this process; raises RequestError for an endpoint that is none, and after a fork."""
+        """The Flight client of this process. Raises RequestError for a malformed endpoint, and after a fork."""
         check_process()
         with self._dialling:
             if self._flight is None:
@@ -162,7 +165,7 @@ class Calls:
             return self._flight
 
     def close(self) -> None:
-        """Let go of the connection; calls that wait for another attempt give up."""
+        """Close the connection. Calls that wait for their next attempt end with Unavailable."""
         if self._closed.is_set() or is_inherited():
             return
         self._closed.set()
@@ -171,7 +174,10 @@ class Calls:
                 self._flight.close()
 
     def attempts(self) -> Iterator[bool]:
-        """For each attempt, after its pause: whether another may follow. Raises RequestError after a fork."""
+        """Yield once per attempt, after its pause: True if another attempt may follow.
+
+        Raises RequestError after a fork, and Unavailable when the client is closed during a pause.
+        """
         check_process()
         if self._patience_s is not None:
             yield from self._patient_attempts(self._patience_s)
@@ -192,7 +198,8 @@ class Calls:
             if not more:
                 return
             logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, pause_s)
-            # Jitter: after a restart the tasks of a whole cluster would otherwise knock at once.
+            # The jitter spreads the tasks of a whole cluster, which would otherwise all connect at once after a
+            # restart.
             if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
                 raise Unavailable("the client was closed")
             self._try_next()
@@ -200,9 +207,9 @@ class Calls:
             more = self._clock.monotonic_ns() < give_up_ns
 
     def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
-        """Do an action: JSON out, JSON in, decoded as `answer`. `body` may be bytes that are JSON already.
+        """Run an action and decode its answer. `body` is encoded as JSON, or is bytes that are JSON already.
 
-        `timeout_ms`: of this one, where it is not that of all.
+        `timeout_ms` replaces the time limit of the connection for this call.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
@@ -220,7 +227,7 @@ class Calls:
     def rows(
         self, ticket: wire.Ticket, wait_ms: int = 0, open_read: OpenRead | None = None
     ) -> pa.RecordBatch:
-        """The one batch a ticket names, in READ_SCHEMA; `wait_ms` is how long the broker may take besides."""
+        """Read the batch of a ticket, in READ_SCHEMA. `wait_ms` is added to the time limit."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
         def once(left_s: float) -> pa.RecordBatch:
@@ -228,7 +235,7 @@ class Calls:
             if open_read is not None:
                 open_read.begin(reader)
             try:
-                # Not `read_all`: one that is cancelled interrupts the main thread, as Ctrl-C would.
+                # `read_all` is not used, because cancelling it interrupts the main thread, as Ctrl-C would.
                 found = [chunk.data for chunk in reader]
             except flight.FlightError:
                 if open_read is not None and open_read.is_cancelled:
@@ -241,14 +248,14 @@ class Calls:
         return self._repeat(once, self.timeout_ms + wait_ms)
 
     def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
-        """Return the batches a ticket names, as they come; without a time limit, because a log may be long."""
+        """Read the batches of a ticket as they arrive. There is no time limit, because a log may be long."""
         reader = self._open(ticket)
         with translated(self.endpoint):
             schema = reader.schema
         return pa.RecordBatchReader.from_batches(schema, self._read(reader))
 
     def batches(self, ticket: wire.Ticket) -> Iterator[pa.RecordBatch]:
-        """Yield the batches a ticket names, as they come; without a time limit."""
+        """Yield the batches of a ticket as they arrive. There is no time limit."""
         yield from self._read(self._open(ticket))
 
     def _open(self, ticket: wire.Ticket) -> Any:
@@ -300,23 +307,26 @@ def _each_endpoint(endpoint: str) -> list[str]:
 
 # ---- Flight's errors as ours ------------------------------------------------------------------------------
 
-# gRPC's own words; it says them before the broker sees a request.
-NO_FLIGHT = "/arrow.flight.protocol.FlightService/"  # a server of gRPC names the call that it has not
+# gRPC's own texts, which it raises before the broker sees a request.
+NO_FLIGHT = "/arrow.flight.protocol.FlightService/"  # in the error of a gRPC server without this method
 PORTS = "Timeball's clients connect to --port (7400 by default); 8081 is for RocketMQ 5's gRPC clients"
-NO_GRPC = "Received http2 header with status"  # another server, or a proxy, that speaks HTTP/2
+NO_GRPC = "Received http2 header with status"  # from another server or a proxy that uses HTTP/2
 TOO_LONG = "Received message larger than max"
-# And these of a call that has not left: none of its connections was made, or the broker's GOAWAY has left it out.
+# This text means that the call was never sent: no connection was made, or the broker's GOAWAY excluded the call.
 NOT_CONNECTED = "failed to connect to all addresses"
 _TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
 
 
 def refusal(code: str, text: str) -> TimeballError:
-    """Return the broker's refusal by its code. Other kinds of Unavailable may have been done, or will be."""
+    """Make an error of the broker's code and text.
+
+    `Unavailable` becomes NotNow: nothing was done. Other classes of Unavailable may have been done, or will be.
+    """
     return NotNow(text) if code == Unavailable.code else from_code(code, text)
 
 
 def translate(error: BaseException, endpoint: str) -> TimeballError:
-    """Return our error for what Flight raised while speaking to `endpoint`."""
+    """Make a Timeball error of an error that Flight raised during a call to `endpoint`."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)
@@ -343,7 +353,7 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
 
 @contextmanager
 def translated(endpoint: str) -> Iterator[None]:
-    """Raise our errors instead of Flight's from the block."""
+    """Raise Timeball's errors instead of Flight's errors from the block."""
     try:
         yield
     except (pa.ArrowException, flight.FlightError) as error:

@@ -1,8 +1,8 @@
-"""The loop behind `consume`: it pulls, hands one message out after the other, and acknowledges those it has handed out.
+"""The loop behind `consume`: it pulls messages, hands them out one by one, and acknowledges those it has handed out.
 
-A message counts as dealt with when the next one is asked for. The loop has two verbs: `next` returns a message and
-never waits; when it has none to return, `work` asks the broker for something, and blocks. So a program with threads and
-one with an event loop share it, and differ in where they call `work`.
+A message counts as processed when the program asks for the next one. The loop has two methods. `next` returns a message
+and never blocks. When it has none to return, `work` calls the broker, and blocks. So programs with threads and programs
+with an event loop share this class, and differ only in where they call `work`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from timeball.client.messages import Message
 from timeball.clock import Clock
 from timeball.instants import After, delay_ms
 
-ACK_INTERVAL_MS = 1_000  # a loop acknowledges so often; a crash of the consumer repeats no more than this
-WAIT_MS = 10 * limits.SECOND_MS
+# between acknowledgements: a crash of the consumer repeats at most this time's messages
+ACK_INTERVAL_MS = 1_000
+WAIT_MS = 10 * limits.SECOND_MS  # of one pull, unless `idle` is shorter
 
-Pull = Callable[[int], list[Message]]  # how long to wait, in milliseconds
+Pull = Callable[[int], list[Message]]  # its argument is the time to wait, in milliseconds
 
 
 class ConsumeLoop:
-    """One loop. `is_over` when nothing has come for `idle`, or `stop` was set; `end` must be called in any case."""
+    """One loop. It is over when no message came for `idle`, or `stop` was set. Callers must always call `end`."""
 
     def __init__(
         self,
@@ -41,32 +42,35 @@ class ConsumeLoop:
         self._idle_ms = None if idle is None else delay_ms(idle, "until_idle")
         self._wait_ms = WAIT_MS if self._idle_ms is None else min(WAIT_MS, self._idle_ms)
         if stop is not None:
+            # A short wait, so that the loop notices `stop` within a second.
             self._wait_ms = min(self._wait_ms, limits.SECOND_MS)
-        # An acknowledgement must come before its lease ends.
+        # An acknowledgement must reach the broker before the lease ends.
         self._ack_ms = min(ACK_INTERVAL_MS, self._lease_ms // 4)
-        self._waiting: deque[Message] = deque()
-        self._done: list[Message] = []
-        self._current: Message | None = None
+        self._waiting: deque[Message] = deque()  # pulled, and not handed out yet
+        self._done: list[Message] = []  # processed, and not acknowledged yet
+        self._current: Message | None = None  # handed out last, until the next one is asked for
+        # The times of the last renewal of leases, of the last acknowledgement, and of the last message.
         self._leased_ms = self._flushed_ms = self._last_ms = self._now_ms()
-        self._has_pulled_some = True  # an idle time begins with the first pull
+        self._has_pulled_some = True  # the idle time begins with the first pull
         self._is_over = False
 
     @property
     def is_over(self) -> bool:
-        """Return whether the loop has come to its end."""
+        """True when the loop has ended."""
         return self._is_over or (self._stop is not None and self._stop.is_set())
 
     def next(self) -> Message | None:
-        """Return the next message; None when `work` comes first, or the loop is over."""
+        """Take the next message. None when `work` must be called first, or when the loop is over."""
         if self._current is not None:
-            self._done.append(self._current)  # the next one is asked for: this one is dealt with
+            # the program asks for the next message, so it has processed this one
+            self._done.append(self._current)
             self._current = None
         if self._waiting and not self.is_over and not self._must_answer(self._now_ms()):
             self._current = self._waiting.popleft()
         return self._current
 
     def work(self) -> None:
-        """Pull, or acknowledge and renew leases while messages wait. Blocks."""
+        """Pull messages; or, while messages are left to hand out, acknowledge and renew leases. Blocks."""
         if self._waiting:
             now_ms = self._now_ms()
             if now_ms - self._flushed_ms >= self._ack_ms:
@@ -86,7 +90,11 @@ class ConsumeLoop:
         self._has_pulled_some = bool(self._waiting)
 
     def end(self) -> None:
-        """Acknowledge the messages dealt with; give back the last one, and, uncounted, those not come to. Blocks."""
+        """Acknowledge processed messages, and give back all others. Blocks.
+
+        The message that was handed out last is given back as a failed attempt. For messages that were not handed out,
+        no attempt is counted.
+        """
         current, self._current = self._current, None
         waiting = list(self._waiting)
         self._waiting.clear()
@@ -105,7 +113,7 @@ class ConsumeLoop:
         self._flushed_ms = self._now_ms()
 
     def _renew(self) -> None:
-        """Lease what the loop has not come to for longer; what has gone to another member leaves the loop."""
+        """Renew the leases of messages not handed out yet, and drop those that went to another member."""
         messages = list(self._waiting)
         still_leased = self._consumer.change(messages, self._lease_ms, counts=False)
         self._waiting = deque(one for one, is_leased in zip(messages, still_leased, strict=True) if is_leased)

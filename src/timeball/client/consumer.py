@@ -1,7 +1,7 @@
-"""Receiving as a member of a group: its members share the messages out, and each message is leased to one of them.
+"""Receiving as a member of a group: the members share the messages out, and each message is leased to one of them.
 
-A lease ends with the member's answer or with its time. A message that is not acknowledged by then is handed out again,
-to any member, with one more attempt counted; after the group's last attempt it goes to its dead letters,
+A lease ends with the member's answer or after its time. A message that is not acknowledged by then is delivered again,
+to any member, with one more attempt counted. After the group's last attempt it goes to the dead letters,
 `%DLQ%<group>`. So a message is consumed at least once, even if a member or the broker dies.
 """
 
@@ -26,13 +26,13 @@ _STARTS = ("earliest", "latest")
 
 
 def check_start(start: Start) -> None:
-    """Raise RequestError for a place to start at that is not known."""
+    """Raise RequestError for an unknown start."""
     if start not in _STARTS:
         raise RequestError(f"start={start!r} is not known; {valid(str(start), _STARTS)}")
 
 
 class Wanted(NamedTuple):
-    """A filter, by tag or by SQL; empty texts want all messages."""
+    """A filter, by tag or by SQL. Empty texts select all messages."""
 
     tag: str = ""
     sql: str = ""
@@ -42,14 +42,14 @@ EVERYTHING = Wanted()
 
 
 def wanted(tag: str | None, sql: str | None) -> Wanted:
-    """Return the filter that a program has given; raise RequestError for two."""
+    """Make a filter of the program's arguments. Raises RequestError if both are given."""
     if tag and sql:
         raise RequestError("filter by tag= or by sql=, one of them")
     return Wanted(tag or "", sql or "")
 
 
 class Consumer:
-    """The verbs of a group's member. Thread safe, and without state."""
+    """The methods of a group's member. Thread safe and stateless."""
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
@@ -99,12 +99,12 @@ class Consumer:
         wanted: Wanted = EVERYTHING,
         open_read: OpenRead | None = None,
     ) -> list[Message]:
-        """Return the same as messages."""
+        """Lease up to `rows` rows, as messages."""
         batch = self.pull_batch(topic, group, rows, wait, start, lease, wanted, open_read)
         return view(batch, self._clock.wall_ms(), Member(self._calls, topic, group))
 
     def ack(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> int:
-        """Acknowledge; return how many of the leases had not ended before."""
+        """Acknowledge messages. Returns the number of leases that had not ended before."""
         return sum(
             is_valid
             for member, receipts in self._receipts(messages, group)
@@ -112,12 +112,15 @@ class Consumer:
         )
 
     def give_back(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> None:
-        """Give back what the program has not looked at: it comes to other members at once, and it was no attempt."""
+        """Give back messages that the program has not looked at.
+
+        Other members get them at once, and no attempt is counted.
+        """
         for member, receipts in self._receipts(messages, group):
             member.change(receipts, 0, counts=False)
 
     def change(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
-        """Make the leases of these end so far from now; false for one that had ended."""
+        """Make the leases of these messages end `lease_ms` from now. The result is False for a lease that had ended."""
         messages = list(messages)
         by_member: dict[tuple[str, str], list[Leased]] = {}
         for message in messages:

@@ -1,16 +1,16 @@
-"""The way to a broker: its address, the certificate it has to show, and who we are.
+"""Dialing a broker: its address, the certificates to trust, and the credentials to send.
 
-Who we are comes from the caller or from the environment, so that a secret need not stand in a command line, which
-others can see, or in a Spark job's options. It goes along with every call, and is in no repr and in no error.
+Credentials come from the caller or from the environment. So a secret need not be part of a command line, which other
+users can see, or of a Spark job's options. Each call carries the credentials. They appear in no repr and in no error.
 
-    TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY    for a broker with an access file; both or none
-    TIMEBALL_TLS_ROOTS                          a PEM file: whose certificates to believe, for a broker at grpc+tls://
-    TIMEBALL_TLS_NAME                           the name in its certificate, when it is dialled by another
+    TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY    for a broker with an access file; set both or none
+    TIMEBALL_TLS_ROOTS                          a PEM file of the certificates to trust, for a broker at grpc+tls://
+    TIMEBALL_TLS_NAME                           the name in the broker's certificate, when it is dialed by another name
 
-gRPC does not survive a fork: in a child of a process that has dialled, its calls hang beyond every time limit, those
-of a client made there as well (also with GRPC_ENABLE_FORK_SUPPORT; tried with pyarrow 26). So such a child is told
-what to do by each call; and because a client dials with its first call, one that was only made before the fork works
-behind it.
+gRPC does not survive a fork. In a child of a process that has dialed, calls hang longer than every time limit, even
+those of a client that was made in the child (also with GRPC_ENABLE_FORK_SUPPORT, tried with pyarrow 26). So in such a
+child each call raises an error that states the remedy. A client dials at its first call. So one that was made before
+the fork but not yet used works in the child.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FORKED = (
 
 
 class _Process:
-    """The connections that this process, or one that it was forked from, has dialled."""
+    """The connections that this process, or the process that it was forked from, has dialed."""
 
     def __init__(self) -> None:
         self.dialled: weakref.WeakSet[Any] = weakref.WeakSet()
         self.has_dialled = self.inherited = False
 
     def after_fork(self) -> None:
-        """In a child: its parent's connections are never freed here, because freeing them hangs as well."""
+        """Keep the parent's connections alive in a child process, because freeing them hangs as well."""
         self.inherited = self.has_dialled
         for client in list(self.dialled):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
@@ -54,18 +54,18 @@ os.register_at_fork(after_in_child=_PROCESS.after_fork)
 
 
 def check_process() -> None:
-    """Raise RequestError in a child of a process that had dialled. To be asked before any lock is waited for."""
+    """Raise RequestError in a child of a process that had dialed. Call this before waiting for any lock."""
     if _PROCESS.inherited:
         raise RequestError(FORKED)
 
 
 def is_inherited() -> bool:
-    """Return whether what was dialled, was dialled by a process that this one was forked from."""
+    """True if the open connections were dialed by the process that this one was forked from."""
     return _PROCESS.inherited
 
 
 class Credentials(NamedTuple):
-    """The client's keys and the certificates it trusts; empty ones are not sent."""
+    """The client's keys and the certificates it trusts. Empty values are not sent."""
 
     access_key: str = ""
     secret_key: str = ""
@@ -79,7 +79,7 @@ class Credentials(NamedTuple):
 def credentials(
     access_key: str | None = None, secret_key: str | None = None, tls_roots: bytes | None = None
 ) -> Credentials:
-    """Return the given credentials, completed from the environment; raises RequestError naming the missing one."""
+    """Complete credentials from the environment. Raises RequestError, which names the missing key."""
     if (access_key is None) != (secret_key is None):
         raise RequestError("access_key and secret_key go together: give both, or none")
     key = os.environ.get(ACCESS_KEY, "") if access_key is None else access_key
@@ -99,9 +99,9 @@ def credentials(
 
 
 def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
-    """A FlightClient of this endpoint that says who we are; without `who` as the environment has it.
+    """Make a FlightClient for an endpoint that sends the credentials. Without `who`, they come from the environment.
 
-    It connects with its first call. Raises RequestError, and Flight's errors for an address that is none.
+    The client connects at its first call. Raises RequestError, and Flight's errors for a malformed address.
     """
     check_process()
     who = credentials() if who is None else who
@@ -111,21 +111,21 @@ def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
         options["tls_root_certs"] = who.tls_roots
     if who.tls_name:
         options["override_hostname"] = who.tls_name
-    _PROCESS.has_dialled = True  # before: a fork may happen in between
+    _PROCESS.has_dialled = True  # set before dialing, because a fork may happen in between
     client = flight.FlightClient(endpoint.replace("grpc://", "grpc+tcp://", 1), **options)
     _PROCESS.dialled.add(client)
     return client
 
 
 class _Introduced(flight.ClientMiddlewareFactory):
-    """Has each call say who we are."""
+    """Middleware that adds the credentials to each call."""
 
     def __init__(self, who: Credentials) -> None:
         super().__init__()
         self._call = _Introduction({"authorization": f"Bearer {who.access_key}:{who.secret_key}"})
 
     def start_call(self, info: Any) -> flight.ClientMiddleware:
-        """See flight.ClientMiddlewareFactory."""
+        """Implement flight.ClientMiddlewareFactory."""
         return self._call
 
 

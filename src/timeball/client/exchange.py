@@ -1,14 +1,14 @@
-"""One open send stream: batches out, acknowledgements in, in the same order.
+"""One open send stream: batches go out, and acknowledgements come back in the same order.
 
-A batch is in one of three states, and the caller always learns which:
+A batch ends in one of three states, and the caller always learns which:
 
-    never sent   `NotSent`: the stream was dead before the batch was on it; sending it again is safe. If the broker
-                 ended the stream for a reason of its own (a refused schema), that reason instead
-    answered     the future has the acknowledgement, or the broker's error: nothing of it was kept. After `NotNow` it
-                 may be sent again, on a new stream
-    lost         the stream broke in between: the future has `Lost`; the broker may or may not have it
+    never sent   `submit` raises `NotSent`: the stream was dead before the batch was written. Sending it again is safe.
+                 If the broker refused the stream (for example its schema), `submit` raises that refusal
+    answered     the future has the acknowledgement, or the broker's error, after which nothing of the batch is kept.
+                 After `NotNow` the batch may be sent again on a new stream
+    lost         the stream broke before the answer: the future has `Lost`. The broker may or may not have the batch
 
-A reading thread settles the futures; any thread may submit. A full network makes `submit` wait: that is the
+A reading thread completes the futures. Any thread may submit. When the network is full, `submit` blocks: this is the
 broker's back-pressure.
 """
 
@@ -28,11 +28,11 @@ from timeball.client.calls import NotSent, refusal, translate
 from timeball.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
 
-_CLOSE_WAIT_S = 5.0
+_CLOSE_WAIT_S = 5.0  # for the last answers
 
 
 class Lost(Unavailable):
-    """The stream broke before the answer came."""
+    """The stream broke before the answer came, so the broker may or may not have the batch."""
 
     code = "answer_lost"
 
@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(SendAnswer)
 
 
 def _too_large(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
-    """Return the rule that one of its rows breaks; all of it together is too large when none does."""
+    """Find the rule that one of the rows breaks. If no row breaks a rule, the whole batch is too large."""
     texts = (pa.types.is_string, pa.types.is_binary)
     columns = {
         field.name: batch.column(field.name)
@@ -58,18 +58,19 @@ def _too_large(batch: pa.RecordBatch, size_bytes: int) -> InvalidMessage:
 
 
 class SendExchange:
-    """Writes batches and matches answers to them.
+    """Writes batches and matches the answers to them.
 
-    Opens when built; raises NotSent when no broker answers, or its refusal.
+    Opens the stream when constructed. Raises NotSent when no broker answers, or the broker's refusal.
     """
 
     def __init__(self, client: Any, schema: pa.Schema, endpoint: str, path: list[bytes] = SEND_PATH) -> None:
         self._endpoint = endpoint
+        # futures without an answer, in the order of their batches
         self._waiting: deque[Future[SendAck]] = deque()
-        self._state = threading.Lock()
-        self._write = threading.Lock()
-        self._end: TimeballError | None = None
-        self._finished = False
+        self._state = threading.Lock()  # guards `_waiting` and `_end`
+        self._write = threading.Lock()  # held to write, so that batches and futures have the same order
+        self._end: TimeballError | None = None  # the reason for the end, once the stream has ended
+        self._finished = False  # no further batch will be written
         try:
             descriptor = flight.FlightDescriptor.for_path(*path)
             self._writer, self._reader = client.do_exchange(descriptor)
@@ -82,19 +83,18 @@ class SendExchange:
 
     @property
     def alive(self) -> bool:
-        """Return whether it can still be written to, as far as known."""
+        """True while the stream can be written to, as far as this client has learned."""
         return self._end is None and not self._finished
 
     def submit(self, batch: pa.RecordBatch, key: str = "") -> Future[SendAck]:
-        """Write a batch of the stream's schema, with the text beside it; the future gets its answer.
+        """Write a batch of the stream's schema, with the text `key` beside it. The future receives its answer.
 
-        `key`: JSON of wire.SendKey; of a stream from a source, of wire.SourceStep.
-
-        Raises NotSent, or the refusal that ended the stream.
+        `key` is the JSON of a wire.SendKey, or of a wire.SourceStep in a stream from a source. Raises NotSent, or the
+        refusal that ended the stream.
         """
         future: Future[SendAck] = Future()
         if (size_bytes := batch.nbytes) > limits.BATCH_BYTES_MAX:
-            # Written, it would end the stream, and with it what is under way.
+            # If it were written, the broker would end the stream, and the batches under way would be lost.
             future.set_exception(_too_large(batch, size_bytes))
             return future
         with self._write:
@@ -111,7 +111,7 @@ class SendExchange:
                 with self._state:
                     if future in self._waiting:
                         self._waiting.remove(future)
-                # The broker may have said why, in the answers.
+                # The broker may have stated the reason in the answers.
                 self._thread.join(_CLOSE_WAIT_S)
                 reason = self._end if self._end is not None else translate(error, self._endpoint)
                 raise self._not_sent(reason) from error
@@ -119,14 +119,17 @@ class SendExchange:
 
     @staticmethod
     def _not_sent(reason: TimeballError) -> TimeballError:
-        """Return the error of a batch that was not written: a refusal as it stands, as a new stream meets it again."""
+        """Choose the error for a batch that was not written.
+
+        A refusal is returned as it is, because a new stream would be refused in the same way.
+        """
         return NotSent(str(reason)) if isinstance(reason, Unavailable) else reason
 
     def finish(self) -> None:
-        """Say that nothing more comes; the answers still do.
+        """Announce the end of the batches. Answers still arrive.
 
-        By a message, and not by `done_writing`: when the stream breaks, Arrow's reader half-closes it in the reading
-        thread, and gRPC aborts a process in which two threads do so at one moment.
+        This sends a message, instead of calling `done_writing`. When the stream breaks, Arrow's reader half-closes it
+        in the reading thread, and gRPC aborts a process in which two threads do so at the same moment.
         """
         with self._write:
             if not self._finished:
@@ -134,10 +137,10 @@ class SendExchange:
                 try:
                     self._writer.write_metadata(END_OF_STREAM)
                 except (pa.ArrowException, flight.FlightError):
-                    pass  # it is broken: the reading thread knows why
+                    pass  # the stream is broken: the reading thread has the reason
 
     def close(self) -> None:
-        """Finish, wait a little for the last answers, and let go."""
+        """Finish, wait at most 5 s for the last answers, and close the stream."""
         self.finish()
         self._thread.join(_CLOSE_WAIT_S)
         if self._thread.is_alive():
@@ -146,7 +149,7 @@ class SendExchange:
         try:
             self._writer.close()
         except (pa.ArrowException, flight.FlightError):
-            pass  # all that waited for an answer have been told
+            pass  # every future without an answer has already received an error
 
     def _read(self) -> None:
         end: TimeballError = Lost(f"{self._endpoint} closed the stream")
@@ -159,8 +162,8 @@ class SendExchange:
             pass
         except (pa.ArrowException, flight.FlightError) as error:
             end = translate(error, self._endpoint)
-            # A refusal that ends the stream comes behind the answers to all that was taken: the rest was not. Nor was
-            # any of a stream that no connection has carried.
+            # A refusal that ends the stream comes after the answers to all accepted batches, so the other batches were
+            # not accepted. On a stream that no connection carried, no batch was accepted either.
             if type(end) is Unavailable:
                 end = Lost(f"{end}; a message under way may or may not have been accepted")
         except msgspec.MsgspecError as error:
@@ -175,7 +178,7 @@ class SendExchange:
         with self._state:
             future = self._waiting.popleft() if self._waiting else None
         if future is None:
-            return  # its writer failed and has been told that nothing was sent
+            return  # its `submit` failed, and its caller learned that nothing was sent
         if answer.error is not None:
             future.set_exception(refusal(answer.error, answer.text))
         else:

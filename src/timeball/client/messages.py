@@ -1,7 +1,7 @@
-"""A message as a consumer sees it, and the answers that a member of a group gives: done, later, longer.
+"""A received message, and the answers of a group's member: acknowledge, give back, extend the lease, or dead-letter.
 
-A message is a view of one row of a batch: nothing is copied or decoded until asked for. Receipts are texts of the
-broker's.
+A message is a view of one row of a batch. Its fields are copied and decoded only when they are read. Receipts are
+opaque texts that the broker creates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.message import NACK_REASON, decode_properties, lateness_ms
 
 
 class Member:
-    """The receipts of one group in one topic. Thread safe."""
+    """Answers for the receipts of one group in one topic. Thread safe."""
 
     def __init__(self, calls: Calls, topic: str, group: str) -> None:
         self._calls = calls
@@ -27,7 +27,7 @@ class Member:
         self.group = group
 
     def ack(self, receipts: Sequence[str]) -> list[bool]:
-        """End these leases for good; false for one that had ended: its message comes again."""
+        """Acknowledge receipts. The result is False for each lease that had ended, whose message is delivered again."""
         found: list[bool] = []
         for part in _parts(receipts, limits.CANCELS_PER_REQUEST_MAX):
             body = wire.Acknowledge(topic=self.topic, group=self.group, receipts=part)
@@ -43,10 +43,10 @@ class Member:
         nack: bool = False,
         reason: str = "",
     ) -> list[str | None]:
-        """Make leases end so far from now; return their receipts, None for one that had ended.
+        """Make leases end `invisible_ms` from now. Returns the receipt of each lease, or None if the lease had ended.
 
-        `invisible_ms` None: after as long as the group's retry policy says. `counts`: the lease is an attempt. `nack`:
-        the messages are given back.
+        `invisible_ms` None means the delay of the group's retry policy. With `counts` the lease is an attempt. With
+        `nack` the messages are given back, for `reason`.
         """
         found: list[str | None] = []
         for part in _parts(receipts, limits.POP_ROWS_MAX):
@@ -59,7 +59,7 @@ class Member:
         return found
 
     def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[bool]:
-        """Put messages into the group's dead letters; false for one whose lease had ended."""
+        """Move messages to the group's dead letters. The result is False for each message whose lease had ended."""
         found: list[bool] = []
         for part in _parts(receipts, limits.POP_ROWS_MAX):
             body = wire.DeadLetter(topic=self.topic, group=self.group, receipts=part, reason=_bounded(reason))
@@ -68,9 +68,9 @@ class Member:
 
 
 class Leased:
-    """One visible message, and its lease. Instants are milliseconds since 1970 UTC.
+    """One visible message and its lease. Times are milliseconds since 1970 UTC.
 
-    What `Message` and `AsyncMessage` have in common: all but how they answer.
+    The common base of `Message` and `AsyncMessage`, which differ only in how they answer.
     """
 
     __slots__ = ("_batch", "_member", "_receipt", "_row", "is_leased", "received_ms")
@@ -80,115 +80,120 @@ class Leased:
     ) -> None:
         self._batch = batch
         self._member = member
-        self._receipt: str | None = None  # None: as in the batch
+        self._receipt: str | None = None  # None means: use the receipt in the batch
         self._row = row
-        self.received_ms = received_ms  # when this client got it, by its own clock
-        self.is_leased = member is not None  # as far as this client has been told
+        self.received_ms = received_ms  # when this client received the message, by the client's clock
+        # the last state that this client learned; the lease may have ended since
+        self.is_leased = member is not None
 
     def _value(self, column: str) -> Any:
         return self._batch.column(column)[self._row].as_py()
 
     @property
     def topic(self) -> str:
-        """The topic it was sent to."""
+        """The topic the message was sent to."""
         return str(self._value("topic"))
 
     @property
     def body(self) -> bytes:
-        """Return the body as the producer sent it."""
+        """The body, as the producer sent it."""
         body: bytes = self._value("body") or b""
         return body
 
     @property
     def tag(self) -> str | None:
-        """RocketMQ's tag: one word to filter by."""
+        """The tag, one word to filter by, as in RocketMQ. None if the message has none."""
         tag: str | None = self._value("tag")
         return tag
 
     @property
     def keys(self) -> list[str]:
-        """The business keys it can be found and cancelled by."""
+        """The business keys, by which the message can be found and cancelled."""
         return (self._value("keys") or "").split()
 
     @property
     def properties(self) -> dict[str, str]:
-        """The producer's own properties."""
+        """The properties that the producer set."""
         return decode_properties(self._value("properties") or "")
 
     @property
     def id(self) -> str | None:
-        """The id its sender knows."""
+        """The message id, which the sender's receipt contains. None if the producer gave the message no id."""
         key: str | None = self._value("unique_key")
         return key
 
     @property
     def seq(self) -> int:
-        """Its place in the log. For a delayed message: of its release, not of its promise."""
+        """The sequence number of the row in the log. For a scheduled message it is the number of its release."""
         return int(self._value("seq"))
 
     @property
     def promise_seq(self) -> int | None:
-        """The sequence number in the sender's receipt, if it was delayed."""
+        """The sequence number in the sender's receipt, for a scheduled message. None for other messages."""
         seq: int | None = self._value("source_seq")
         return seq
 
     @property
     def queue_id(self) -> int:
-        """Return the number of its queue in the topic."""
+        """The number of the message's queue in the topic."""
         return int(self._value("queue_id"))
 
     @property
     def queue_offset(self) -> int:
-        """Its place in that queue."""
+        """The offset of the message in its queue."""
         return int(self._value("queue_offset"))
 
     @property
     def born_ms(self) -> int | None:
-        """When its producer made it, by the producer's clock."""
+        """The time when the producer made the message, by the producer's clock."""
         instant: int | None = self._value("born_ms")
         return instant
 
     @property
     def store_ms(self) -> int:
-        """When it became visible, by the broker's clock."""
+        """The time when the message became visible, by the broker's clock."""
         return int(self._value("store_ms"))
 
     @property
     def due_ms(self) -> int | None:
-        """When it was to become visible; None if it was not delayed."""
+        """The due time. None if the message was not scheduled."""
         instant: int | None = self._value("due_ms")
         return instant
 
     @property
     def lateness_ms(self) -> int | None:
-        """How long after its instant it became visible; None if it was not delayed. Never negative.
+        """The time from the due time until the message became visible, in milliseconds. Never negative.
 
-        The lateness of a message that was due before it was accepted counts from its acceptance.
+        None if the message was not scheduled. If the due time had passed when the broker accepted the message, the
+        lateness counts from the acceptance.
         """
         due_ms = self.due_ms
         return None if due_ms is None else lateness_ms(due_ms, self._value("accepted_ms"), self.store_ms)
 
     @property
     def attempts(self) -> int:
-        """How often it was consumed before and given back."""
+        """The number of earlier attempts: how often the group received the message and did not acknowledge it."""
         return int(self._value("reconsume_times") or 0)
 
     @property
     def nack_reason(self) -> str | None:
-        """Return the last reason that a consumer of the group gave for a nack; None when none has given one."""
+        """The last reason that a consumer of the group gave for a nack. None if there is no reason."""
         return self.properties.get(NACK_REASON)
 
     # ---- answers to the group ---------------------------------------------------------------------------
 
     @property
     def lease(self) -> tuple[Member, str]:
-        """The member it is leased to, and the receipt; RequestError for a message that was browsed."""
+        """The member that holds the lease, and the receipt.
+
+        Raises RequestError for a browsed message, which has no lease.
+        """
         if self._member is None:
             raise RequestError("this message was browsed and is leased to no group; pull it to answer")
         return self._member, self._receipt or str(self._value(wire.RECEIPT))
 
     def renewed(self, receipt: str | None) -> None:
-        """Go on with the receipt of a changed lease; None: the lease had ended."""
+        """Store the receipt of the renewed lease. None means that the lease had ended."""
         self._receipt, self.is_leased = receipt or self._receipt, receipt is not None
 
     def _extend(self, lease_ms: int) -> bool:
@@ -221,45 +226,65 @@ class Leased:
 class Message(Leased):
     """One visible message.
 
-    A message that was pulled as a member of a group is leased to this client: answer with `ack`, `nack` or
-    `dead_letter` before the lease ends, or `extend` it.
+    A message that a member of a group received is leased to this client. Answer with `ack`, `nack` or `dead_letter`
+    before the lease ends, or extend the lease with `extend`. A message that was browsed has no lease, and the four
+    methods raise RequestError.
     """
 
     __slots__ = ()
 
     def ack(self) -> bool:
-        """Say that it is dealt with; false when its lease had ended, so that it comes again."""
+        """Acknowledge the message.
+
+        Returns False when the lease had already ended. The message is then delivered again.
+        """
         return self._ack()
 
     def nack(self, after: After | None = None, *, reason: str = "") -> bool:
-        """Give it back as an attempt that failed; it comes again `after` so long, or when the group's policy says.
+        """Give the message back as a failed attempt, to be delivered again later.
 
-        The next delivery and the dead letter show the `reason`. False when its lease had ended.
+        Args:
+            after: The delay until the next delivery. The default is the delay of the group's retry policy.
+            reason: The reason, which the next delivery and the dead letter contain. At most 1,024 bytes are kept.
+
+        Returns:
+            False when the lease had already ended.
         """
         return self._nack(None if after is None else delay_ms(after), reason)
 
     def extend(self, lease: After) -> bool:
-        """Keep it for so long from now; false when its lease had ended."""
+        """Extend the lease, so that it ends after the time `lease` from now.
+
+        Returns False when it had already ended.
+        """
         return self._extend(delay_ms(lease, "lease"))
 
     def dead_letter(self, *, reason: str = "") -> bool:
-        """Give it up: it goes to the group's dead letters at once. False when its lease had ended."""
+        """Give the message up: move it to the group's dead letters at once.
+
+        Args:
+            reason: The reason, which the dead letter contains. At most 1,024 bytes are kept.
+
+        Returns:
+            False when the lease had already ended.
+        """
         return self._dead_letter(reason)
 
 
 def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
-    """Return the rows of a batch in READ_SCHEMA as messages; `member`: to whom they are leased."""
+    """Make messages of the rows of a batch in READ_SCHEMA. `member` holds their leases."""
     return [Message(batch, row, received_ms, member) for row in range(batch.num_rows)]
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an exception as the reason of a nack: its type and what it says."""
+    """Format an exception as the reason of a nack: its type and its text."""
     said = str(error)
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _bounded(reason: str) -> str:
-    # The broker keeps no more of it; and JSON has no half of a surrogate pair, which an exception's text may have.
+    # The broker keeps no more bytes of a reason. JSON cannot represent half of a surrogate pair, which an exception's
+    # text may contain.
     return reason[: limits.NACK_REASON_BYTES_MAX].encode(errors="replace").decode()
 
 

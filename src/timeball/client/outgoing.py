@@ -1,22 +1,22 @@
-"""What a program has, as the record batches that a send stream takes.
+"""Conversion of a program's messages to the record batches of a send stream.
 
-One message becomes a batch of one row in `ONE_SCHEMA`. Many come as a table, a batch, a reader or a list of
-dicts; their columns are those of the Flight protocol, and besides, for people:
+One message becomes a batch of one row in `ONE_SCHEMA`. Many messages come as a table, a batch, a reader or a list of
+dicts. Their columns are those of the Flight protocol, and two more for convenience:
 
-    at      timestamp with a time zone -> due_ms      (dicts: what `send(at=…)` takes)
-    after   duration                   -> delay_ms    (dicts: what `send(after=…)` takes)
+    at      timestamp with a time zone -> due_ms      (dicts: as in `send(at=…)`)
+    after   duration                   -> delay_ms    (dicts: as in `send(after=…)`)
 
-Ids and birth times are filled in where they are missing. Unknown columns are left for the broker to refuse by
-name, so that the rule stands in one place.
+Missing ids and birth times are filled in. Unknown columns are passed on, and the broker refuses them by name, so that
+this rule is implemented only once.
 
-An id is 32 hexadecimal characters, unique without asking anyone:
+An id is 32 hexadecimal characters, and unique without coordination:
 
     96 bits of identity (random, drawn once per process and again after 2^32 ids or a fork)
     32 bits of counter, big-endian
 
-As with RocketMQ's unique keys, an id exists before the message is sent, so that a message whose
-acknowledgement was lost can still be named, cancelled, or sent again as the same one. Ids of one process sort
-by age. A million of them is one vectorised pass.
+Like a unique key of RocketMQ, an id exists before the message is sent. So a message whose acknowledgement was lost can
+still be named, cancelled, or sent again as the same message. The ids of one process sort by age. A million ids take one
+vectorized pass.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ ONE_SCHEMA = pa.schema(
 )
 ATOMIC_ROWS = (
     limits.ROWS_PER_REQUEST_MAX // 2
-)  # rows that are there at once and fit BATCH_BYTES are one batch
-BATCH_ROWS = 8_192  # of one batch where the rows are more, or come one by one
-_SECONDS_MAX = limits.INSTANT_MS_MAX  # of a number of seconds: as many milliseconds fit into 64 bits
+)  # rows that are all available at once, and fit BATCH_BYTES, are one batch
+BATCH_ROWS = 8_192  # rows of a batch when there are more rows, or when they come one by one
+_SECONDS_MAX = limits.INSTANT_MS_MAX  # a limit for seconds, whose milliseconds fit into 64 bits
 _TIMES = ("after", "at", "delay_ms", "due_ms")
-# Names that a dict may have: the arguments of `send`, and the columns of the Flight protocol.
+# The names that a dict may have: the arguments of `send` and the columns of the Flight protocol.
 _ROW_NAMES = (
     "after", "at", "message_id",
     *(name for name in SEND_COLUMNS if name not in ("born_host", "delay_level")),
 )  # fmt: skip
-BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is cut in halves until it is smaller, or one row
+BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is halved until it is at most this large, or one row
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
 Body: TypeAlias = bytes | bytearray | memoryview | str
@@ -91,7 +91,7 @@ def one(
     delay_ms: int | None,
     due_ms: int | None,
 ) -> pa.RecordBatch:
-    """A batch of one message; raises InvalidMessage."""
+    """Build a batch of one message. Raises InvalidMessage."""
     row = (
         topic,
         _bytes(body),
@@ -111,10 +111,11 @@ def one(
 
 
 def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int) -> Iterator[pa.RecordBatch]:
-    """Yield batches with ids, of one schema; raise InvalidMessage, InvalidDelay.
+    """Yield batches with ids, all of one schema. Raises InvalidMessage and InvalidDelay.
 
-    Rows that are there at once are one batch if that has at most `batch_rows` rows and BATCH_BYTES: the broker accepts
-    it whole or not at all. `batch_rows` None: ATOMIC_ROWS, and BATCH_ROWS each where the rows are more.
+    Rows that are all available at once form one batch, if they are at most `batch_rows` rows and BATCH_BYTES bytes. The
+    broker accepts a batch as a whole or not at all. With `batch_rows` None the limit is ATOMIC_ROWS, and more rows are
+    split into batches of BATCH_ROWS.
     """
     step, first_row = batch_rows or BATCH_ROWS, 0
     are_dicts = not isinstance(rows, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
@@ -132,14 +133,17 @@ def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int)
     for batch in _record_batches(rows, step):
         _check_times(rows, batch, first_row)
         first_row += batch.num_rows
-        # Columns are filled in for many rows at once, however small the batches.
+        # Columns are filled in for many rows at once, even if the batches are small.
         for start in range(0, batch.num_rows, max(step, ATOMIC_ROWS)):
             part = batch.slice(start, max(step, ATOMIC_ROWS))
             yield from _parts(complete(part, topic, born_ms, are_keys_joined=are_dicts), step)
 
 
 def _check_times(rows: Rows, batch: pa.RecordBatch, first_row: int) -> None:
-    """Raise InvalidDelay for a null due time of a table; of dicts, a null is a row that has no such name."""
+    """Raise InvalidDelay for a null due time in a table.
+
+    In a batch made of dicts, a null means that the dict does not have this name.
+    """
     if isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
         check_no_nulls(dict(zip(batch.schema.names, batch.columns)), _TIMES, first_row)
 
@@ -153,14 +157,14 @@ def _record_batches(rows: Rows, step: int) -> Iterator[pa.RecordBatch]:
     if isinstance(rows, pa.RecordBatch):
         yield rows
     elif isinstance(rows, pa.Table):
-        # However its rows lie in chunks: those that fit one batch are one.
+        # The table's chunks do not matter: rows that fit into one batch become one.
         for start in range(0, rows.num_rows, max(step, ATOMIC_ROWS)):
             yield from rows.slice(start, max(step, ATOMIC_ROWS)).combine_chunks().to_batches()
     elif isinstance(rows, pa.RecordBatchReader):
         yield from rows
     elif isinstance(rows, (str, bytes, Mapping)):
         raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
-    else:  # perhaps a generator that takes its time: its rows are sent as soon as they fill a batch
+    else:  # perhaps a slow generator: its rows are sent as soon as they fill a batch
         given, first_row = iter(rows), 0
         while part := list(islice(given, step)):
             yield from_dicts(part, first_row)
@@ -170,12 +174,13 @@ def _record_batches(rows: Rows, step: int) -> Iterator[pa.RecordBatch]:
 def complete(
     batch: pa.RecordBatch, topic: str | None, born_ms: int, *, are_keys_joined: bool = False
 ) -> pa.RecordBatch:
-    """The batch with `at` and `after` as due_ms and delay_ms, and with topic, ids and birth times."""
+    """Complete a batch: `at` and `after` become due_ms and delay_ms; the topic, ids and birth times are filled in."""
     columns = dict(zip(batch.schema.names, batch.columns))
     if len(columns) != batch.num_columns:
         raise InvalidMessage(f"two columns have one name: {', '.join(batch.schema.names)}")
     for name, column in columns.items():
-        # The broker takes neither from a client: it could not bound what a dictionary becomes, nor prove a view sound.
+        # The broker accepts neither type from a client: it could not bound the size of a decoded dictionary, nor verify
+        # a view.
         if pa.types.is_dictionary(column.type):
             columns[name] = column = pc.cast(column, column.type.value_type)
         if pa.types.is_string_view(column.type):
@@ -204,7 +209,10 @@ def complete(
 
 
 def _check_texts(columns: dict[str, pa.Array], *, are_keys_joined: bool) -> None:
-    """Check tags and ids, and have keys as one text: of a column of texts each is one key, of lists each has some."""
+    """Check tags and ids, and join keys to one text.
+
+    In a column of texts, each text is one key. In a column of lists, each row may have several keys.
+    """
     for name in ("tag", "unique_key"):
         if name in columns and _is_text(columns[name]):
             _check_each(name, columns[name], label_faults(columns[name]), check_label)
@@ -222,7 +230,7 @@ def _is_text(column: pa.Array) -> bool:
 
 
 def _check_each(name: str, column: pa.Array, wrong: BoolArray, check: Callable[[str, Any], object]) -> None:
-    """Raise what `check` says of the first value that is wrong, with its row."""
+    """Raise the error of `check` for the first value marked in `wrong`, and add its row to the text."""
     if wrong.any():
         row = int(wrong.argmax())
         try:
@@ -233,7 +241,7 @@ def _check_each(name: str, column: pa.Array, wrong: BoolArray, check: Callable[[
 
 
 def due_column(column: pa.Array) -> pa.Array:
-    """Epoch milliseconds of a timestamp column with a time zone, fractions rounded up."""
+    """Convert a timestamp column with a time zone to epoch milliseconds. Fractions are rounded up."""
     if not pa.types.is_timestamp(column.type) or column.type.tz is None:
         raise InvalidDelay(
             f"column 'at' is {column.type}; it must be a timestamp with a time zone (else: whose noon?), "
@@ -243,7 +251,7 @@ def due_column(column: pa.Array) -> pa.Array:
 
 
 def delay_column(column: pa.Array) -> pa.Array:
-    """Milliseconds of a column of durations, fractions rounded up."""
+    """Convert a column of durations to milliseconds. Fractions are rounded up."""
     if pa.types.is_duration(column.type):
         return _milliseconds(column, "after")
     raise InvalidDelay(
@@ -252,7 +260,10 @@ def delay_column(column: pa.Array) -> pa.Array:
 
 
 def _milliseconds(column: pa.Array, name: str) -> pa.Array:
-    """Whole milliseconds of timestamps or durations of any unit, rounded up; without Arrow's casts, which overflow."""
+    """Convert timestamps or durations of any unit to whole milliseconds, rounded up.
+
+    Arrow's casts are not used for this, because they overflow.
+    """
     values = int64(pc.cast(column, pa.int64()).fill_null(0))
     if column.type.unit == "s":
         wrong = np.abs(values) > _SECONDS_MAX
@@ -260,14 +271,15 @@ def _milliseconds(column: pa.Array, name: str) -> pa.Array:
             raise InvalidDelay(f"{name} of row {int(wrong.argmax())} is beyond what any broker takes")
         return pa.array(values * 1_000, mask=np.asarray(column.is_null()))
     per_ms = {"ms": 1, "us": 1_000, "ns": 1_000_000}[column.type.unit]
-    whole = values // per_ms + (values % per_ms > 0)  # the negative of the smallest number would overflow
+    # -(-values // per_ms) would overflow for the smallest number
+    whole = values // per_ms + (values % per_ms > 0)
     return pa.array(whole, mask=np.asarray(column.is_null()))
 
 
 def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.RecordBatch:
-    """Dicts with the arguments of `send` (and the protocol's columns) as a batch; every column nullable.
+    """Build a batch of dicts with the arguments of `send` or the protocol's columns. Every column is nullable.
 
-    `first_row`: the number of the first one among the caller's, for errors.
+    `first_row`: the number of the first dict among all rows of the call, for the texts of errors.
     """
     names: dict[str, None] = {}
     columns: dict[str, list[Any]] = {}
@@ -290,12 +302,12 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
             columns["due_ms"] = [_only(row, "due_ms", ms[1]) for row, ms in zip(rows, delayed)]
         elif name not in columns:
             columns[name] = [_cell(row, name) for row in rows]
-    # All batches of a stream have one schema, also when their dicts have different keys.
+    # All batches of a stream have one schema, even if their dicts have different keys.
     typed: dict[str, pa.Array] = {}
     try:
         for name in dict.fromkeys([*ONE_SCHEMA.names, *columns]):
             if name in ("topic", "unique_key") and name not in columns:
-                continue  # `complete` fills them in
+                continue  # `complete` fills these in
             values = columns.get(name, [None] * len(rows))
             wanted = ONE_SCHEMA.field(name).type if name in ONE_SCHEMA.names else None
             typed[name] = pa.array(values, wanted)
@@ -305,7 +317,10 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
 
 
 def _only(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
-    """`after` beside `delay_ms` (or `at` beside `due_ms`) in one dict would be two instants."""
+    """Choose between two ways to give one time: `after` and `delay_ms`, or `at` and `due_ms`.
+
+    Giving both raises InvalidDelay.
+    """
     given: int | None = row.get(name)
     if given is not None and value is not None:
         raise InvalidDelay(f"a message with two instants: {name}={given} and {value}")
@@ -340,7 +355,7 @@ def _bytes(body: Body) -> bytes:
 
 
 def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield the batch in parts that the broker takes: each at most BATCH_BYTES, or one row."""
+    """Yield the batch in parts that the broker accepts: each is at most BATCH_BYTES, or one row."""
     if batch.nbytes <= BATCH_BYTES or batch.num_rows <= 1:
         yield batch
         return
@@ -353,9 +368,9 @@ def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 ID_CHARACTERS = 32
 COUNTER_END = 2**32
-ROWS_MAX = 2**26 - 1  # 32 characters each, 31-bit offsets
+ROWS_MAX = 2**26 - 1  # each has 32 characters, and Arrow's offsets have 31 bits
 
-# The two characters of each byte value, as one 16-bit unit.
+# The two hexadecimal characters of each byte value, as one 16-bit unit.
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), dtype=np.uint16)
 
 
@@ -371,12 +386,12 @@ class Identifiers:
         self._next = 0
 
     def next_id(self) -> str:
-        """One id."""
+        """Make one id."""
         identity, first = self._reserve(1)
         return f"{identity}{first:08x}"
 
     def take_many(self, count: int) -> pa.StringArray:
-        """`count` consecutive ids; ValueError beyond ROWS_MAX."""
+        """Make `count` consecutive ids. Raises ValueError if there are more than ROWS_MAX."""
         if not 0 <= count <= ROWS_MAX:
             raise ValueError(f"{count} ids at once; at most {ROWS_MAX}")
         identity, first = self._reserve(count)
@@ -397,7 +412,7 @@ class Identifiers:
             return self._identity, first
 
     def after_fork(self) -> None:
-        """In a child process: a lock of its own, and other ids than its parent's."""
+        """Reset a child process after a fork: it gets a new lock, and ids that differ from its parent's."""
         self._lock = threading.Lock()
         self._renew()
 

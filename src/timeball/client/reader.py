@@ -1,4 +1,4 @@
-"""The reading half of a client: as a member of a group, which shares messages out, or by offset, which does not.
+"""The reading methods of a client: as a member of a group, which shares messages out, or by offset, which does not.
 
 In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
 """
@@ -21,7 +21,7 @@ from timeball.instants import After
 
 
 class Reader:
-    """The verbs for those who read. Thread safe."""
+    """The reading methods. Thread safe."""
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
@@ -43,16 +43,37 @@ class Reader:
         tag: str | None = None,
         sql: str | None = None,
     ) -> list[Message]:
-        """The next messages of a topic for a member of a group; waits up to `wait` (at most a minute) for the first.
+        """Receive the next messages of a topic as a member of a group. Waits up to `wait` for the first message.
 
-        The members share the messages out; each is leased to the one that got it. One that is not acknowledged within
-        `lease` is handed out again, counted, and after the group's last attempt it goes to `%DLQ%<group>`. A group
-        that is new begins at the `start` of the queues. At most 1,024 come at once. A topic that does not exist is
-        waited for, as its first message may make it; with wait=0, or where messages make none, it is NotFound.
+        The members of a group share the messages out, and each message is leased to the member that received it. A
+        message that is not acknowledged before its lease ends is delivered again, and the attempt counts. After the
+        group's last attempt the message goes to the dead letters, `%DLQ%<group>`.
 
-        `tag`: only messages with this tag, or with one of several ("paid || refunded"). `sql`: only those whose
-        properties match a condition ("region = 'eu' AND total > 100", docs/filters.md). The group has passed the others
-        by, so all its members should ask for the same.
+        If the topic does not exist, the call waits for the message that creates it. With `wait=0`, or where messages
+        create no topics, it raises NotFound instead.
+
+        `tag` and `sql` select messages. The group skips all other messages for good, so all its members should use the
+        same filter. Give one of the two at most.
+
+        Args:
+            topic: The topic.
+            group: The name of the consumer group. The first call of a group creates it.
+            max_messages: The largest number of messages, from 1 to 65,536. One call returns at most 1,024.
+            wait: The longest time to wait, as a timedelta or text such as "10s". A longer time than a minute counts as
+                a minute.
+            start: Where a new group begins: "earliest" at the first messages kept, "latest" after the last one.
+            lease: The time until the message is delivered again, from 1 ms to 12 h.
+            tag: Receive only messages with this tag, or with one of several, as in "paid || refunded".
+            sql: Receive only messages whose properties match this condition, as in "region = 'eu' AND total > 100"
+                (docs/filters.md).
+
+        Returns:
+            The messages, each with its lease. Empty if none came in time.
+
+        Raises:
+            NotFound: The topic does not exist, as described above.
+            InvalidFilter: The filter cannot be read.
+            RequestError: An argument is out of range, or both `tag` and `sql` are given.
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
@@ -80,14 +101,25 @@ class Reader:
         tag: str | None = None,
         sql: str | None = None,
     ) -> pa.RecordBatch:
-        """The same as columns: message.READ_SCHEMA and `receipt`; empty when nothing came in time."""
+        """Receive the next messages as columns: message.READ_SCHEMA and a column `receipt`.
+
+        Arguments and errors are those of `pull`. The batch is empty if no message came in time.
+        """
         only = wanted(tag, sql)
         return self._consumer.pull_batch(topic, group, max_messages, wait, start, lease, only)
 
     def ack(self, messages: Leased | Iterable[Leased] | pa.RecordBatch, group: str | None = None) -> int:
-        """Say that these are dealt with; returns how many of their leases had not ended before.
+        """Acknowledge messages. They are not delivered to the group again.
 
-        `group`: of a batch of `pull_batch`; messages know theirs.
+        Args:
+            messages: One message, several messages, or a batch that `pull_batch` returned.
+            group: The group that received the batch. Only needed for a batch.
+
+        Returns:
+            The number of messages whose lease had not ended. The others are delivered again, or were answered before.
+
+        Raises:
+            RequestError: A message was browsed and has no lease, or the group of a batch is missing.
         """
         return self._consumer.ack([messages] if isinstance(messages, Leased) else messages, group)
 
@@ -104,12 +136,32 @@ class Reader:
         tag: str | None = None,
         sql: str | None = None,
     ) -> Iterator[Message]:
-        """Messages as they become visible, without end, or until none has come for `until_idle`, or `stop` is set.
+        """Yield messages as they become visible. Without `until_idle` and `stop` the loop never ends.
 
-        A message counts as dealt with when the next one is asked for; that is acknowledged about once a second, after
-        each pull, and when the loop ends. A loop that is left in the middle gives back its last message, as an attempt
-        that failed, and what it had not come to. The lease of what it has not come to is renewed; a message that takes
-        longer than `lease` by itself needs `extend`. `tag` and `sql` as for `pull`.
+        A message counts as processed when you ask for the next one. The loop acknowledges processed messages about once
+        a second, before each pull, and when it ends. A loop that you leave in the middle gives back its last message as
+        a failed attempt, and the messages not yet handed out without counting an attempt.
+
+        The loop renews the leases of messages that it has not handed out yet. If a single message needs longer than
+        `lease`, call its `extend`.
+
+        Args:
+            topic: The topic.
+            group: The name of the consumer group. The first call of a group creates it.
+            max_messages: The largest number of messages in one pull, from 1 to 65,536. One pull returns at most 1,024.
+            until_idle: End the loop when no message has come for this time.
+            stop: An event that ends the loop when it is set. The loop looks at it at least once a second.
+            start: Where a new group begins, as for `pull`.
+            lease: The time until a message is delivered again, as for `pull`.
+            tag: Receive only messages with this tag, as for `pull`.
+            sql: Receive only messages that match this condition, as for `pull`.
+
+        Yields:
+            The messages, one at a time.
+
+        Raises:
+            NotFound: Messages create no topics at this broker, and the topic does not exist.
+            RequestError: An argument is out of range, or both `tag` and `sql` are given.
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
@@ -144,10 +196,26 @@ class Reader:
         wait: After = 0,
         start: Start = "earliest",
     ) -> list[Message]:
-        """The next visible messages of all queues, by offset: nothing is leased, and every reader gets them all.
+        """Read the next visible messages of all queues by offset.
 
-        Each call goes on where the last one of this client ended, the first one where `group` has committed, or at the
-        `start` of the queues. Raises OutOfRange when retention has passed that place; otherwise as `pull`.
+        Nothing is leased, and every reader gets all messages.
+
+        Each call goes on where the last call of this client ended for the same topic and group. The first call begins
+        at the offsets that `group` has committed, or at `start`.
+
+        Args:
+            topic: The topic.
+            group: The group whose committed offsets are the beginning. "" means no group.
+            max_messages: The largest number of messages, from 1 to 65,536.
+            wait: The longest time to wait for the first message, at most a minute. 0 means no waiting.
+            start: Where queues without a committed offset begin: "earliest" or "latest".
+
+        Returns:
+            The messages. They have no lease, so they cannot be acknowledged. Empty if none came in time.
+
+        Raises:
+            OutOfRange: Retention has removed the messages at the position.
+            NotFound: The topic does not exist, as for `pull`.
         """
         return self._browser.read(topic, group, max_messages, wait, start)
 
@@ -160,16 +228,28 @@ class Reader:
         wait: After = 0,
         start: Start = "earliest",
     ) -> pa.RecordBatch:
-        """The same as columns, in message.READ_SCHEMA; empty when nothing came in time."""
+        """Read the next messages as columns, in message.READ_SCHEMA. The batch is empty if no message came in time.
+
+        Arguments and errors are those of `browse`.
+        """
         return self._browser.read_batch(topic, group, max_messages, wait, start)
 
     def commit(self, topic: str, group: str, offsets: Mapping[int, int] | None = None) -> None:
-        """Have the broker remember where the group goes on: behind all that was browsed, or at `offsets` by queue.
+        """Store the group's offsets at the broker. They are on disk within about a second.
 
-        Members that pull go on from there too.
+        Members of the group that pull go on from there too.
+
+        Args:
+            topic: The topic.
+            group: The name of the group.
+            offsets: The next offset of each queue. The default is the position after all messages that this client has
+                browsed.
+
+        Raises:
+            OutOfRange: An offset lies beyond the end of its queue.
         """
         self._browser.commit(topic, group, None if offsets is None else dict(offsets))
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
-        """Return the offsets that a group has committed, by queue."""
+        """Read the offsets that a group has committed in a topic, by queue. Queues without a commit are left out."""
         return browser.offsets(self._calls, group, topic)

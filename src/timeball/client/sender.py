@@ -1,9 +1,9 @@
-"""Sending: one message over a stream that stays open, many over a stream of their own.
+"""Sending: single messages over a stream that stays open, many messages over a separate stream per call.
 
-A batch that was never written, or that the broker has refused as it stops, is tried again on a new stream, a few times.
-A batch whose answer was lost is tried again only with an idempotency key, by which the broker knows whether it has it:
-`retry=True` gives each batch one, made of its first topic and message id. The receipt of a batch that was sent before
-says so, and what became of its messages.
+A batch that was never written, or that a stopping broker refused, is tried again a few times on a new stream. A batch
+whose answer was lost is tried again only with an idempotency key, by which the broker recognizes a batch that it
+already has. `retry=True` gives each batch a key, made of its first topic and message id. The receipt of a batch that
+was sent before states this, and contains the current states of its messages.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from timeball.rules import past_due
 from timeball.wire import EXISTS, SendAck, SendKey, SentState
 
 IfSettled = Literal["keep", "send"]
-SPANS_SHOWN = 10  # in an error's text
+SPANS_SHOWN = 10  # in the text of an error
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """One message is on disk. `due_ms` is None for a message that is visible at once.
+    """The receipt of one message, which is on the broker's disk. `due_ms` is None for a message that was not scheduled.
 
-    `outcome`: "created" by this send; or "exists", as it was sent before under the same message id. `state` is the
-    current state of the message (answers.SentState), and `due_ms` its current due time. `past_ms`: for how long the due
-    time had passed when the broker accepted the message, which it then delivers at once; 0 for all others.
+    `outcome` is "created" for a message of this send, and "exists" for one that was sent before under the same message
+    id. `state` is the current state of the message (answers.SentState), and `due_ms` its current due time. `past_ms` is
+    the time by which the due time had passed when the broker accepted the message, in milliseconds. The broker delivers
+    such a message at once. For all others it is 0.
     """
 
     id: str
@@ -56,7 +57,10 @@ class ExistingRows(msgspec.Struct, frozen=True):
 
 
 class AcceptedRows(msgspec.Struct, frozen=True):
-    """Rows of a `send_many` that the broker has, [first_row, first_row + rows), with numbers from `first_seq` on."""
+    """Rows of a `send_many` that the broker accepted, [first_row, first_row + rows).
+
+    Their sequence numbers begin at `first_seq` and have no gaps.
+    """
 
     first_row: int
     rows: int
@@ -64,7 +68,7 @@ class AcceptedRows(msgspec.Struct, frozen=True):
 
 
 class RefusedRows(msgspec.Struct, frozen=True):
-    """Rows of a `send_many` without an acknowledgement: [first_row, first_row + rows)."""
+    """Rows of a `send_many` without an acknowledgement, [first_row, first_row + rows), and the error."""
 
     first_row: int
     rows: int
@@ -72,22 +76,22 @@ class RefusedRows(msgspec.Struct, frozen=True):
 
 
 class SendSummary(msgspec.Struct, frozen=True):
-    """The outcome of a `send_many`, by batches in the order of the rows.
+    """The result of a `send_many`, by batches in the order of the rows.
 
-    accepted    the broker has these rows on its disk
-    refused     the broker has none of these rows
-    unknown     their answer was lost: the broker may or may not have them
-    existing    of the accepted rows those that were sent before, by a call with the same ids and `retry=True`
+        accepted    the broker has these rows on its disk
+        refused     the broker has none of these rows
+        unknown     their answer was lost: the broker may or may not have them
+        existing    the part of the accepted rows that an earlier call sent with the same ids and `retry=True`
 
-    `rows`: read from the caller so far, of which each is in accepted, refused or unknown. `past_rows`: accepted rows
-    that were due before the broker accepted them; it delivers them at once. `past_ms`: for how long the oldest had been
-    due.
+    `rows` is the number of rows read from the caller so far. Each of them is in accepted, refused or unknown.
+    `past_rows` is the number of accepted rows whose due time had passed when the broker accepted them. The broker
+    delivers these at once. `past_ms` is the largest time by which a due time had passed, in milliseconds.
     """
 
     rows: int
     accepted: list[AcceptedRows]
     refused: list[RefusedRows]
-    ids: pa.ChunkedArray  # one string per row given, accepted or not
+    ids: pa.ChunkedArray  # one string per row read, accepted or not
     existing: list[ExistingRows] = []
     unknown: list[RefusedRows] = []
     past_rows: int = 0
@@ -95,7 +99,7 @@ class SendSummary(msgspec.Struct, frozen=True):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """(first_seq, rows) of each accepted batch, in order."""
+        """The pair (first_seq, rows) of each accepted batch, in order."""
         return [(each.first_seq, each.rows) for each in self.accepted]
 
 
@@ -105,14 +109,14 @@ class Sender:
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
         self._clock = clock
-        self._opening = threading.Lock()
+        self._opening = threading.Lock()  # held while the stream is replaced, and not while it is used
         self._exchange: SendExchange | None = None
         self._closed = False
 
     def close(self) -> None:
-        """Finish the open stream; answers under way are waited for, a little."""
+        """Finish the open stream. Waits a few seconds for answers that are under way."""
         if is_inherited():
-            return  # the stream, and perhaps the lock, are the parent's
+            return  # the stream, and perhaps the held lock, belong to the parent process
         with self._opening:
             self._closed = True
             exchange, self._exchange = self._exchange, None
@@ -120,7 +124,10 @@ class Sender:
             exchange.close()
 
     def send(self, batch: pa.RecordBatch, *, retry: bool, if_settled: IfSettled = "keep") -> SendAck:
-        """A batch in ONE_SCHEMA, on disk when this returns. Raises what the broker says, or Unavailable."""
+        """Send a batch in ONE_SCHEMA. It is on the broker's disk on return.
+
+        Raises the broker's refusal, or Unavailable.
+        """
         key = _Keys(if_settled, is_used=retry).of(batch)
         again = Unavailable if retry else NotNow
         for more in self._calls.attempts():
@@ -144,7 +151,7 @@ class Sender:
         retry: bool,
         if_settled: IfSettled = "keep",
     ) -> SendSummary:
-        """Send rows in batches, pipelined; Timeball.send_many documents the arguments."""
+        """Send rows in batches, pipelined. Timeball.send_many documents the arguments."""
         run = _Run(self._calls, window, collect, retry, if_settled)
         try:
             for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
@@ -164,7 +171,7 @@ class Sender:
             return self._exchange
 
     def _leave(self, exchange: SendExchange | None) -> None:
-        """Send nothing more on a stream: what comes next goes over a new one, perhaps to another node."""
+        """Stop using a stream for batches: the next batch opens a new one, perhaps to another node."""
         with self._opening:
             if exchange is None or self._exchange is not exchange:
                 return
@@ -176,7 +183,7 @@ class Sender:
 
 
 def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
-    """The answer to a batch; Lost when it does not come in time."""
+    """Wait for the answer to a batch. Raises Lost when it does not come in time."""
     try:
         return future.result(timeout_ms / 1000)
     except TimeoutError:
@@ -186,7 +193,10 @@ def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
 
 
 class _Keys:
-    """The idempotency keys of one call, which names its attempt by an id; without `is_used` there are none."""
+    """The idempotency keys of one call. All of them carry the same id of the attempt.
+
+    Without `is_used` there are none.
+    """
 
     def __init__(self, if_settled: IfSettled, *, is_used: bool) -> None:
         if if_settled not in ("keep", "send"):
@@ -198,7 +208,10 @@ class _Keys:
         self._if_settled, self._attempt = if_settled, IDENTIFIERS.next_id() if is_used else ""
 
     def of(self, batch: pa.RecordBatch) -> str:
-        """Return the text beside a batch with ids: the same key when the same messages are sent again."""
+        """Make the text that accompanies a batch with ids.
+
+        The same messages get the same key when they are sent again.
+        """
         if not self._attempt:
             return ""
         key = f"{batch.column('topic')[0]}/{batch.column('unique_key')[0]}"
@@ -207,19 +220,20 @@ class _Keys:
 
 
 class _Run:
-    """One send_many: a stream opened with the first batch, and the batches it has not been answered for."""
+    """One send_many: a stream that the first batch opens, and the batches that have no answer yet."""
 
     def __init__(self, calls: Calls, window: int, collect: bool, retry: bool, if_settled: IfSettled) -> None:
         self._calls = calls
-        self._window = window
-        self._collect = collect
-        self._has_failed = False
+        self._window = window  # the most batches without an answer
+        self._collect = collect  # go on after a refused batch
+        self._has_failed = False  # an error ends the call, and the batches under way only get their outcomes
         self._keys = _Keys(if_settled, is_used=retry)
         self._again_when = Unavailable if retry else NotNow
         self._exchange: SendExchange | None = None
-        self._schema: pa.Schema | None = None
+        self._schema: pa.Schema | None = None  # of the open stream
+        # (first row, batch, answer, its stream), in the order of the rows
         self._waiting: deque[tuple[int, pa.RecordBatch, Future[SendAck], SendExchange]] = deque()
-        self._rows = 0
+        self._rows = 0  # read from the caller so far
         self._accepted: list[AcceptedRows] = []
         self._refused: list[RefusedRows] = []
         self._unknown: list[RefusedRows] = []
@@ -228,7 +242,7 @@ class _Run:
         self._past_rows = self._past_ms = 0
 
     def put(self, batch: pa.RecordBatch) -> None:
-        """Send a batch, after waiting for room in the window."""
+        """Send a batch, after waiting until the window has a free slot."""
         while len(self._waiting) >= self._window:
             self._settle()
         first_row = self._rows
@@ -237,24 +251,24 @@ class _Run:
         try:
             self._waiting.append((first_row, batch, *self._submit(batch)))
         except TimeballError as error:
-            # Of a batch that is not on the stream, or that the broker has refused with the stream.
+            # The batch was not written to the stream, or the broker refused it together with the stream.
             self._refused.append(RefusedRows(first_row, batch.num_rows, error))
             raise
 
     def end(self) -> SendSummary:
-        """Wait for the last answers."""
+        """Wait for the last answers, and build the summary."""
         self._settle_all()
         return self._summary()
 
     def failed(self, error: TimeballError) -> TimeballError:
-        """Return the error of a run that ends early: it says which rows are accepted, also in its `summary`."""
+        """Make the error of a call that ends early: its text states the accepted rows, and its `summary` lists them."""
         self._has_failed = True
         while self._waiting:
             first_row, batch, future, _ = self._waiting[0]
             if future.done() or not self._unknown:
                 self._settle()
             else:
-                # One answer was lost or has not come in time: the next ones are not waited for as long again.
+                # One answer was lost or late, so do not wait that long again for each of the others.
                 self._waiting.popleft()
                 self._unknown.append(
                     RefusedRows(first_row, batch.num_rows, Lost("the answer was not waited for"))
@@ -277,7 +291,7 @@ class _Run:
         )
 
     def _progress(self) -> str:
-        """Return which of the rows are accepted, as people read it."""
+        """Describe for people which rows are accepted."""
         if not self._accepted and not self._unknown:
             return "no row of this call was accepted"
         accepted, unknown = spans(self._accepted), spans(self._unknown)
@@ -287,13 +301,13 @@ class _Run:
         return f"{text}; no other row was accepted, so send only those again"
 
     def close(self) -> None:
-        """Let go of the stream."""
+        """Close the stream."""
         if self._exchange is not None:
             self._exchange.close()
 
     def _submit(self, batch: pa.RecordBatch) -> tuple[Future[SendAck], SendExchange]:
         if self._schema is not None and batch.schema != self._schema:
-            # A stream has one schema. To leave out the column that has come to it would be a lie.
+            # A stream has one schema. Leaving out a column that is new in this batch would lose data without notice.
             self._settle_all()
             self.close()
             self._exchange = None
@@ -301,7 +315,7 @@ class _Run:
         for more in self._calls.attempts():
             try:
                 if self._exchange is None or not self._exchange.alive:
-                    # A stream that broke has batches whose fate is unknown: `_settle` will say so.
+                    # The outcomes of the batches on a broken stream may be unknown; `_settle` reports them.
                     self._settle_all()
                 exchange = self._open(batch.schema)
                 return exchange.submit(batch, self._keys.of(batch)), exchange
@@ -311,7 +325,7 @@ class _Run:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _again(self, batch: pa.RecordBatch) -> SendAck:
-        """Send a batch until there is an answer that is final; raise what the last attempt raises."""
+        """Send a batch until there is a final answer. Raises the error of the last attempt."""
         for more in self._calls.attempts():
             exchange: SendExchange | None = None
             try:
@@ -330,7 +344,7 @@ class _Run:
         return self._exchange
 
     def _leave(self, exchange: SendExchange | None) -> None:
-        """Send nothing more on a stream; its answers still come."""
+        """Stop using a stream for batches. Its answers still arrive."""
         if exchange is not None and self._exchange is exchange:
             self._exchange = None
             exchange.finish()
@@ -367,7 +381,7 @@ class _Run:
 
 
 def spans(parts: Iterable[AcceptedRows | RefusedRows]) -> str:
-    """Return the rows of these parts as people read them, neighbours together: "rows 0 to 8191 and 9000 to 9009"."""
+    """List the rows of these parts for people, with neighbours joined: "rows 0 to 8191 and 9000 to 9009"."""
     joined: list[tuple[int, int]] = []
     for each in sorted(parts, key=lambda part: part.first_row):
         if joined and joined[-1][1] == each.first_row:

@@ -1,7 +1,7 @@
-"""Sending the records of a source: a queue outside, in partitions with positions, as Kafka's topics are.
+"""Sending the records of a source: an outside queue with partitions and positions, such as a Kafka topic.
 
-Each batch says where in its source it begins and ends, and the broker keeps that beside the messages. So a batch whose
-answer was lost is sent again without harm, also by another process: the broker refuses what it has taken before.
+Each batch states where it begins and ends in its source, and the broker stores these positions with the messages. So a
+batch whose answer was lost can be sent again, also by another process: the broker refuses records that it already has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.errors import Conflict, Unavailable
 
 
 class Source:
-    """The sending side of one source. Belongs to one thread."""
+    """The sender for one source. Belongs to one thread."""
 
     def __init__(self, calls: Calls, name: str) -> None:
         self.name = name
@@ -27,15 +27,15 @@ class Source:
         self._exchange: SendExchange | None = None
 
     def positions(self) -> dict[int, int]:
-        """Return where the source goes on in each partition; empty when nothing was sent of it."""
+        """Read the next position of each partition from the broker. Empty if nothing was sent for the source."""
         body = wire.SourcePositions(source=self.name)
         return self._calls.action("source_positions", body, dict[str, dict[int, int]])["positions"]
 
     def send(self, batch: pa.RecordBatch, begin: Mapping[int, int], end: Mapping[int, int]) -> None:
-        """Send what the records from `begin` to `end` of each partition became; it is on disk when this returns.
+        """Send the messages made of the records from `begin` up to `end` of each partition. They are on disk on return.
 
-        All batches have one schema, and may be empty. Raises Conflict when the source stands elsewhere: ask for the
-        positions and go on from there.
+        All batches have one schema, and a batch may be empty. Raises Conflict when the broker's positions of the source
+        are not `begin`. Then read the positions and go on from there.
         """
         step = wire.SourceStep(source=self.name, begin=dict(begin), end=dict(end))
         beside = msgspec.json.encode(step).decode()
@@ -45,7 +45,7 @@ class Source:
                 outcome(exchange.submit(batch, beside), self._calls.timeout_ms, self._calls.endpoint)
                 return
             except Conflict:
-                # Of a batch whose answer was lost the broker says that it has been sent before.
+                # For a batch whose answer was lost, the broker answers that it was sent before.
                 stands = self.positions()
                 if any(stands.get(partition) != at for partition, at in end.items()):
                     raise
@@ -56,7 +56,7 @@ class Source:
                     raise
 
     def close(self) -> None:
-        """Let go of the stream."""
+        """Close the stream."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()

@@ -1,17 +1,19 @@
-"""Timeball, the client: hand a message over now, and it is in its queue at the instant you named.
+"""Timeball, the Python client: send a message now, and the broker puts it into its queue at its due time.
 
     from timeball import Timeball
 
     with Timeball("grpc://127.0.0.1:7400") as ball:
         ball.send("orders", "close order 17 if unpaid", after="30m")
 
-One object serves any number of threads. It connects with its first call and again when the broker has been
-away. A process that forks makes its first call behind the fork: a child of a process that has called is told so by
-each call of its own, and waits for nothing. When a method returns, what it says is on the broker's disk; when it
-raises, the error's class says who must act (`timeball.errors`), and its sentence says what to do.
+Any number of threads can share one object. It connects at its first call, and reconnects when the broker has been away.
+A process that forks must make its first call after the fork. In a child of a process that has already made a call,
+every call raises RequestError at once instead of hanging.
 
-A cluster's nodes are named together, "grpc://host1:7400,host2:7400": each answers, and the next one is tried when one
-does not.
+When a method returns, its effect is on the broker's disk (the effect of `commit` follows within about a second). When
+it raises, the class of the error shows who must act (`timeball.errors`), and the text of the error states the remedy.
+
+List the nodes of a cluster in one endpoint, "grpc://host1:7400,host2:7400". Each node can answer. The client tries the
+next one when a node does not.
 
 In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
 """
@@ -49,11 +51,11 @@ from timeball.wire import (
 )
 
 ENDPOINT = "grpc://127.0.0.1:7400"
-WINDOW = 32  # batches of a send_many on their way at once
+WINDOW = 32  # the default number of batches of a send_many that may wait for their answers
 
 
 class Timeball(Reader):
-    """A connection to a broker; a context manager.
+    """A connection to a broker. Thread safe, and a context manager that closes the connection.
 
     >>> with Timeball(endpoint) as ball:
     ...     receipt = ball.send("greetings", "hello", after="5m")
@@ -70,11 +72,24 @@ class Timeball(Reader):
         secret_key: str | None = None,
         tls_roots: bytes | None = None,
     ) -> None:
-        """`timeout_ms`: how long any answer may take, long polls apart.
+        """Prepare a connection. The client dials at the first call.
 
-        Keys: for a broker with access control. `tls_roots`: certificates of the authority to trust, PEM, for a
-        broker at grpc+tls://; else those that gRPC knows. Credentials not given are taken from TIMEBALL_ACCESS_KEY,
-        TIMEBALL_SECRET_KEY and TIMEBALL_TLS_ROOTS (a path).
+        Credentials that are not given are read from the environment variables TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY
+        and TIMEBALL_TLS_ROOTS (the path of a PEM file).
+
+        Args:
+            endpoint: The broker's address, grpc://host:port or grpc+tls://host:port. For a cluster, list the nodes:
+                grpc://host:port,host:port.
+            timeout_ms: The longest time for an answer, in milliseconds. A long poll may take its waiting time in
+                addition.
+            access_key: The access key, for a broker with access control. Give both keys or neither.
+            secret_key: The secret key that belongs to `access_key`.
+            tls_roots: PEM certificates of the authorities to trust, for a broker at grpc+tls://. The default is the
+                list of gRPC.
+
+        Raises:
+            RequestError: The endpoint is malformed, `timeout_ms` is below 1, or the credentials are incomplete or
+                unreadable.
         """
         self._dialled_as = (endpoint, timeout_ms, access_key, secret_key, tls_roots)
         if timeout_ms <= 0:
@@ -85,12 +100,12 @@ class Timeball(Reader):
         super().__init__(self._calls, clock)
 
     def close(self) -> None:
-        """Let go of the connection. Answers under way are waited for, a little."""
+        """Close the connection. Waits a few seconds for answers that are still under way."""
         self._sender.close()
         self._calls.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle how it was made, keys included: behind it stands a client that dials for itself."""
+        """Pickle the arguments of the constructor, keys included, so that the copy dials a connection of its own."""
         return _dialled_as, self._dialled_as
 
     def __enter__(self) -> Timeball:
@@ -117,17 +132,39 @@ class Timeball(Reader):
         retry: bool = False,
         if_settled: IfSettled = "keep",
     ) -> Receipt:
-        """Send one message: visible at once, `after` a while, or `at` an instant.
+        """Send one message. It becomes visible at once, after a delay, or at a due time.
 
-        `after`: a timedelta, or text ("250ms", "30m", "1h30m"). `at`: an aware datetime, or milliseconds
-        since 1970. `keys`: a name it can be cancelled by, or a list of them. `message_id`: made if not
-        given. `retry`: send again if the answer was lost; the broker knows the id for a day and for a day after the
-        due time, and takes it once. So a program that starts again may repeat a send by its `message_id`: the receipt
-        says `outcome="exists"`, and the message's current state and due time. `if_settled="send"`: if that message does
-        not wait any more, because it was cancelled or released, send this one.
+        The message is on the broker's disk when this method returns.
 
-        Raises InvalidMessage, InvalidDelay, OverLimit; Unavailable if the broker cannot be reached, or the answer
-        was lost (the text says which).
+        With `retry=True` a send may be repeated, also by a program that starts again and gives the same `message_id`.
+        The broker accepts the message once: it remembers the id for a day, and for a day after the due time. The
+        receipt of a repeated send has `outcome="exists"` and the current state and due time of the message.
+
+        Args:
+            topic: The topic. Unless the broker is configured otherwise, the first send creates it.
+            body: The content. A str is encoded as UTF-8.
+            tag: One word that consumers can filter by.
+            keys: One key, or a list of keys. You can cancel or reschedule the message by each of them. A key contains
+                no blanks.
+            properties: Further names and values, all of them text.
+            after: The delay: a timedelta, or text such as "250ms", "30m" or "1h30m". The broker adds it to its own
+                clock.
+            at: The due time: an aware datetime, RFC 3339 text, or milliseconds since 1970 UTC. A due time that has
+                passed means at once. Give `after` or `at`, not both.
+            message_id: The id of the message. Without one, the client makes a unique id.
+            retry: Send the message again when the answer is lost. The broker accepts it once.
+            if_settled: With "send" and `retry=True`, send the message again if the earlier one is settled, that is,
+                released or cancelled. With "keep", leave it settled.
+
+        Returns:
+            The receipt, with the id, the sequence number and the due time of the message.
+
+        Raises:
+            InvalidMessage: A name, a size or a property is not accepted.
+            InvalidDelay: The due time or the delay is not accepted.
+            Conflict: With `retry=True`: a send of another message has used this topic and id.
+            OverLimit: The broker has reached a limit. Try again later.
+            Unavailable: The broker cannot be reached, or the answer was lost. The text states which.
 
         >>> ball = Timeball(endpoint)
         >>> ball.send("orders", b"close order 17 if unpaid", keys="order-17", after="30m").seq >= 0
@@ -169,17 +206,34 @@ class Timeball(Reader):
         retry: bool = False,
         if_settled: IfSettled = "keep",
     ) -> SendSummary:
-        """Send a table, a record batch, a reader or an iterable of dicts; pipelined, each batch atomic.
+        """Send many messages in pipelined batches. The broker accepts each batch as a whole or not at all.
 
-        A table, a record batch or a list of up to 65,536 rows and 4 MiB is one batch: all its rows are accepted or
-        none. Larger ones, readers and generators are sent in batches of 8,192 rows, or of `batch_rows`.
+        A table, a record batch or a list of at most 65,536 rows and 4 MiB is one batch. Larger inputs, readers and
+        generators are split into batches of 8,192 rows, or of `batch_rows`. The method returns when the broker has
+        answered every batch.
 
-        Columns (or keys of the dicts): topic and body, and of tag, keys, properties, unique_key, queue_id, born_ms,
-        flag, due_ms, delay_ms, at (timestamp with zone), after (duration) what there is. `topic` fills a
-        missing column. Returns when every batch was answered. A refused batch ends it with the broker's error; its text
-        says which rows were accepted, and its `summary` (a SendSummary) lists the accepted, refused and unknown ones.
-        With on_refused="collect" it goes on, and the summary that it returns lists them. `retry`: send a batch again if
-        its answer was lost; the broker takes it once. `if_settled`: as for `send`, of whole batches.
+        The columns (or the keys of the dicts) are `topic` and `body`, and optionally `tag`, `keys`, `properties`,
+        `unique_key` (the message id), `queue_id`, `born_ms`, `flag`, `due_ms`, `delay_ms`, `at` (a timestamp with a
+        time zone) and `after` (a duration).
+
+        Args:
+            rows: A table, a record batch, a record batch reader, or an iterable of dicts.
+            topic: The topic of all rows, where the rows have no column `topic`.
+            batch_rows: The largest number of rows in a batch, from 1 to 131,072.
+            window: The number of batches that may wait for their answers at the same time, at least 1.
+            on_refused: With "raise", the first refused batch ends the call with the broker's error. With "collect", the
+                call continues, and the summary lists the refused rows.
+            retry: Send a batch again when its answer is lost. The broker accepts it once.
+            if_settled: As for `send`, for whole batches.
+
+        Returns:
+            The summary: the ids of all rows, and the accepted, refused and unknown rows.
+
+        Raises:
+            InvalidMessage: A column or a value is not accepted.
+            InvalidDelay: A due time or a delay is not accepted, or is null in a table.
+            TimeballError: The error of the batch that ended the call. Its text states which rows were accepted, and its
+                `summary` is a SendSummary of the accepted, refused and unknown rows.
 
         >>> import pyarrow as pa
         >>> with Timeball(endpoint) as ball:
@@ -197,9 +251,20 @@ class Timeball(Reader):
         return self._sender.send_many(rows, topic, batch_rows, window, collect, retry, if_settled)
 
     def get(self, id: str, topic: str | None = None) -> MessagePlace:
-        """Return where the message with this id is: waiting, visible, cancelled or expired; raise NotFound.
+        """Look a message up by its id: its state, due time, queue and offset.
 
-        Of several messages with one id: the newest. `topic`: of those sent to it.
+        The states are `waiting`, `visible`, `cancelled` and `expired` (settled so long ago that the broker no longer
+        keeps the outcome).
+
+        Args:
+            id: The message id. If several messages have it, the newest one is returned.
+            topic: Consider only messages that were sent to this topic.
+
+        Returns:
+            The state of the message. Times are in milliseconds since 1970 UTC.
+
+        Raises:
+            NotFound: The broker does not know a message with this id.
 
         >>> with Timeball(endpoint) as ball:
         ...     receipt = ball.send("orders", "close order 20", after="30m")
@@ -223,10 +288,22 @@ class Timeball(Reader):
     def cancel(
         self, id: str | None = None, *, key: str | None = None, ids: Iterable[str] | None = None
     ) -> Verdict | list[Verdict]:
-        """Take a delayed message back: by its id, several by their ids, or all that have a key.
+        """Cancel a scheduled message by its id, several by their ids, or all messages that have a key.
 
-        A verdict is definite: `cancelled` will not be delivered, `released` was too late (answers.Verdict has all).
-        Of several promises with one id a single `id` returns the verdict of the one ended now, else of the newest.
+        Give exactly one of the three arguments. Each verdict is definite: `cancelled` means that the message will not
+        be delivered, `released` means that the cancel came too late. answers.Verdict lists all verdicts.
+
+        Args:
+            id: The id of one message. If several scheduled messages have this id, the result is the verdict of the one
+                that this call settled, else of the newest.
+            key: Cancel every scheduled message that has this key.
+            ids: The ids of several messages. More than 10,000 ids are sent in several requests.
+
+        Returns:
+            One verdict for an `id`. For a `key` or `ids`, a list with a verdict for each scheduled message.
+
+        Raises:
+            RequestError: Not exactly one of the arguments was given.
 
         >>> with Timeball(endpoint) as ball:
         ...     receipt = ball.send("orders", "close order 18", keys="order-18", after="30m")
@@ -254,10 +331,26 @@ class Timeball(Reader):
         after: After | None = None,
         at: At | None = None,
     ) -> Verdict | list[Verdict]:
-        """Move a delayed message to another instant: `after` a while from now, or `at` one. Named as for `cancel`.
+        """Change the due time of a scheduled message. Messages are named as for `cancel`.
 
-        One atomic step: `rescheduled` will be delivered then, once, and not at its old instant; any other verdict is
-        the one that `cancel` would have given. Raises InvalidDelay.
+        The change is one atomic step. The verdict `rescheduled` means that the message is delivered once, at the new
+        due time and not at the old one. Every other verdict is the one that `cancel` would have returned, and then
+        nothing was changed.
+
+        Args:
+            id: The id of one message, as for `cancel`.
+            key: Reschedule every scheduled message that has this key.
+            ids: The ids of several messages. More than 10,000 ids are sent in several requests.
+            after: The delay from now by the broker's clock: a timedelta, or text such as "30m".
+            at: The new due time: an aware datetime, RFC 3339 text, or milliseconds since 1970 UTC. Give `after` or
+                `at`.
+
+        Returns:
+            One verdict for an `id`. For a `key` or `ids`, a list with a verdict for each scheduled message.
+
+        Raises:
+            InvalidDelay: Neither `after` nor `at` was given, or the value is not accepted.
+            RequestError: Not exactly one of `id`, `key` and `ids` was given.
 
         >>> with Timeball(endpoint) as ball:
         ...     receipt = ball.send("orders", "close order 19", after="30m")
@@ -305,9 +398,22 @@ class Timeball(Reader):
         columns: Sequence[str] | None = None,
         coalesce_rows: int = wire.COALESCE_ROWS,
     ) -> pa.RecordBatchReader:
-        """Rows of the log with from_seq <= seq < to_seq, in READ_SCHEMA; of these kinds (`message.Kind`) only.
+        """Read rows of the log with from_seq <= seq < to_seq, in READ_SCHEMA.
 
-        `columns`: only these are read and sent.
+        Only rows that are on disk are returned. Batches arrive as you read them, and the call has no time limit.
+
+        Args:
+            from_seq: The first sequence number.
+            to_seq: The sequence number after the last one. It may lie beyond the end of the log.
+            kinds: Read only rows of these kinds (`message.Kind`). The default is all kinds.
+            columns: Read and send only these columns. The default is all columns of READ_SCHEMA.
+            coalesce_rows: The broker joins rows into batches of at least about this many rows.
+
+        Returns:
+            A reader of record batches, in the order of the log.
+
+        Raises:
+            OutOfRange: The log no longer keeps the row `from_seq`.
 
         >>> with Timeball(endpoint) as ball:
         ...     seq = ball.send("audit", "x").seq
@@ -325,23 +431,47 @@ class Timeball(Reader):
         )
 
     def read_queue(self, topic: str, queue_id: int, offset: int, rows: int) -> pa.RecordBatchReader:
-        """Visible rows of one queue from an offset on, without waiting; moves no position."""
+        """Read visible rows of one queue, without waiting. Moves no position and leases nothing.
+
+        Args:
+            topic: The topic.
+            queue_id: The number of the queue in the topic.
+            offset: The offset of the first row.
+            rows: The largest number of rows, from 1 to 65,536.
+
+        Returns:
+            A reader of one record batch in READ_SCHEMA.
+
+        Raises:
+            NotFound: The topic or the queue does not exist.
+            OutOfRange: The offset lies outside the range that the queue keeps.
+        """
         batch = self._calls.rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=offset, rows=rows))
         return pa.RecordBatchReader.from_batches(batch.schema, [batch])
 
     # ---- administration ---------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return how much the broker holds and how late it is (docs/flight.md names the fields)."""
+        """Read the broker's state: its version, the number of pending messages, lateness and more.
+
+        docs/flight.md describes the fields.
+        """
         return self._calls.action("status", wire.Nothing(), dict[str, Any])
 
     def topics(self) -> dict[str, int]:
-        """All topics, with their number of queues."""
+        """List all topics with their numbers of queues."""
         found = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
         return {name: topic["queues"] for name, topic in found["topics"].items()}
 
     def groups(self, group: str | None = None) -> list[GroupState]:
-        """All consumer groups, or one: how far behind, how many dead letters. Raises GroupNotFound."""
+        """List all consumer groups, or read one: its lag, its messages in flight and its dead letters.
+
+        Args:
+            group: The name of one group. The default is all groups, ordered by name.
+
+        Raises:
+            GroupNotFound: The group does not exist.
+        """
         page = self._calls.action("groups", wire.Groups(group=group), GroupPage)
         found = page.groups
         while page.next_page is not None:
@@ -352,7 +482,20 @@ class Timeball(Reader):
     def dead_letters(
         self, group: str, *, max_messages: int = 100, after: str | None = None
     ) -> DeadLetterPage:
-        """Messages that a group has given up and that are left; `after`: the `next_page` of the page before.
+        """List the dead letters of a group that are neither resent nor deleted, the oldest first in each queue.
+
+        A dead letter is a message that the group has given up.
+
+        Args:
+            group: The name of the group.
+            max_messages: The largest number of dead letters, from 1 to 1,000.
+            after: The `next_page` of the previous page. The default is the first page.
+
+        Returns:
+            A page of dead letters. Its `next_page` is None on the last page.
+
+        Raises:
+            GroupNotFound: The group does not exist.
 
         >>> from timeball import Timeball
         >>> with Timeball(endpoint) as ball:
@@ -364,51 +507,98 @@ class Timeball(Reader):
         return self._calls.action("dead_letters", request, DeadLetterPage)
 
     def resend_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
-        """Send these dead letters, or all that are left, to the group again, with all attempts ahead."""
+        """Deliver dead letters to their group again, with their attempts counted from 0. Durable on return.
+
+        Args:
+            group: The name of the group.
+            dead_letters: The handles of at most 1,000 dead letters (`DeadLetterRow.dead_letter`). The default is all
+                that are left.
+
+        Returns:
+            The number of dead letters that were resent, and for each given handle whether the dead letter was found.
+        """
         request = wire.ResolveDeadLetters(
             group=group, dead_letters=None if dead_letters is None else [*dead_letters]
         )
         return self._calls.action("resend_dead_letters", request, Resolved)
 
     def delete_dead_letters(self, group: str, dead_letters: Sequence[str] | None = None) -> Resolved:
-        """Put these dead letters, or all that are left, aside for good; durable on return."""
+        """Delete dead letters, so that the group does not receive them again. Durable on return.
+
+        Args:
+            group: The name of the group.
+            dead_letters: The handles of at most 1,000 dead letters (`DeadLetterRow.dead_letter`). The default is all
+                that are left.
+
+        Returns:
+            The number of dead letters that were deleted, and for each given handle whether the dead letter was found.
+        """
         request = wire.ResolveDeadLetters(
             group=group, dead_letters=None if dead_letters is None else [*dead_letters]
         )
         return self._calls.action("delete_dead_letters", request, Resolved)
 
     def create_topic(self, topic: str, queues: int = 8) -> None:
-        """Make a topic; the first send makes one too, unless the broker is set not to."""
+        """Create a topic, or add queues to one that has fewer. Durable on return.
+
+        Unless the broker is configured otherwise, the first send to a topic creates it too.
+
+        Args:
+            topic: The name, 1 to 127 characters.
+            queues: The number of queues, from 1 to 1,024.
+
+        Raises:
+            InvalidName: The topic may not have this name.
+        """
         self._calls.action("create_topic", wire.CreateTopic(topic=topic, queues=queues), dict[str, Any])
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
-        """First and next offset of each queue of a topic; NotFound."""
+        """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
         return browser.queues(self._calls, topic)
 
     # ---- for those who build the pending table ------------------------------------------------------------
 
     def reserve(self, rows: int) -> int:
-        """Set aside `rows` sequence numbers for a later bulk attach; returns the first."""
+        """Reserve `rows` sequence numbers (at most 2^40) for a later bulk attach, and return the first of them."""
         return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: bytes) -> Attached:
-        """Make files part of the pending table: the JSON of a `table.attachment.Attachment`. Safe to repeat."""
+        """Attach data files to the pending table. A repeated attach of the same job and epoch has no further effect.
+
+        Args:
+            attachment: The JSON of a `table.attachment.Attachment`.
+
+        Returns:
+            The new version and watermark of the table. `repeated` is true if the broker had already attached these
+                files.
+
+        Raises:
+            OutOfRange: The attachment does not begin at the current watermark.
+            RequestError: The same job and epoch were attached with another digest.
+        """
         return self._calls.action("attach", attachment, Attached)
 
     def compact(self) -> Attached | None:
-        """Have the broker move its log's tail to the pending table now; None if there was nothing worth it."""
+        """Make the broker move the tail of its log to the pending table now.
+
+        Returns the new version and watermark of the table, or None if no row was added to the log since the last
+        compaction. Raises RequestError if the broker's strategy is not `hour_log`.
+        """
         answer = self._calls.action("compact", wire.Nothing(), dict[str, Any])
         return Attached(**answer) if answer else None
 
     def lease_compaction(self, lease_ms: int) -> None:
-        """Say that an outside compactor is at work for so long: the broker does not compact meanwhile."""
+        """Announce an outside compactor: for `lease_ms` milliseconds the broker does not compact by itself.
+
+        At most an hour counts. 0 ends the lease.
+        """
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
 
 def _dialled_as(
     endpoint: str, timeout_ms: int, access_key: str | None, secret_key: str | None, tls_roots: bytes | None
 ) -> Timeball:
-    """Return a client that was made as another one was, in another process."""
+    """Create a client with the arguments of a pickled one. Pickle calls this in the process that loads the copy."""
     return Timeball(
         endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
     )

@@ -1,8 +1,8 @@
-"""Trace context between a program and its messages, where the program uses OpenTelemetry.
+"""Trace context between a program and its messages, for programs that use OpenTelemetry.
 
-A message that is sent carries the context of the span that is current (trace_context.py), and a Worker's handler runs
-in a span whose parent is that. Nothing is set up here: without a tracer provider of the program's own no span is
-recorded, and without `opentelemetry-api` nothing happens at all.
+A sent message carries the context of the current span (trace_context.py), and a Worker runs its handler in a span whose
+parent is that context. This module sets nothing up. Without a tracer provider in the program, no span is recorded.
+Without the package `opentelemetry-api`, nothing happens at all.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from timeball.message import encode_properties
 try:
     from opentelemetry.trace import SpanKind, get_tracer
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError:  # a program that has not installed it
+except ImportError:  # the program has not installed opentelemetry-api
     HAS_API = False
 else:
     HAS_API = True
 
 
 def current_context() -> str:
-    """Return the context of the current span as properties; "" when there is none."""
+    """Format the context of the current span as properties; "" when there is no span."""
     if not HAS_API:
         return ""
     context: dict[str, str] = {}
-    # W3C's form, also in a program that has chosen another for its HTTP headers: the broker reads no other.
+    # Always W3C's form, even if the program chose another for its HTTP headers: the broker reads no other form.
     TraceContextTextMapPropagator().inject(context)
     return encode_properties(context)
 
 
 @contextmanager
 def processing(message: Message, group: str) -> Iterator[None]:
-    """Make a span of the message's trace current, while a member of a group works at the message."""
+    """Make a span of the message's trace current while a member of `group` processes the message."""
     if not HAS_API:
         yield
         return

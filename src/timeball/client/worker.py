@@ -4,25 +4,25 @@
 
     Worker(ball, "billing", "orders", close_if_unpaid, threads=4).run()
 
-The handler's outcome is the answer to the group:
+The outcome of the handler is the answer to the group:
 
     returns                 the message is acknowledged
-    raises Retry(after)     it comes again `after` so long, as an attempt that failed
-    raises Dead             it goes to the group's dead letters at once
-    raises anything else    it comes again when the group's retry policy says; the error is logged
+    raises Retry(after)     the attempt failed, and the message is delivered again after this delay
+    raises Dead             the message goes to the group's dead letters at once
+    raises anything else    the message is delivered again by the group's retry policy, and the error is logged
 
-The next delivery and the dead letter show what was raised: its type and its text. Of `raise Retry from error` that is
-the error.
+The next delivery and the dead letter contain the type and the text of the exception as the reason. After `raise Retry
+from error` the reason is `error`.
 
-A message is pulled when a thread is free to handle it, and not before. The broker counts a lease that ends without an
-answer as an attempt, and a process that dies gives no answer. So a message that another one's handler takes down with
-the process was being handled itself, and no message goes to the dead letters that no handler has seen.
+A message is pulled only when a thread is free to handle it. The broker counts a lease that ends without an answer as an
+attempt, and a process that dies gives no answer. So the only attempts that a dying process adds are those of messages
+whose handlers were running, and no message goes to the dead letters before a handler has seen it.
 
-While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs. One thread pulls,
-one acknowledges and renews: acknowledgements that come while one is under way go together in the next.
+While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs. One thread pulls.
+Another one acknowledges and renews. Acknowledgements that arrive during a call are sent together in the next one.
 
-`stop`, or SIGTERM or SIGINT during `run`, ends it in order: no more is pulled, what waits for a thread goes back at
-once and uncounted, handlers under way finish, and their outcomes are answered.
+`stop`, or SIGTERM or SIGINT during `run`, ends the worker in order. It pulls no more messages. Messages that wait for a
+thread are given back at once, and no attempt is counted. Running handlers finish, and their outcomes are answered.
 """
 
 from __future__ import annotations
@@ -50,14 +50,17 @@ from timeball.instants import After, delay_ms
 
 logger = logging.getLogger(__name__)
 
-PULL_WAIT = "10s"
+PULL_WAIT = "10s"  # of one long poll
 RETRY_PAUSE_S = 1.0  # after a call that no broker answered
 
 Handler = Callable[[Message], object]
 
 
 class Retry(Exception):
-    """Raised by a handler: the message comes again `after` so long, or when the group's retry policy says."""
+    """Raised by a handler: the attempt failed, and the message is delivered again `after` this delay.
+
+    Without `after`, the delay is that of the group's retry policy.
+    """
 
     def __init__(self, after: After | None = None) -> None:
         super().__init__(after)
@@ -69,7 +72,10 @@ class Dead(Exception):
 
 
 class WorkerCounts(msgspec.Struct):
-    """Outcomes since the start. `late`: acknowledged after the lease had ended, so it comes again."""
+    """Outcomes since the start.
+
+    `late` messages were acknowledged after their lease had ended, so they are delivered again.
+    """
 
     acknowledged: int = 0
     retried: int = 0
@@ -78,7 +84,7 @@ class WorkerCounts(msgspec.Struct):
 
 
 class Worker:
-    """A member of a group that runs `handler` for each message."""
+    """A member of a group that runs `handler` for each message. A worker can be started once."""
 
     def __init__(
         self,
@@ -94,10 +100,24 @@ class Worker:
         tag: str | None = None,
         sql: str | None = None,
     ) -> None:
-        """`threads` in this process, or in each of so many `processes`, which are spawned and replaced when they die.
+        """Prepare a worker. It pulls nothing before `start` or `run`.
 
-        A handler for processes must be importable there: a function at the top of a module. `lease`, `start`, `tag` and
-        `sql` as for `Timeball.pull`.
+        Args:
+            ball: The client.
+            group: The name of the consumer group.
+            topic: The topic.
+            handler: The function to call with each message. For `processes`, a function at the top of a module that the
+                processes can import.
+            threads: The number of handlers that run at the same time, from 1 to 1,024, in each process.
+            processes: The number of processes to spawn. A process that dies is replaced. 0 means threads of this
+                process.
+            lease: The time of a lease, as for `Timeball.pull`. It is renewed while the handler runs.
+            start: Where a new group begins, as for `Timeball.pull`.
+            tag: Receive only messages with this tag, as for `Timeball.pull`.
+            sql: Receive only messages that match this condition, as for `Timeball.pull`.
+
+        Raises:
+            RequestError: An argument is out of range, or the handler cannot be sent to another process.
         """
         if not 1 <= threads <= limits.POP_ROWS_MAX:
             raise RequestError(f"threads={threads}: between 1 and {limits.POP_ROWS_MAX}")
@@ -114,24 +134,29 @@ class Worker:
                 threads=threads, lease=lease, start=start, tag=tag, sql=sql,
             )  # fmt: skip
             self._processes = Processes(processes, in_each)
+        # Guards the fields down to `_done`, and `_handlers_left`. `_waiting` and `_running` together never exceed the
+        # number of threads.
         self._state = threading.Condition()
-        self._waiting: deque[Message] = deque()
-        self._running: set[Message] = set()
-        self._done: list[Message] = []
+        self._waiting: deque[Message] = deque()  # pulled, and not yet taken by a thread
+        self._running: set[Message] = set()  # their handlers run now
+        self._done: list[Message] = []  # finished, and not yet acknowledged
         self._stopping, self._open_read = threading.Event(), OpenRead()
-        self._handlers_left = 0
+        self._handlers_left = 0  # threads that still handle messages: at 0 the answering thread ends
         self._threads: list[threading.Thread] = []
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # the first error of a thread, which `join` raises
 
     # ---- from outside -----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until `stop`, SIGTERM or SIGINT; raise what made it end otherwise. Blocks."""
+        """Work until `stop`, SIGTERM or SIGINT. Blocks.
+
+        Signals are handled only if `run` is called in the main thread. If an error ends the worker, `run` raises it.
+        """
 
         def ask(_signal: int, _frame: FrameType | None) -> None:
             threading.Thread(
                 target=self.stop, name="timeball-worker-stop"
-            ).start()  # a handler must take no lock
+            ).start()  # a signal handler must take no lock
 
         with ExitStack() as before:
             if threading.current_thread() is threading.main_thread():
@@ -141,7 +166,7 @@ class Worker:
             self.join()
 
     def start(self) -> None:
-        """Begin, and return."""
+        """Start the threads or the processes, and return at once. Raises RequestError if called twice."""
         if self._processes is not None:
             self._processes.start()
             return
@@ -158,7 +183,7 @@ class Worker:
             thread.start()
 
     def stop(self) -> None:
-        """Ask it to end in order; `join` waits for that."""
+        """Ask the worker to end in order, and return at once. `join` waits for the end."""
         if self._processes is not None:
             self._processes.stop()
             return
@@ -168,13 +193,14 @@ class Worker:
             self._state.notify_all()
 
     def join(self) -> None:
-        """Wait for the end; raise what made it end, if not `stop`."""
+        """Wait for the end. If an error ended the worker, raise it."""
         if self._processes is not None:
             self._processes.join()
             return
         for thread in self._threads:
             while thread.is_alive():
-                thread.join(1.0)  # in turns: the main thread runs signal handlers in between
+                # with a time limit, because the main thread runs signal handlers between two calls
+                thread.join(1.0)
         if self._failure is not None:
             raise self._failure
 
@@ -193,12 +219,12 @@ class Worker:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # of any kind: the others must end, and `join` raises it
+        except BaseException as error:  # of any kind: the other threads must end, and `join` raises the error
             self._failure = self._failure or error
             self.stop()
 
     def _pull(self) -> None:
-        """Pull a message for each thread that has none."""
+        """Pull a message for each free thread."""
         consumer = self._ball._consumer
         while not self._stopping.is_set():
             with self._state:
@@ -215,7 +241,7 @@ class Worker:
                 continue
             except RequestError:
                 if self._stopping.is_set():
-                    break  # the read was cancelled by `stop`
+                    break  # `stop` has cancelled the read
                 raise
             with self._state:
                 self._waiting.extend(found)
@@ -247,7 +273,7 @@ class Worker:
                 self._state.notify_all()
 
     def _next(self) -> Message | None:
-        """Return the next message to handle; None when the worker stops."""
+        """Take the next message to handle; None when the worker stops."""
         with self._state:
             self._state.wait_for(lambda: self._waiting or self._stopping.is_set())
             if self._stopping.is_set():
@@ -258,7 +284,7 @@ class Worker:
             return message
 
     def _run_handler(self, message: Message) -> bool:
-        """Return whether the message is dealt with; answer here when it is not."""
+        """Run the handler. True if the message is to be acknowledged; every other outcome is answered here."""
         try:
             with processing(message, self._group):
                 self._handler(message)
@@ -270,13 +296,13 @@ class Worker:
             self.counts.dead += 1
             logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, error)
             self._try("dead_letter", partial(message.dead_letter, reason=reason_of(error)))
-        except Exception as error:  # of any kind: it is the handler's, and the message comes again
+        except Exception as error:  # of any kind: it is the handler's, and the message is delivered again
             self.counts.retried += 1
             logger.exception(
                 "handler failed id=%s topic=%s attempt=%d", message.id, self._topic, message.attempts + 1
             )
             self._try("nack", partial(message.nack, reason=reason_of(error)))
-        except BaseException as error:  # the thread ends, and the message must not wait for its lease
+        except BaseException as error:  # the thread ends, and the message must not wait until its lease ends
             self._try("nack", partial(message.nack, reason=reason_of(error)))
             raise
         else:
@@ -284,7 +310,7 @@ class Worker:
         return False
 
     def _answer(self) -> None:
-        """Acknowledge finished messages, and renew leases when half of their time is over."""
+        """Acknowledge finished messages. Renew leases when half of their time has passed."""
         interval_s = self._lease_ms / 2000
         clock = self._ball._clock
         renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
@@ -297,11 +323,12 @@ class Worker:
                 running, waiting = list(self._running), list(self._waiting)
             if done and not self._acknowledge(done) and not self._stopping.is_set():
                 with self._state:
-                    self._done[:0] = done  # no broker answered: again
+                    self._done[:0] = done  # no broker answered, so try these again
             if is_over:
                 return
             if clock.monotonic_ns() >= renew_ns:
-                # Whose time is renewed for a handler counts as an attempt if this process dies; what waits does not.
+                # A renewal for a running handler counts as an attempt, in case this process dies. For waiting messages
+                # it does not.
                 self._try("extend", partial(self._renew, running, counts=True))
                 self._try("extend", partial(self._renew, waiting, counts=False))
                 renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
@@ -310,7 +337,7 @@ class Worker:
         self._ball._consumer.change(messages, self._lease_ms, counts=counts)
 
     def _acknowledge(self, done: list[Message]) -> bool:
-        """Return whether a broker has answered."""
+        """Acknowledge messages. False when no broker answered."""
         try:
             valid = self._ball.ack(done)
         except (Unavailable, OverLimit) as error:
@@ -325,7 +352,7 @@ class Worker:
         self._stopping.wait(RETRY_PAUSE_S)
 
     def _try(self, what: str, call: Callable[[], object]) -> None:
-        """Make a call whose failure costs time alone: the lease ends, and the message comes again."""
+        """Make a call whose failure only costs time: the lease ends, and the message is delivered again."""
         try:
             call()
         except TimeballError as error:

@@ -1,8 +1,8 @@
-"""Processes that each run a worker: spawned, replaced when one dies, ended in order by SIGTERM.
+"""Processes that each run a worker. They are spawned, replaced when they die, and ended in order by SIGTERM.
 
-Spawned and not forked: gRPC does not survive a fork (dialing.py). So what a process runs is pickled, and must be
-importable there. What a process held when it died comes again, to any member, when its leases end. A process whose
-parent is gone stops by itself.
+They are spawned and not forked, because gRPC does not survive a fork (dialing.py). So the worker is pickled, and its
+handler must be importable in the process. Messages that a process had leased when it died are delivered again, to any
+member, when their leases end. A process whose parent has died stops by itself.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from timeball.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 1.0  # before a process that died is replaced: one that cannot start must not keep a core busy
+PAUSE_S = 1.0  # before a dead process is replaced: one that cannot start must not keep a core busy
 _LOOK_S = 0.5
 
 
 class Runs(Protocol):
-    """A worker as its process sees it."""
+    """The methods of a worker that its process calls."""
 
     def run(self) -> None:
-        """Work until stopped, by `stop` or by a signal."""
+        """Work until stopped by `stop` or by a signal."""
 
     def stop(self) -> None:
-        """End in order."""
+        """Ask the worker to end in order."""
 
 
 class Processes:
-    """So many processes, each running what `make` returns."""
+    """`count` processes, each of which runs the worker that `make` returns."""
 
     def __init__(self, count: int, make: Callable[[], Runs]) -> None:
         try:
             ForkingPickler.dumps(
                 make
-            )  # as it is done to spawn them, where an error would end the keeper alone
-        except Exception as error:  # of any kind: parts of a handler raise what they like
+            )  # a trial of the pickling by spawn, where an error would end only the keeper thread
+        except Exception as error:  # of any kind: pickling a handler's parts may raise any error
             raise RequestError(
                 f"this handler cannot be sent to another process ({error}): name a function at the top of a module"
             ) from error
@@ -55,12 +55,12 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids of those that live."""
+        """The process ids of the live processes."""
         with self._changing:
             return [one.pid for one in self._processes if one.pid is not None and one.is_alive()]
 
     def start(self) -> None:
-        """Spawn them, and replace each that dies."""
+        """Spawn the processes, and replace each one that dies."""
         if self._keeper is not None:
             raise RequestError("this Worker was started before; make another one")
         for _ in range(self._count):
@@ -69,16 +69,17 @@ class Processes:
         self._keeper.start()
 
     def stop(self) -> None:
-        """Have each end in order."""
-        with self._changing:  # none is added behind this
+        """Ask each process to end in order."""
+        with self._changing:  # no process is added after this
             self._stopping.set()
             for one in self._processes:
                 one.terminate()
 
     def join(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all processes have ended."""
         while self._keeper is not None and self._keeper.is_alive():
-            self._keeper.join(1.0)  # in turns: the main thread runs signal handlers in between
+            # with a time limit, because the main thread runs signal handlers between two calls
+            self._keeper.join(1.0)
 
     def _add(self) -> None:
         with self._changing:
@@ -105,7 +106,7 @@ class Processes:
 
 
 def _run(make: Callable[[], Runs]) -> None:
-    """Run a worker in this process until it is stopped, or its parent is gone."""
+    """Run a worker in this process until it is stopped or the parent process has died."""
     worker, parent = make(), multiprocessing.parent_process()
 
     def follow() -> None:

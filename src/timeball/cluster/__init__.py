@@ -1,9 +1,9 @@
-"""The cluster: one log kept by three replicas.
+"""The cluster: replicates one log on several nodes, usually three (a group), and elects the leader that writes it.
 
-Receives: frames of the leader's log, messages of peers, and records of the coordinator.
-Keeps: the promised epoch, how far each replica's log reaches, and which of it is committed.
-Hands on: bytes to the other replicas, and to the broker the answer when a row is committed and when it may serve.
+- Input: frames of the leader's log, messages from other replicas, and records from the coordinator (etcd).
+- State: the promised epoch, the end of each replica's log, and the committed part of the log.
+- Output: log bytes for the other replicas. The broker is informed when rows are committed and when it may serve.
 
-The protocol is functions without I/O, `(state, event) -> (state, effects)`: tests/cluster/simulation.py runs exactly
-these (docs/cluster-protocol.md).
+The protocol consists of pure functions, `(state, event) -> (state, effects)`, without I/O. The simulation in
+tests/cluster/simulation.py runs exactly these functions. docs/cluster-protocol.md describes the protocol.
 """

@@ -1,7 +1,7 @@
-"""How far the clocks of other replicas are ahead of this leader's, from PING and PONG.
+"""Offsets of the other replicas' clocks from this leader's clock, measured with PING and PONG.
 
-A PONG tells the other's wall clock while this one was between sending and receiving; the middle is assumed. What that
-may be wrong by is half the round trip, so the quickest of the last answers counts.
+A PONG contains the other node's wall clock at an unknown time between sending and receiving. The middle is assumed,
+so the error is at most half the round trip. The answer with the shortest round trip of the last `SAMPLES` counts.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ SAMPLES = 16  # a leader sends 20 PINGs a second
 
 
 class ClockOffsets:
-    """Offsets by node. Written by one thread; `ms` may be read by others."""
+    """Offsets in ms by node, positive when the node's clock is ahead.
+
+    Belongs to one thread, but any thread may read `ms`.
+    """
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
         self._samples: dict[str, deque[tuple[int, float]]] = {}
 
     def add(self, node: str, peer_wall_ms: int, round_trip_ms: int, wall_ms: int) -> None:
-        """Count an answer that came at `wall_ms` to a question sent a round trip before."""
+        """Add an answer that arrived at `wall_ms`, to a PING sent `round_trip_ms` earlier."""
         samples = self._samples.setdefault(node, deque(maxlen=SAMPLES))
         samples.append((round_trip_ms, peer_wall_ms - (wall_ms - round_trip_ms / 2)))
         self.ms[node] = min(samples)[1]

@@ -1,4 +1,4 @@
-"""The coordinator that the settings name, for nodes and for commands."""
+"""Creates the coordinator that the settings describe, for nodes and for commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from timeball.security import OTHERS, load_client_tls
 
 
 def coordinator_of(settings: Settings, clock: Clock) -> Coordinator:
-    """Return the coordinator of --cluster, --node and --etcd; raises SetupError."""
+    """Create the coordinator for --cluster, --node and --etcd. Raises SetupError."""
     endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
     tls = None
     if any(each.startswith("https") for each in endpoints):

@@ -1,10 +1,12 @@
-"""The sockets between replicas, without a thread of their own: the caller of `poll` reads and writes.
+"""The sockets between replicas, without a thread of their own: the thread that calls `poll` reads and writes them.
 
-Two kinds of connections with each other node: one that was opened here, on which a leader or a candidate sends and the
-other answers, and one that the other has opened, likewise. Messages of types up to 10 go on the first, answers on the
-second. A connection is known by its node from its HELLO on; a newer one of the same node replaces the older.
+There are two kinds of connections with each other node. On a connection opened here, this node sends as a leader or
+candidate, and the other node answers. On a connection opened by the other node, the roles are reversed. By default,
+messages of types up to 10 are sent on the first kind, and answers on the second. An accepted connection belongs to
+the node in its HELLO. A newer connection of a node replaces the older one of the same kind.
 
-Refuses: a first message that is no HELLO of this group, and what `messages.py` refuses: the connection ends.
+A connection ends with PeerError when its first message is not a HELLO of this group, or when messages.py refuses a
+message.
 """
 
 from __future__ import annotations
@@ -28,40 +30,40 @@ from timeball.errors import PeerError, SetupError
 
 logger = logging.getLogger(__name__)
 
-ANSWERS_FROM = 11  # the least type of an answer
+ANSWERS_FROM = 11  # the lowest message type that is an answer
 READ_BYTES = 1 << 20
-# A replica that takes no more bytes than this is cut off, and is shipped the log from the segments when it is back.
+# A replica with more unsent bytes than this is disconnected. When it is back, it gets the log from the segments.
 UNSENT_BYTES_MAX = 64 << 20
 REDIAL_MS = 50
 DIAL_TIMEOUT_MS = 1_000
-USER_TIMEOUT_MS = 3_000  # bytes that a dead machine does not acknowledge end the connection after this
-STRANGERS_MAX = 16  # connections that have not said who they are
+USER_TIMEOUT_MS = 3_000  # a connection ends when the other machine acknowledges no bytes for this long (TCP)
+STRANGERS_MAX = 16  # accepted connections that have not sent a HELLO
 
 Address = tuple[str, int]
 
 
 class Listener(Protocol):
-    """Told of what happens, in the thread that polls."""
+    """The receiver of connection events. All methods are called in the thread that polls."""
 
     def opened(self, node: str) -> None:
-        """A connection that was dialed is there."""
+        """Handle a new connection that was dialed here."""
 
     def received(self, node: str, message: Message) -> None:
-        """A message has come; may raise PeerError, which ends its connection."""
+        """Handle a message. It may raise PeerError, which ends its connection."""
 
     def closed(self, node: str, *, opened_here: bool) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
 
 
 class PeerTls(NamedTuple):
-    """TLS for connections that are accepted, and for those that are dialed; both ask for a certificate."""
+    """TLS contexts for accepted and for dialed connections. Both require a certificate from the other side."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
 class Connection:
-    """One socket, and what waits to be sent on it."""
+    """One socket, with its unsent bytes."""
 
     def __init__(self, sock: socket.socket, node: str, *, opened_here: bool, is_open: bool) -> None:
         self.sock, self.node = sock, node
@@ -73,7 +75,7 @@ class Connection:
         self.tls: TlsChannel | None = None
 
     def queue(self, message: Message) -> None:
-        """Put a message behind what waits."""
+        """Append a message to the unsent bytes."""
         for part in encode(message):
             if part and self.tls is not None:
                 self.tls.send(part)
@@ -85,7 +87,7 @@ class Connection:
         self.unsent_bytes += len(part)
 
     def write(self) -> bool:
-        """Send as much as the socket takes; return whether all has gone. Raises OSError."""
+        """Send as much as the socket takes. Return whether everything was sent. Raises OSError."""
         if self.tls is not None and (part := self.tls.outgoing()):
             self._queue(part)
         while self.unsent:
@@ -115,29 +117,29 @@ class Connections:
         listen_on.setblocking(False)
         self._listening = listen_on
         self._selector.register(listen_on, selectors.EVENT_READ, listen_on)
-        self._received = memoryview(bytearray(READ_BYTES))  # of one read, for all connections in turn
+        self._received = memoryview(bytearray(READ_BYTES))  # buffer of one read, shared by all connections
         self._dialed: dict[str, Connection] = {}
         self._accepted: dict[str, Connection] = {}
         self._strangers: list[Connection] = []
         self._again_ms: dict[str, int] = {}  # node -> when it may be dialed again
         self._lookup = NameLookup(self.wake)
-        self.addresses: dict[str, Address] = {}  # of the other nodes; replaced as the coordinator tells
+        self.addresses: dict[str, Address] = {}  # of the other nodes; replaced as a whole
         self.is_dialing = False
         self.listener: Listener
 
     @property
     def count(self) -> int:
-        """Return how many connections with known nodes there are; any thread may ask."""
+        """The number of connections with known nodes. Any thread may read it."""
         return len(self._accepted) + sum(each.is_open for each in list(self._dialed.values()))
 
     def wake(self) -> None:
-        """Let `poll` return; any thread may call it, also behind `close`."""
+        """Let `poll` return. Any thread may call it, also after `close`."""
         with self._closing:
-            if not self._is_closed:  # the number of a closed descriptor may be another file's by now
+            if not self._is_closed:  # the number of a closed descriptor may already belong to another file
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close all sockets; nothing is told."""
+        """Close all sockets, without calling the listener."""
         for connection in [*self._dialed.values(), *self._accepted.values(), *self._strangers]:
             connection.sock.close()
         self._listening.close()
@@ -150,13 +152,17 @@ class Connections:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, node: str, message: Message, *, answers: bool | None = None) -> None:
-        """Send a message; drop it when there is no connection. `answers`: on the connection that the node opened."""
+        """Send a message, or drop it when there is no connection.
+
+        `answers`: True for the connection that the node opened, False for the one opened here. By default the type
+        decides.
+        """
         if answers is None:
             answers = message.TYPE >= ANSWERS_FROM
         connection = (self._accepted if answers else self._dialed).get(node)
         if connection is None or not connection.is_open:
             return
-        # What waits already counts, and not this message: a single commit may be longer than the bound.
+        # The bound does not include this message, because a single commit may be longer than the bound.
         if connection.unsent_bytes > UNSENT_BYTES_MAX:
             logger.warning(
                 "replica cut off: it takes no bytes node=%s waiting_bytes=%d", node, connection.unsent_bytes
@@ -167,18 +173,18 @@ class Connections:
         self._write(connection)
 
     def hang_up(self) -> None:
-        """End the connections that were opened here, and dial no more."""
+        """Close the connections that were opened here, and stop dialing."""
         self.is_dialing = False
         for connection in list(self._dialed.values()):
             self._end(connection, tells=False)
 
     def refuses(self, node: str) -> bool:
-        """Return whether nothing listens at a node's port: its process has ended. Blocking, for a moment."""
+        """Check whether a node's port refuses connections, so its process has ended. Blocks for at most 50 ms."""
         address = self.addresses.get(node)
         try:
             found = self._lookup.resolve(address) if address is not None else None
             if found is None:
-                return False  # not known yet
+                return False  # the address is not known yet
             with socket.socket(*found[:3]) as sock:
                 sock.settimeout(0.05)
                 sock.connect(found.where)
@@ -191,7 +197,7 @@ class Connections:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def poll(self, timeout_ms: int) -> None:
-        """Wait for sockets or a wake, then read and write; what comes is told to the listener."""
+        """Wait for sockets or a wake-up, then read and write, and pass messages to the listener."""
         if self.is_dialing:
             self._dial()
         for key, events in self._selector.select(max(timeout_ms, 0) / 1_000):
@@ -255,7 +261,7 @@ class Connections:
                 self.listener.received(connection.node, message)
 
     def _introduce(self, connection: Connection, message: Message) -> None:
-        """Know an accepted connection by its HELLO; it replaces an older one of its node."""
+        """Assign an accepted connection to the node in its HELLO, and replace an older connection of the node."""
         if not isinstance(message, Hello):
             raise PeerError("the first message is no HELLO")
         if message.group != self.group:
@@ -274,7 +280,7 @@ class Connections:
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
-        except OSError:  # gone again, or no descriptor is left: it comes again
+        except OSError:  # the peer is gone, or no descriptor is left: the other node dials again
             return
         _configure(sock)
         connection = Connection(sock, "", opened_here=False, is_open=True)
@@ -305,7 +311,7 @@ class Connections:
         try:
             found = self._lookup.resolve(address)
             if found is None:
-                return  # its answer wakes `poll`
+                return  # the end of the look-up wakes `poll`
             self._again_ms[node] = now_ms + REDIAL_MS
             sock = socket.socket(*found[:3])
         except OSError as error:
@@ -327,7 +333,7 @@ class Connections:
 
     def _write(self, connection: Connection) -> None:
         if connection.sock.fileno() < 0:
-            return  # ended by what an earlier event of the same poll has brought
+            return  # an earlier event of the same poll has ended the connection
         try:
             is_done = connection.write()
         except OSError:
@@ -338,7 +344,7 @@ class Connections:
             self._selector.modify(connection.sock, events, connection)
 
     def _end(self, connection: Connection, *, tells: bool = True) -> None:
-        """Close a connection, once; tell of it when it was known by its node."""
+        """Close a connection once, and report its end if its node was known."""
         known = self._dialed if connection.opened_here else self._accepted
         was_known = known.get(connection.node) is connection
         if was_known:
@@ -353,7 +359,7 @@ class Connections:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens for other replicas; raises SetupError."""
+    """Open a socket that listens for other replicas. Raises SetupError."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -372,7 +378,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def parse_address(text: str) -> Address:
-    """Return host and port of `host:port`, an IPv6 address in brackets."""
+    """Split `host:port`, where an IPv6 address is in brackets."""
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
 

@@ -1,15 +1,16 @@
-"""The data files of the pending table in a group: sent before a row names them, fetched where they are missing.
+"""The data files of the pending table in a group: sent to the replicas before a row names them, fetched where missing.
 
-A thread of its own reads, writes and syncs them, so that a commit waits for one piece at most, which the replica's
-thread sends or receives between two polls. The receiver sets the pace: it asks for the next piece (WANT) when the last
-one is written, one file at a time.
+A separate thread reads, writes and syncs the files, so that a commit waits for at most one piece, which the replica's
+thread sends or receives between two polls. The receiver sets the pace: when a piece is written, it asks for the next
+one (WANT), one file at a time.
 
-    leader     tells of each new file (FILE without a piece), and counts HAVE; a row may name it when enough have it
-    replica    asks for the files that it was told of, then for those that committed rows name and it lacks; it removes
-               what has left the table, and log that the leader may have let go
-    new leader asks for what it lacks before its broker is built (`complete`)
+    leader     announces each new file (FILE without a piece), and counts HAVE; a row may name the file when enough
+               replicas have it
+    replica    asks for the announced files, then for missing files that committed rows name; it removes files that
+               have left the table, and segments that the leader may have deleted
+    new leader asks for its missing files before its broker is built (`complete`)
 
-A file is never said to be here before its checksum was right and its name is on the disk (incoming_file.py).
+A replica confirms a file only when its checksum was right and its name is on the disk (incoming_file.py).
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from timeball.table.layout import FOLDER
 
 logger = logging.getLogger(__name__)
 
-LOOK_MS = 50
-REMOVE_LOOK_MS = 1_000
-ANSWER_MS = 3_000  # a file that no piece comes of for so long is asked for anew
-AGAIN_MS = 1_000  # behind a failure
-# A file that no row names may be of an attach to come; one of a job that has failed is removed after this.
+LOOK_MS = 50  # interval of the thread's periodic work
+REMOVE_LOOK_MS = 1_000  # interval of the search for files to remove
+ANSWER_MS = 3_000  # a file of which no piece arrives for this long is requested again
+AGAIN_MS = 1_000  # pause after a failure, before a file is requested again
+# A file that no row names may belong to a future attach. Files left by failed jobs are removed after this time.
 UNNAMED_MS = limits.DAY_MS
 
 
 class Link(Protocol):
-    """The replica's thread."""
+    """The replica's thread, as far as this module uses it."""
 
     state: Replica
 
@@ -54,33 +55,33 @@ class Link(Protocol):
         """Send a message."""
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run a call in the replica's thread."""
+        """Queue a call in the replica's thread."""
 
 
 class CommittedFiles(NamedTuple):
     """The data files that the committed rows below `seq` name."""
 
-    seq: int = 0  # 0: it is not known yet what lives
+    seq: int = 0  # 0: no rows were applied yet, so the live files are not known
     entries: Mapping[str, FileEntry] = {}  # by path
-    log_from_seq: int = 0  # rows below it may be let go
+    log_from_seq: int = 0  # the log below this row may be deleted
 
 
 class KeptLog(Protocol):
-    """The replica's log."""
+    """The replica's log, as far as this module uses it."""
 
     def let_go(self, before_seq: int) -> None:
-        """Remove segments that lie wholly before a row; in the replica's thread."""
+        """Remove the segments that lie completely before a row. Belongs to the replica's thread."""
 
 
 class Told(NamedTuple):
-    """A file that a leader has told of."""
+    """A file that a leader has announced."""
 
     node: str
     size_bytes: int
 
 
 class Asked:
-    """The file that is asked for now."""
+    """The file that is being requested."""
 
     def __init__(self, node: str, path: str, size_bytes: int, now_ms: int) -> None:
         self.node, self.path, self.size_bytes, self.heard_ms = node, path, size_bytes, now_ms
@@ -88,7 +89,7 @@ class Asked:
 
 
 class DataFiles:
-    """The thread of a replica's data files. Public methods return at once and may be called in any thread."""
+    """The thread of a replica's data files. Any thread may call the public methods, which return at once."""
 
     def __init__(
         self,
@@ -101,62 +102,66 @@ class DataFiles:
         retention_ms: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`committed`: the files by the rows that this replica has applied; asked in the thread."""
+        """Create the thread without starting it.
+
+        `committed` returns the files that the rows applied so far name. It is called in the new thread.
+        """
         self._files, self._log, self._link, self._clock = files, log, link, clock
-        # Readers of an older version of the table have as long as the log is kept, as on a broker alone (upkeep.py).
+        # A file that has left the table stays readable for the retention time, at most a day, for readers of an older
+        # version of the table. A single broker does the same (broker/upkeep.py).
         self._readable_ms = min(retention_ms, limits.DAY_MS)
         self._on_failure, self._committed = on_failure, committed
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files)
-        self._missing: dict[str, int] = {}  # files that live and are not here: path -> size
+        self._missing: dict[str, int] = {}  # live files that are not on this disk: path -> size in bytes
         self._told: dict[str, Told] = {}
         self._asked: Asked | None = None
         self._not_before_ms: dict[str, int] = {}  # path -> when it may be asked for again
-        self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it lives by then
+        self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it is live by then
         self._shipments: list[Shipment] = []
         self._complete: Future[None] | None = None
-        self._is_led = False  # the broker keeps the table
+        self._is_led = False  # True: this replica leads, so the broker maintains the table
         self._looked_ms = self._removed_ms = 0
-        self._let_go_seq = 0  # segments before it were let go
+        self._let_go_seq = 0  # segments before this row were removed
         self._thread = threading.Thread(target=self._run, name="data files", daemon=True)
 
     def start(self) -> None:
-        """Begin to run."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; shipments fail."""
+        """End the thread. Unfinished shipments fail."""
         self._calls.put(None)
         self._thread.join()
 
     @property
     def missing(self) -> int:
-        """Return how many files this replica lacks, as far as it knows."""
+        """The number of files that this replica lacks, as far as known."""
         return len(self._missing)
 
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def ship(self, paths: Sequence[str]) -> Future[None]:
-        """See log/replication.py."""
+        """Send data files to the other replicas (see FileReplication in log/replication.py)."""
         future: Future[None] = Future()
         self._calls.put(partial(self._ship, list(paths), future))
         return future
 
     def complete(self) -> Future[None]:
-        """Fetch what a new leader lacks; the future is done when it has all files of the rows so far."""
+        """Fetch the files that a new leader lacks. The future is done when all files of the rows so far are here."""
         future: Future[None] = Future()
         self._calls.put(partial(self._begin_leading, future))
         return future
 
     def received(self, node: str, message: Message) -> None:
-        """See FileWork."""
-        # Looked up now: by the time that the call runs another disk may be behind the node's name.
+        """Queue a message about a data file (see FileWork)."""
+        # Look the replica up now: when the queued call runs, the node's name may stand for another disk.
         lead = self._link.state.lead
         replica = lead.peers[node].replica if lead and node in lead.peers else ""
         self._calls.put(partial(self._take, node, replica, message))
 
     def closed(self, node: str) -> None:
-        """See FileWork."""
+        """Queue the end of a connection (see FileWork)."""
         self._calls.put(partial(self._lose, node))
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -166,7 +171,7 @@ class DataFiles:
             self.begin()
             while self.turn(LOOK_MS / 1_000):
                 pass
-        except BaseException as error:  # of any kind: no caller waits for this thread
+        except BaseException as error:  # every exception, because no caller waits for this thread
             self._on_failure(error)
         finally:
             self._drop_asked()
@@ -174,12 +179,12 @@ class DataFiles:
                 shipment.fail(NotLeader("this node stops; ask again, another one answers soon"))
 
     def begin(self) -> None:
-        """Know the files that are here; before the first turn."""
+        """List the files on this disk. Called once, before the first turn."""
         now_ms = self._clock.boot_ms()
         self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
 
     def turn(self, timeout_s: float) -> bool:
-        """Run one call, if one comes in time, and do what is to be done; return False once `stop` was called."""
+        """Run one call, if one arrives in time, and the periodic work. Return False once `stop` was called."""
         try:
             call = self._calls.get(timeout=timeout_s) if timeout_s else self._calls.get_nowait()
         except Empty:
@@ -204,7 +209,7 @@ class DataFiles:
             self._follow(state, now_ms)
 
     def _follow(self, state: Replica, now_ms: int) -> None:
-        """Know which files live, fetch those that are missing, remove those that have left."""
+        """Update the live files, fetch those that are missing, and remove those that have left the table."""
         self._look_up(now_ms)
         asked = self._asked
         if asked is not None and now_ms - asked.heard_ms > ANSWER_MS:
@@ -226,7 +231,7 @@ class DataFiles:
             for path in before.keys() - entries.keys():
                 self._missing.pop(path, None)
                 self._removable[path] = now_ms + self._readable_ms
-        # A segment that the leader may have let go is not needed here either: a start reads the snapshot.
+        # This replica does not need segments that the leader may have deleted: its next start reads the snapshot.
         if self._live.log_from_seq > self._let_go_seq:
             self._let_go_seq = self._live.log_from_seq
             self._link.post(partial(self._log.let_go, self._let_go_seq))
@@ -254,13 +259,13 @@ class DataFiles:
 
     def _ship(self, paths: list[str], future: Future[None]) -> None:
         try:
-            # With the checksums, which are long work the first time.
+            # Compute the checksums too, which takes long the first time.
             sizes = {path: self._outgoing.describe(path)[0] for path in paths}
         except TimeballError as error:
             future.set_exception(error)
             return
         self._shipments.append(Shipment(sizes, future))
-        self._looked_ms = 0  # told at once
+        self._looked_ms = 0  # announce the files at the next turn
 
     def _tell(self, shipment: Shipment, state: Replica) -> None:
         for node in shipment.nodes_to_tell(state):
@@ -292,7 +297,7 @@ class DataFiles:
             self._drop_asked()
 
     def _send(self, node: str, message: Message) -> None:
-        # Who leads has opened the connection; a follower answers on the leader's.
+        # A leader sends on the connection that it opened. A follower answers on the connection of the leader.
         self._link.send_soon(node, message, answers=self._link.state.lead is None)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -306,7 +311,7 @@ class DataFiles:
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for the next file, unless one is on its way."""
+        """Request the next file, unless one is being received."""
         if self._asked is not None:
             return
         now_ms, state = self._clock.boot_ms(), self._link.state
@@ -327,7 +332,10 @@ class DataFiles:
         return None
 
     def _node_for(self, state: Replica, now_ms: int) -> str:
-        """Return a node to ask for a file: the leader, or for a leader one after the other."""
+        """Choose the node to ask for a missing file ("": none).
+
+        A follower asks the leader, a new leader asks the other replicas in turn.
+        """
         if state.lead is None:
             return state.source.node if state.source and state.source.matched else ""
         nodes = sorted(node for node, peer in state.lead.peers.items() if peer.acked is not None)
@@ -340,7 +348,7 @@ class DataFiles:
     def _receive(self, node: str, file: File) -> None:
         asked = self._asked
         if asked is None or (asked.node, asked.path) != (node, file.path):
-            return  # of a file that was given up
+            return  # a late piece of a file that was given up
         if not file.size_bytes:
             self._put_off(asked, "the other replica does not have it")
             return
@@ -370,7 +378,7 @@ class DataFiles:
         return asked.incoming.add(file.position, file.crc32c, file.chunk)
 
     def _put_off(self, asked: Asked, reason: str) -> None:
-        """Give a file up for a moment."""
+        """Give the file up, and do not request it again for AGAIN_MS."""
         logger.warning("data file not received path=%s node=%s reason=%s", asked.path, asked.node, reason)
         self._not_before_ms[asked.path] = self._clock.boot_ms() + AGAIN_MS
         self._drop_asked()

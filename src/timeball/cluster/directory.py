@@ -1,4 +1,4 @@
-"""The groups of a cluster and who leads them, as the coordinator last said: read at each change, and once a second."""
+"""The groups of a cluster and their leaders, read from the coordinator at each change and at least once a second."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from timeball.errors import SetupError, Unavailable
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-AGAIN_S = 0.1  # behind an answer that did not come
+AGAIN_S = 0.1  # pause after a request without an answer
 
 
 class Directory:
-    """Belongs to the event loop. Names that are gone stay known, so that a route can say "no leader now"."""
+    """The groups and nodes as last read. Belongs to the event loop.
+
+    Groups and nodes that are gone stay known, so that a request for them gets "no leader now" as its answer.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -35,19 +38,19 @@ class Directory:
                 await asyncio.sleep(AGAIN_S)
 
     async def read(self) -> int:
-        """Read once; return what to wait for a change behind. Raises Unavailable and SetupError."""
+        """Read once, and return the revision for `wait_for_change`. Raises Unavailable and SetupError."""
         views = await self._coordinator.read_all()
         self.nodes |= await self._coordinator.nodes()
         self.views |= views
         return max((view.as_of for view in views.values()), default=0)
 
     def hosts(self) -> set[str]:
-        """Return the names and addresses of the nodes that are known."""
+        """Collect the host names and addresses of all known nodes, in lower case."""
         listening = (address for node in self.nodes.values() for address in node.addresses.values())
         return {parse_address(address)[0].lower() for address in listening}
 
     def leader(self, group: str) -> Node | None:
-        """Return the node that leads a group; None while none does."""
+        """Find the node that leads a group, or return None while there is none."""
         view = self.views.get(group)
         if view is None or view.record is None or view.holder is None:
             return None
@@ -55,7 +58,7 @@ class Directory:
         return self.nodes.get(name) if view.holder.node == name else None
 
     def replicas(self, group: str, edge: str) -> list[str]:
-        """Return where the nodes that keep a group listen for an edge, the leader first; none without a record."""
+        """List the addresses for an edge of a group's nodes, the leader first. Empty without a record."""
         view, leader = self.views.get(group), self.leader(group)
         if view is None or view.record is None:
             return []
@@ -64,7 +67,7 @@ class Directory:
         return [address for address in found if address]
 
     def address(self, group: str, edge: str) -> Address | None:
-        """Return where the leader of a group listens for an edge."""
+        """Find the address of a group's leader for an edge, or return None while there is none."""
         leader = self.leader(group)
         if leader is None or edge not in leader.addresses:
             return None

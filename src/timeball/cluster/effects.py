@@ -1,8 +1,9 @@
-"""Effects: what a step of the protocol asks of its runtime.
+"""Effects: the output of the protocol, which the runtime carries out.
 
-The runtime carries them out one after the other, each finished before the next, and only then gives the next event. So
-an acknowledgement that stands behind a `Sync` leaves when the bytes are on the disk. The first effect on the disk that
-fails ends the process (docs/decisions/0003-fail-stop.md); the rest of the list is then not carried out.
+The runtime carries out the effects of a step one after the other and finishes each before the next. It passes on the
+next event only after the last of them. So an acknowledgement listed after a `Sync` is sent when the bytes are on the
+disk. The first disk operation that fails ends the process (docs/decisions/0003-fail-stop.md), and the rest of the
+list is skipped.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from timeball.cluster.record import Record
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """One thing to do."""
+    """One action to carry out."""
 
 
 class Send(Effect, frozen=True):
-    """Send a message on the connection with this node; drop it when there is none."""
+    """Send a message on the connection with this node, or drop it when there is no connection."""
 
     node: str
     message: Message
 
 
 class Ship(Effect, frozen=True):
-    """Read the own log from `begin` on, send it to this node, and answer with a Shipped event.
+    """Read the local log from `begin` on, send one message of whole frames, and report it with a Shipped event.
 
-    One message of whole frames, DATA, or BYTES when the node has asked by FETCH; behind a BEGIN when they stand in the
-    next segment.
+    The message is DATA, or BYTES if the node has asked with FETCH. When the frames are in the next segment, a BEGIN
+    is sent first. There is no Shipped event after BYTES.
     """
 
     node: str
@@ -41,13 +42,13 @@ class Ship(Effect, frozen=True):
 
 
 class BeginSegment(Effect, frozen=True):
-    """Make this segment and write its header, as it is in the message, and sync."""
+    """Create this segment, write the header in the message, and sync it."""
 
     begin: Begin
 
 
 class Write(Effect, frozen=True):
-    """Write frames into the segment at this position."""
+    """Write frames into a segment at this position."""
 
     ordinal: int
     position: int
@@ -55,33 +56,37 @@ class Write(Effect, frozen=True):
 
 
 class Sync(Effect, frozen=True):
-    """Put on the disk all that was written to the log."""
+    """Sync everything that was written to the log."""
 
 
 class CutLog(Effect, frozen=True):
-    """Remove all behind this position, later segments too, and sync: zeros in its segment, no name behind it."""
+    """Remove the log after this position, later segments included, and sync.
+
+    The rest of the position's segment is overwritten with zeros.
+    """
 
     at: Position
 
 
 class KeepPromise(Effect, frozen=True):
-    """Put the promised epoch on the disk, so that a crash does not take it back."""
+    """Store the promised epoch durably, so that it survives a crash."""
 
     epoch: int
 
 
 class Holder(StrEnum):
-    """The fate of the holder's key in the transaction that swaps the record."""
+    """The change of the holder's key in the transaction that swaps the record."""
 
-    TAKE = "take"  # it must not exist, and is made for this node, bound to its lease
-    KEEP = "keep"  # it is not looked at
-    RELEASE = "release"  # it is removed if it is this node's
+    TAKE = "take"  # the key must not exist; it is created for this node and bound to its lease
+    KEEP = "keep"  # the key is neither compared nor changed
+    RELEASE = "release"  # the key must be this node's and is removed
 
 
 class Propose(Effect, frozen=True):
-    """Swap the record if it has this revision, and answer with Proposed; one transaction with the holder's key.
+    """Swap the record if it has this revision, and report the outcome with Proposed.
 
-    `displaces` names a node whose process is known to have died: TAKE then removes its key in the same transaction.
+    The holder's key is changed in the same transaction. `displaces` names a node whose process is known to have
+    ended: TAKE then replaces its key.
     """
 
     revision: int
@@ -91,15 +96,15 @@ class Propose(Effect, frozen=True):
 
 
 class Hold(Effect, frozen=True):
-    """Make the holder's key for this node, bound to its lease, if there is none."""
+    """Create the holder's key for this node, bound to its lease, if the key does not exist."""
 
 
 class Resign(Effect, frozen=True):
-    """Remove the holder's key if it is this node's: another replica may try."""
+    """Remove the holder's key if it is this node's, so that another replica may become a candidate."""
 
 
 class Dial(Effect, frozen=True):
-    """Open connections to all other nodes and keep trying; tell of each new one with Connected."""
+    """Open connections to all other nodes, reopen them when they end, and report each with Connected."""
 
     epoch: int
 
@@ -109,37 +114,37 @@ class HangUp(Effect, frozen=True):
 
 
 class AppendEpoch(Effect, frozen=True):
-    """Append the row that opens an epoch, alone, through an Appended event."""
+    """Append the row that opens an epoch, in a commit of its own, through an Appended event."""
 
     epoch: int
 
 
 class Commit(Effect, frozen=True):
-    """All rows before `position` are committed: answer their senders, index them, let them be seen."""
+    """Treat all rows before `position` as committed: acknowledge them to senders, index them, make them visible."""
 
     position: Position
 
 
 class Apply(Effect, frozen=True):
-    """All rows below `seq` are committed: bring this follower's caches up to there."""
+    """Apply all rows below `seq` to this follower's caches: they are committed."""
 
     seq: int
 
 
 class PassOn(Effect, frozen=True):
-    """Give a message about data files to what sends and receives them; it is of the promised epoch."""
+    """Pass a message about data files to the data file thread. The message is of the promised epoch."""
 
     node: str
     message: Message
 
 
 class Serve(Effect, frozen=True):
-    """Finish applying the committed rows, and serve: this replica leads."""
+    """Apply the last committed rows and begin to serve: this replica leads."""
 
     epoch: int
 
 
 class StopServing(Effect, frozen=True):
-    """End the process, which starts again and reads its disk; what waits for an acknowledgement gets none."""
+    """End the process. Requests that wait for an acknowledgement get none, and the next start reads the disk."""
 
     reason: str

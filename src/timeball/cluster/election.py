@@ -1,12 +1,13 @@
-"""Becoming leader: swap the record, seal what lower epochs have written, open the own one.
+"""Election of a leader: swap the record, seal the lower epochs, open the new epoch.
 
-CANDIDATE has proposed a record with the next epoch. SEALING asks all for their promise; when a majority of the record's
-replicas has promised, nothing of a lower epoch can be acknowledged any more, and what was is in the log of one of them.
-If one of them knows more (a later last epoch, or the same and a longer log), its log is fetched first (I6). SYNCING
-appends one EPOCH row, and leads when it is committed (I7).
+A CANDIDATE has proposed a record with the next epoch. When the swap succeeds it becomes SEALING and asks all replicas
+for their promise. When a majority of the record's replicas has promised, no row of a lower epoch can be acknowledged
+any more, and each row acknowledged before is in the log of one of them. If one of them has a later last epoch, or the
+same and a longer log, the candidate fetches that log first (I6). Then it is SYNCING: it appends one EPOCH row, and
+leads when this row is committed (I7).
 
-The etcd lease is no part of this: a record that is read late, or a holder's key that ended too early, makes a replica
-try, no more.
+Correctness does not depend on the etcd lease. An outdated read of the record, or a holder's key that ends too early,
+only makes a replica become a candidate.
 """
 
 from __future__ import annotations
@@ -37,25 +38,27 @@ from timeball.cluster.replica import Lead, Replica, Role, Seal
 
 
 def see(state: Replica, event: Seen) -> Step:
-    """Take a record that was read; stand if the group has no holder."""
+    """Handle a record that was read, and become a candidate if the group has no holder."""
     state = adopt(state, event.revision, event.record)
     if event.revision != state.revision:
         return state, []
     vacant_since_ms = 0 if event.holder is not None else state.vacant_since_ms or state.now_ms
     state, record = replace(state, vacant_since_ms=vacant_since_ms), event.record
-    # Sealed all the same, its epoch would be over before it began, and a hand-over would count from the later record.
+    # Another replica has begun a later epoch, so this one cannot serve. It would also be unsafe: with the later record,
+    # a hand-over by this leader could name an epoch that already has a leader (docs/decisions/0049).
     if state.seal and record.epoch > state.seal.epoch:
         return give_up(state)
-    # A hand-over named this replica, or the answer to the own proposal was lost. Rule 2 of replica.py.
+    # The record names this replica after a hand-over, or after a swap of its own whose answer was lost. The comparison
+    # with `promised` is rule 2 of replica.py.
     if state.role is Role.FOLLOWER and record.leader == state.rules.replica and record.epoch > state.promised:
         return seal(state, record)
     return stand(state, "") if event.holder is None and not _is_handed_over(state) else (state, [])
 
 
 def _is_handed_over(state: Replica) -> bool:
-    """Return whether the record has just named another replica, which needs a moment to make the holder's key.
+    """Check whether the record has just named another replica, which needs a moment to create the holder's key.
 
-    A later epoch of this replica's would only be in its way. The moment is bounded: it may have died.
+    A later epoch of this replica would only disturb it. The wait is bounded, because the other replica may have died.
     """
     record = state.record
     return (
@@ -67,7 +70,7 @@ def _is_handed_over(state: Replica) -> bool:
 
 
 def adopt(state: Replica, revision: int, record: Record) -> Replica:
-    """Take a record unless it is older than the one known; it decides who is a learner."""
+    """Store a record unless it is older than the known one, and become learner or follower accordingly."""
     if revision < state.revision:
         return state
     revised_ms = state.now_ms if revision > state.revision else state.revised_ms
@@ -79,20 +82,20 @@ def adopt(state: Replica, revision: int, record: Record) -> Replica:
 
 
 def replace_leader(state: Replica, node: str) -> Step:
-    """Stand in the place of a node that has died, unless another one has been named meanwhile."""
+    """Become a candidate in place of a node that has died, unless the record names another leader by now."""
     if state.record is None or node_of(state.record.leader) != node:
         return state, []
     return stand(state, node)
 
 
 def stand(state: Replica, displaces: str) -> Step:
-    """Propose to lead in the next epoch."""
+    """Become a candidate: propose to lead in the next epoch."""
     record = state.record
     if state.role is not Role.FOLLOWER or record is None or not state.rules.stands:
         return state, []
     if _stands_back(state):
         return state, []
-    # A replica that has promised a later epoch knows that this record is old, and would be refused by itself.
+    # This replica has promised a later epoch, so the record is outdated and the swap would fail.
     if record.epoch < state.promised:
         return state, []
     proposal = replace(record, epoch=record.epoch + 1, leader=state.rules.replica)
@@ -101,28 +104,29 @@ def stand(state: Replica, displaces: str) -> Step:
 
 
 def _stands_back(state: Replica) -> bool:
-    """Return whether another replica, whose clock is right, is to stand first.
+    """Check whether this replica lets others, whose clocks are right, become candidates first.
 
-    A leader releases by its own clock. But a group without a leader releases nothing: the others have a bounded time.
+    A leader releases messages by its own clock, so a deviating clock should not lead. But a group without a leader
+    releases nothing, so this replica waits for at most `stand_back_ms`.
     """
     waited_ms = state.now_ms - state.vacant_since_ms if state.vacant_since_ms else 0
     return state.off_ms > state.rules.off_ms_max and waited_ms < state.rules.stand_back_ms
 
 
 def hear(state: Replica, event: Proposed) -> Step:
-    """Take the answer to the own proposal."""
+    """Handle the answer to this replica's proposal."""
     if state.role is Role.CANDIDATE:
         state = replace(state, role=Role.FOLLOWER)
     if not event.succeeded:
-        return state, []  # lost, or unknown: then the record will say
+        return state, []  # the swap failed, or its outcome is unknown until the record is read
     state = adopt(state, event.revision, event.record)
     if state.role is Role.FOLLOWER and event.record.epoch > state.promised:
         return seal(state, event.record)
-    return state, [Resign()]  # a later epoch was promised meanwhile
+    return state, [Resign()]  # this replica has promised a later epoch since it proposed
 
 
 def seal(state: Replica, record: Record) -> Step:
-    """Promise the own epoch, then ask all others to."""
+    """Promise the new epoch, then ask all other replicas for their promise."""
     assert record.epoch > state.promised, "a replica never stands twice in one epoch"
     effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
     effects += [KeepPromise(record.epoch), Hold(), Dial(record.epoch)]
@@ -134,14 +138,14 @@ def seal(state: Replica, record: Record) -> Step:
 
 
 def greet(state: Replica, node: str) -> Step:
-    """Begin a new connection that was opened here."""
+    """Send HELLO on a new connection that was opened here."""
     if not state.epoch:
         return state, []
     return state, [Send(node, Hello(state.epoch, state.rules.group, state.rules.replica))]
 
 
 def collect(state: Replica, node: str, promise: Promise) -> Step:
-    """Count a promise of the own epoch."""
+    """Count a promise of this candidate's epoch."""
     assert state.seal
     promises = {**state.seal.promises, node: promise}
     state = replace(state, seal=replace(state.seal, promises=promises))
@@ -149,7 +153,7 @@ def collect(state: Replica, node: str, promise: Promise) -> Step:
 
 
 def fetched(state: Replica, node: str, message: Begin | Bytes) -> Step:
-    """Write what another replica had more; ask for the rest, or look again who knows most."""
+    """Write frames of a longer log, then fetch more or look again for the longest log."""
     seal = state.seal
     assert seal
     if seal.fetching != node:
@@ -167,16 +171,17 @@ def fetched(state: Replica, node: str, message: Begin | Bytes) -> Step:
 
 
 def lose(state: Replica, node: str) -> Step:
-    """Forget the promise of a node whose connection ended; it gives another one over the next."""
+    """Drop the promise of a node whose connection ended. The node promises again on the next connection."""
     assert state.seal
     promises = {name: promise for name, promise in state.seal.promises.items() if name != node}
     if state.seal.fetching == node:
-        return give_up(state)  # the own log may be cut to what both have: another may know more now
+        # The local log may have been cut for the fetch, so a log that was shorter may now be the longest.
+        return give_up(state)
     return replace(state, seal=replace(state.seal, promises=promises)), []
 
 
 def give_up(state: Replica) -> Step:
-    """Go back to following. Nothing was served, so the process goes on."""
+    """Become a follower again. Nothing was served, so the process need not end."""
     effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
     state = replace(state, role=Role.FOLLOWER, seal=None, source=None, unsynced_bytes=0)
     if state.record:
@@ -185,7 +190,7 @@ def give_up(state: Replica) -> Step:
 
 
 def has_majority(state: Replica) -> bool:
-    """Return whether most replicas of the swapped record, this one included, have promised the epoch."""
+    """Check whether most replicas of the swapped record, this one included, have promised the epoch."""
     assert state.seal and state.record
     promised = {state.rules.replica, *(promise.replica for promise in state.seal.promises.values())}
     replicas = state.record.replicas
@@ -193,7 +198,7 @@ def has_majority(state: Replica) -> bool:
 
 
 def _judge(state: Replica, effects: list[Effect]) -> Step:
-    """Fetch from the replica that knows most, or open the epoch when that is this one."""
+    """With a majority of promises, fetch the longest log, or open the epoch when this replica has it."""
     if not has_majority(state):
         return state, effects
     assert state.seal and state.record
@@ -204,7 +209,8 @@ def _judge(state: Replica, effects: list[Effect]) -> Step:
     if at == BEGINNING and state.applied_seq:
         state, anew = following.begin_anew(state)
         return state, [*effects, HangUp(), Resign(), *anew]
-    # Behind the match the own log is of an epoch that a majority has left behind: it was never committed.
+    # After the common part, the local log is of a lower epoch than the last one of the other log. The leader of that
+    # epoch had all committed rows, so the rest of the local log was never committed and may be removed.
     state, cuts = following.cut_log(state, at)
     fetch = Send(node, Fetch(state.epoch, *state.log.end))
     assert state.seal
@@ -212,18 +218,18 @@ def _judge(state: Replica, effects: list[Effect]) -> Step:
 
 
 def _most(state: Replica) -> tuple[Ends, str]:
-    """Return the ends of the log that says most, and the node that has it: none when this one has."""
+    """Find the longest log by its epoch ends, and the node that has it ("" for this one)."""
     assert state.seal and state.record
     most, found = state.log.ends, ""
     for node, promise in state.seal.promises.items():
-        # A learner's log counts for nothing: it may lack what was committed, or hold what was lost.
+        # Ignore learners: a learner's log may lack committed rows or hold rows of an abandoned epoch.
         if promise.replica in state.record.replicas and knowledge(promise.ends) > knowledge(most):
             most, found = promise.ends, node
     return most, found
 
 
 def _open(state: Replica, effects: list[Effect]) -> Step:
-    """Append the EPOCH row, and tell those that have promised where both logs agree."""
+    """Append the EPOCH row, and send each replica that has promised the end of the common log."""
     seal, record = state.seal, state.record
     assert seal and record
     lead = Lead(seal.epoch, state.now_ms, record.replicas, {})

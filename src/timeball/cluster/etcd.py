@@ -1,8 +1,9 @@
-"""The store of etcd: its transactions and leases through the JSON gateway, and one watch that is only a hint.
+"""The Store on etcd: transactions and leases through the JSON gateway, and one watch that only serves as a hint.
 
-The watch begins at "now", each time: what changed before, its reader finds by reading. So it needs no revision to go
-on from, and compaction cannot come between. It is taken to be deaf, and opened at another member, when it has not
-told for a whole wait what a read has seen: a member that is cut off from the others goes on without news.
+Each watch begins at the present revision, and its reader finds earlier changes by reading. So the watch needs no
+revision to resume from, and a compaction of etcd cannot break it. A member that is cut off from the others keeps its
+watches open without reporting anything. So when a watch has not reported, for a whole wait, a revision that a read
+has seen, it is considered dead and opened at another member.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ logger = logging.getLogger(__name__)
 
 
 class EtcdStore:
-    """A Store. Belongs to the event loop; `close` ends its connections."""
+    """A Store. Belongs to the event loop."""
 
     def __init__(self, access: EtcdAccess, *, ttl_ms: int) -> None:
-        # Short attempts: while etcd elects its own leader a member hangs, and goes on hanging when there is one. Of a
-        # lease that is renewed after a quarter, four more are left before its holder stops.
+        # Attempts are short, because a request that hangs while etcd elects its own leader goes on hanging after the
+        # election. A lease is renewed after a quarter of its TTL, so four attempts fit in before its holder stops.
         self._members = Members(access, attempt_s=ttl_ms / 8_000, deadline_s=ttl_ms / 1_000)
         self._watching: asyncio.Task[None] | None = None
         self._prefix = ""
-        self._watched = ""  # the member that was asked for the watch
+        self._watched = ""  # the member at which the watch is open
         self._changed = asyncio.Condition()
-        self._told = 0  # the newest revision that the watch has told of
-        self._read = 0  # the newest that a read has seen below the prefix
+        self._told = 0  # newest revision that the watch has reported
+        self._read = 0  # newest revision of a key that a transaction has read
 
     @property
     def requests(self) -> int:
-        """Return how many requests were sent."""
+        """The number of requests sent."""
         return self._members.requests
 
     async def transact(
         self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
     ) -> Outcome:
-        """Do one of two lists of operations; raise LeaseLost when a key is put with a lease that has ended."""
+        """Carry out one of two lists of operations. Raises LeaseLost when a key is put with a lease that has ended."""
         body = codec.txn_body(when, then, otherwise)
         outcome = await self._members.ask(
             codec.TXN, body, lambda answer: codec.read_txn(answer, then, otherwise)
@@ -55,12 +56,12 @@ class EtcdStore:
         return outcome
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Return a new lease's id and the seconds that it was granted."""
-        # A grant whose answer is lost leaves a lease that ends by itself.
+        """Request a new lease. Return its id and the seconds that were granted."""
+        # If the answer is lost, a repeated request leaves an unused lease, which ends by itself.
         return await self._members.ask(codec.GRANT, codec.lease_body(0, ttl_s=ttl_s), codec.read_grant)
 
     async def renew(self, lease_id: int) -> int:
-        """Return the seconds that a lease was granted anew; raise LeaseLost."""
+        """Renew a lease and return the seconds that were granted. Raises LeaseLost."""
         body = codec.lease_body(lease_id)
         return await self._members.ask(
             codec.KEEPALIVE, body, lambda answer: codec.read_renewal(answer, lease_id)
@@ -80,23 +81,23 @@ class EtcdStore:
         )
 
     async def wait(self, prefix: str, after: int, timeout_s: float) -> None:
-        """Return when a key with this prefix may have changed after a revision, or after the timeout."""
+        """Wait until a key with this prefix may have changed after a revision, or until the timeout."""
         assert self._prefix in ("", prefix), "a store watches one prefix"
         self._prefix = prefix
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         elif self._watching.done():
-            self._watching.result()  # it ends by a fault of ours only
+            self._watching.result()  # raises: the task only ends by an error in this program
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self._told > after)
         except TimeoutError:
             if self._told < self._read and self._watched:
                 self._members.leave(self._watched)
-                await self._end_watch()  # the next wait opens another
+                await self._end_watch()  # the next wait opens a new one
 
     async def close(self) -> None:
-        """End connections and the watch."""
+        """Close the watch and the connections."""
         await self._end_watch()
         await self._members.close()
 

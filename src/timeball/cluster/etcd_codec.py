@@ -1,10 +1,11 @@
-"""Requests to etcd's JSON gateway (v3), and the meaning of its answers. No I/O.
+"""Requests to etcd's JSON gateway (v3), and the decoding of its answers. No I/O.
 
-The gateway is gRPC as JSON over HTTP: bytes in base64, 64-bit numbers as strings, and a field that is zero or false is
-left out. A stream (keepalive, watch) answers with one JSON document a line, each inside `result` or `error`. The codes
-of errors are gRPC's. 3.4 and 3.6 write errors differently; both have a `code` and a `message`.
+The gateway is gRPC as JSON over HTTP: bytes are in base64, 64-bit numbers are strings, and fields that are zero or
+false are omitted. A stream (keepalive, watch) answers with one JSON document per line, each inside `result` or
+`error`. Error codes are those of gRPC. etcd 3.4 and 3.6 write errors differently, but both with a `code` and a
+`message`.
 
-Answers are checked: one that is not of this form, or not about what was asked, is as good as none.
+Answers are checked: an answer of another form, or to another request, counts as no answer.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNIMPLEMENTED, UNAUTHENTICATED = 8, 9, 
 
 
 class BadAnswer(Exception):
-    """The answer is not one of etcd's, or not to this request: ask another member."""
+    """The answer is not etcd's, or not one to this request: ask another member."""
 
 
 class Misdirected(BadAnswer):
-    """Something other than etcd answers there, or cannot be trusted: if all members do so, the operator must act."""
+    """The endpoint is not etcd or cannot be trusted. If this holds for all members, the operator must act."""
 
 
 class TokenRefused(Exception):
-    """There is no token, or one that this member does not know, or from before a change of users: authenticate."""
+    """The token is missing, unknown to this member, or older than a change of etcd's users: authenticate again."""
 
 
 class AuthenticationOff(Exception):
-    """The members ask for no user: go on without a token, as etcd's own clients do."""
+    """The members use no authentication: continue without a token, as etcd's own clients do."""
 
 
 _TOKEN_WORDS = ("auth store is old", "revision in header is old", "user name is empty")
@@ -100,7 +101,10 @@ class _Watched(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    """3.4: `error` and `message` say the same; in a stream the code is called otherwise."""
+    """An error document.
+
+    In 3.4, `error` and `message` are equal, and a stream names the code `grpc_code`.
+    """
 
     code: int | None = None
     grpc_code: int | None = None
@@ -119,7 +123,7 @@ class _WatchLine(msgspec.Struct):
 
 
 def txn_body(when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation]) -> bytes:
-    """Return the request of a transaction."""
+    """Encode a transaction."""
     return msgspec.json.encode(
         {
             "compare": [_compare(each) for each in when],
@@ -130,7 +134,7 @@ def txn_body(when: Sequence[Comparison], then: Sequence[Operation], otherwise: S
 
 
 def read_txn(body: bytes, then: Sequence[Operation], otherwise: Sequence[Operation]) -> Outcome:
-    """Return the outcome of a transaction; raise BadAnswer."""
+    """Decode the outcome of a transaction. Raises BadAnswer."""
     answer = _decoded(body, _Txn)
     asked = then if answer.succeeded else otherwise
     if len(answer.responses) != len(asked) or answer.header.revision < 1:
@@ -144,7 +148,7 @@ def read_txn(body: bytes, then: Sequence[Operation], otherwise: Sequence[Operati
 
 
 def read_grant(body: bytes) -> tuple[int, int]:
-    """Return id and seconds of a new lease; raise BadAnswer."""
+    """Decode id and seconds of a new lease. Raises BadAnswer."""
     answer = _decoded(body, _Lease)
     if answer.id == 0 or answer.ttl < 1:
         raise BadAnswer("a lease without an id or a time")
@@ -152,45 +156,45 @@ def read_grant(body: bytes) -> tuple[int, int]:
 
 
 def read_renewal(body: bytes, lease_id: int) -> int:
-    """Return the seconds of a lease that was renewed; raise LeaseLost, BadAnswer and what `read_error` makes."""
+    """Decode the seconds of a renewed lease. Raises LeaseLost, BadAnswer and the errors of `read_error`."""
     answer = _decoded(body, _KeptAlive)
     if answer.error is not None:
         raise _meaning(answer.error, 200)
     if answer.result is None or answer.result.id != lease_id:
         raise BadAnswer("the renewal of another lease")
-    if answer.result.ttl < 1:  # not an error of etcd's: a lease that is gone has no time left
+    if answer.result.ttl < 1:  # etcd reports no error for a lease that has ended, only a TTL of 0
         raise _lease_lost(lease_id)
     return answer.result.ttl
 
 
 def read_time_to_live(body: bytes) -> int | None:
-    """Return the seconds that a lease has left, None when it is gone; raise BadAnswer."""
+    """Decode the seconds that a lease has left, None when it has ended. Raises BadAnswer."""
     answer = _decoded(body, _Lease)
     return answer.ttl if answer.ttl >= 0 else None
 
 
 def authentication_body(user: str, password: str) -> bytes:
-    """Return the request for a token."""
+    """Encode the request for a token."""
     return msgspec.json.encode({"name": user, "password": password})
 
 
 def lease_body(lease_id: int, *, ttl_s: int = 0) -> bytes:
-    """Return the request to grant, renew, revoke or look at a lease; id 0 has etcd choose one."""
+    """Encode the request to grant, renew, revoke or inspect a lease. With id 0, etcd chooses the id of a new lease."""
     return msgspec.json.encode({"ID": lease_id, "TTL": ttl_s} if ttl_s else {"ID": lease_id})
 
 
 def read_token(body: bytes) -> str:
-    """Return the token of an authentication; raise BadAnswer."""
+    """Decode the token of an authentication. Raises BadAnswer."""
     return _decoded(body, _Token).token
 
 
 def watch_body(prefix: str) -> bytes:
-    """Return the request to be told of changes below a prefix, from now on."""
+    """Encode the request to watch the keys below a prefix, from the present revision on."""
     return msgspec.json.encode({"create_request": _keys(prefix, is_prefix=True)})
 
 
 def read_watch(line: bytes) -> int:
-    """Return the revision by which something may have changed; raise BadAnswer and what `read_error` makes."""
+    """Decode the revision of a possible change. Raises BadAnswer and the errors of `read_error`."""
     answer = _decoded(line, _WatchLine)
     if answer.error is not None:
         raise _meaning(answer.error, 200)
@@ -200,7 +204,7 @@ def read_watch(line: bytes) -> int:
 
 
 def read_error(body: bytes, status: int) -> Exception:
-    """Return what an answer other than 200 means."""
+    """Convert an answer with a status other than 200 to an exception."""
     try:
         return _meaning(_decoded(body, _Error), status)
     except BadAnswer:
@@ -212,7 +216,7 @@ def _meaning(error: _Error, status: int) -> Exception:
     text = error.message or error.error
     if code is None:
         return Misdirected(f"HTTP {status}, and no error of etcd's")
-    # By their texts where a code is used for many things; etcd's clients do so too.
+    # Compare texts where etcd uses one code for several errors. etcd's own clients do the same.
     if code == UNAUTHENTICATED or any(words in text for words in _TOKEN_WORDS):
         return TokenRefused(text)
     if code == NOT_FOUND and "lease" in text:
@@ -226,9 +230,9 @@ def _meaning(error: _Error, status: int) -> Exception:
     if code in (INVALID_ARGUMENT, FAILED_PRECONDITION):
         return SetupError(f"etcd refuses a request: {text}. Check its version and limits (docs/etcd.md)")
     if text == "connection closed":
-        # By the gateway, of its own connection to the member.
+        # The gateway reports this error about its own connection to the member.
         return BadAnswer(f"{text} (is the member's certificate one for clientAuth, too? docs/etcd.md)")
-    # Timeouts, no leader, too many requests, a member that stops: another member, or later.
+    # Timeouts, no leader, too many requests, a member that stops: try another member, or later.
     return BadAnswer(text or f"code {code}")
 
 
@@ -255,7 +259,8 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 def _keys(key: str, *, is_prefix: bool) -> dict[str, bytes]:
     first = key.encode()
-    # All that begin with it: up to the prefix whose last byte is one higher. Ours end with "/".
+    # The range of all keys with this prefix ends before the prefix whose last byte is 1 higher. All prefixes of this
+    # program end with "/", so there is no overflow.
     return {"key": first, "range_end": first[:-1] + bytes([first[-1] + 1])} if is_prefix else {"key": first}
 
 
@@ -278,5 +283,5 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # Without the answer itself: it may hold a secret.
+        # The text leaves out the answer itself, which may contain a secret.
         raise BadAnswer(f"not an answer of etcd's: {error}") from error

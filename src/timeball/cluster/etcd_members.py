@@ -1,12 +1,13 @@
-"""Asks etcd's members: one after the other until one answers, with a bound on each and on all together.
+"""Requests to etcd's members: tries one after the other until one answers, with time limits per attempt and per call.
 
-All requests go to one member for as long as it answers, over connections that are kept. One that refuses, hangs, or
-gives an answer that is none is left for the next. While etcd elects a leader of its own none answers, and the members
-are asked in turn until the deadline. A request may thus be carried out twice, or after its caller has given up: the
-callers' transactions compare revisions, so the second one fails.
+All requests go to one member as long as it answers, over persistent connections. After a member that refuses, hangs
+or gives an invalid answer, the next one is tried. While etcd elects a leader of its own, no member answers, and all
+are tried in turn until the deadline. So a request may be carried out twice, or after its caller has given up. This is
+safe, because the callers' transactions compare revisions, and the second one fails.
 
-A token is asked for when a user is set, and again when a member refuses it. Some releases of etcd refuse by closing
-the connection without an answer (its issues 15256 and 20332), so one that is closed twice counts as a refusal, too.
+If a user is configured, a token is requested, and again whenever a member refuses it. Some releases of etcd refuse by
+closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection is closed twice
+counts as refused, too.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from timeball.errors import SetupError, Unavailable
 
 T = TypeVar("T")
 
-ANSWER_BYTES_MAX = 4 * 1024 * 1024  # all nodes, or all records, of a hundred groups are 50 KB
-ROUND_S = 0.05  # at least, of a round through all members: those that refuse do so at once
-AUTHENTICATION_S = 2.0  # a member hashes the password on purpose slowly, 0.1 s of CPU
+ANSWER_BYTES_MAX = 4 * 1024 * 1024  # all nodes, or all records, of a hundred groups take 50 KB
+ROUND_S = 0.05  # minimum duration of a round through all members, because refusals arrive at once
+AUTHENTICATION_S = 2.0  # time for an authentication: the password hash is slow by design, 0.1 s of CPU
 
 
 class Closed(BadAnswer):
@@ -37,7 +38,7 @@ class Closed(BadAnswer):
 
 @dataclass(frozen=True)
 class EtcdAccess:
-    """Addresses of etcd, and how to be let in. `tls` is used for endpoints that begin with https."""
+    """The endpoints and credentials for etcd. `tls` is used for endpoints that begin with https."""
 
     endpoints: Sequence[str]
     tls: ssl.SSLContext | None = None
@@ -46,7 +47,10 @@ class EtcdAccess:
 
 
 class Members:
-    """Belongs to the event loop. `attempt_s` is what one member has for an answer, `deadline_s` what a call has."""
+    """The members of one etcd cluster. Belongs to the event loop.
+
+    `attempt_s` is the time limit for one member's answer, `deadline_s` that of a whole call.
+    """
 
     def __init__(self, access: EtcdAccess, *, attempt_s: float, deadline_s: float) -> None:
         self._access = access
@@ -58,10 +62,10 @@ class Members:
         self._token: str | None = None if access.user else ""
         self._authenticating = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
-        self.requests = 0  # sent, those without an answer included
+        self.requests = 0  # number of requests sent, including those without an answer
 
     async def ask(self, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
-        """Return what `read` makes of an answer; raise what the answer means, Unavailable, SetupError."""
+        """Send a request and return `read` of its answer. Raise the error in the answer, Unavailable or SetupError."""
         failures: dict[str, BadAnswer] = {}
         loop = asyncio.get_running_loop()
         try:
@@ -75,29 +79,30 @@ class Members:
                         except BadAnswer as failure:
                             failures[endpoint] = failure
                             self.leave(endpoint)
-                    await asyncio.sleep(next_round_s - loop.time())  # not at all when members have hung
+                    # No pause after members that hung: the round has taken longer than ROUND_S.
+                    await asyncio.sleep(next_round_s - loop.time())
         except TimeoutError:
             raise _no_answer(failures, len(self._endpoints), self._deadline_s) from None
 
     @property
     def preferred(self) -> str:
-        """Return the member that is asked first."""
+        """The member that is tried first."""
         return self._endpoints[self._preferred]
 
     def leave(self, endpoint: str) -> None:
-        """Ask the next member from now on, unless another call has left this one already."""
+        """Prefer the next member from now on, unless another call has changed the preferred one already."""
         if endpoint == self.preferred:
             self._preferred = (self._preferred + 1) % len(self._endpoints)
 
     async def follow(
         self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]
     ) -> AsyncGenerator[T]:
-        """Yield what `read` makes of each line of a stream; raise as `ask` does, BadAnswer when it ends or breaks."""
+        """Yield `read` of each line of a stream. Raise errors as `ask` does, and BadAnswer when the stream ends."""
         headers = await self._headers(endpoint)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._attempt_s)
         self.requests += 1
         try:
-            # etcd sends the head of its answer with the first line, which says that the watch is there.
+            # etcd sends the response header together with the first line, which confirms the watch.
             async with asyncio.timeout(self._attempt_s):
                 response = await self._opened().post(
                     endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
@@ -122,7 +127,7 @@ class Members:
             await self._session.close()
 
     def _forget_token(self, headers: dict[str, str]) -> None:
-        # Unless another call has been given a new one since.
+        # Do nothing if another call has received a new token meanwhile.
         if self._access.user and self._token == headers.get("authorization", ""):
             self._token = None
 
@@ -132,7 +137,8 @@ class Members:
             try:
                 return read(await self._post(endpoint, path, body, headers, self._attempt_s))
             except Closed as closed:
-                # Once: the member was started again since the connection was made. Twice: it may be the token.
+                # The first time the member may have restarted since the connection was opened. The second time the
+                # member may refuse the token.
                 if attempt == 2 or (attempt == 1 and not self._access.user):
                     raise closed
                 if attempt == 1:
@@ -146,7 +152,7 @@ class Members:
     async def _headers(self, endpoint: str) -> dict[str, str]:
         if self._token is None:
             async with self._authenticating:
-                if self._token is None:  # or another call has been given one meanwhile
+                if self._token is None:  # else another call has received a token while this one waited
                     self._token = await self._authenticate(endpoint)
         return {"authorization": self._token} if self._token else {}
 
@@ -177,7 +183,7 @@ class Members:
         raise codec.read_error(answer, response.status)
 
     def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:  # here, since it belongs to the loop that runs
+        if self._session is None:  # not in __init__, because a session belongs to the running event loop
             self._session = open_session(self._access.tls)
         return self._session
 

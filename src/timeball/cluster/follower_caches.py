@@ -1,8 +1,8 @@
-"""The broker's caches of a follower, kept up to the committed rows, so that a takeover has nothing left to replay.
+"""The broker's caches on a follower, which apply committed rows so that a takeover need not replay the log.
 
-Rows are applied in a thread of its own as the leader tells that they are committed. The first of them waits for the
-queues and tables of the last checkpoint or snapshot; from then on memory follows the log (broker/applying.py). A
-learner whose first rows were let go before it came waits for the snapshot that says what they said.
+Committed rows are applied in a separate thread. The first call loads the queues and tables of the last checkpoint or
+snapshot. From then on the caches follow the log (broker/applying.py). When the leader's retention has deleted the
+first rows before a learner joined, the learner waits for a snapshot that contains their state.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from timeball.log.reader import LogReader
 
 
 class FollowerCaches:
-    """Blocking; belongs to one thread at a time, but `files` may be read in any."""
+    """The caches of one follower.
+
+    The methods block and belong to one thread at a time. Any thread may read `files`.
+    """
 
     def __init__(self, files: Files, log: ReplicaLog, settings: Settings) -> None:
         self._files, self._log, self._settings = files, log, settings
         self._applying: Applying | None = None
-        self._attach_seq = -1  # of the last attach that `files` knows
-        self.files = CommittedFiles()  # replaced whole
+        self._attach_seq = -1  # row of the last attach that is contained in `files`
+        self.files = CommittedFiles()  # replaced as a whole, never changed, so other threads may read it
 
     @property
     def applied_seq(self) -> int:
-        """Return the number behind the last row applied."""
+        """The sequence number after the last row applied."""
         return 0 if self._applying is None else self._applying.applied_seq
 
     def apply(self, to_seq: int) -> None:
-        """Apply the committed rows below `to_seq`; raises Corrupt and what the disk says."""
+        """Apply the committed rows below `to_seq`. Raises Corrupt and errors of the disk."""
         segments = self._log.segments
         assert segments is not None, "rows are committed"
         if self._applying is None:
-            # A snapshot behind `to_seq` may be cut again with the epoch that wrote it.
+            # Only a snapshot below `to_seq` is committed. A later one may still be cut from the log.
             known = newest_known(checkpoint.load(self._files), segments, to_seq)
             if lacks_rows(known, segments):
                 return
@@ -47,11 +50,11 @@ class FollowerCaches:
         self._publish(self._applying)
 
     def finish(self, to_seq: int) -> Applying:
-        """Return the caches with the rows below `to_seq`, which are all; raises Corrupt when some are missing."""
+        """Apply the rows below `to_seq`, which are all, and return the caches. Raises Corrupt when rows are missing."""
         self.apply(to_seq)
         if self._applying is None:
             assert self._log.segments is not None
-            starting_point(None, self._log.segments, to_seq)  # raises, and says which file is missing
+            starting_point(None, self._log.segments, to_seq)  # raises an error that names the missing file
         assert self._applying is not None
         return self._applying
 

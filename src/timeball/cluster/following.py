@@ -1,12 +1,13 @@
-"""A follower writes, syncs, acknowledges and applies; it decides nothing but whom to believe.
+"""The follower: writes, syncs, acknowledges and applies the log of the leader that it accepts.
 
-It believes the connection that has brought the highest epoch, and only after the promise of this epoch is on its disk.
-Before it writes a frame, the leader says by CUT where both logs agree, and what stands behind that is removed: it is of
-an epoch that was lost, and never was committed.
+A follower accepts messages only from the connection with the highest epoch, and only after its promise of this epoch
+is synced. Before it writes a frame, the leader's CUT names the end of the common log, and the follower removes its
+log after this position. That part belongs to an abandoned epoch and was never committed.
 
-A batch is all that has arrived: written, synced once, acknowledged once. It has a bound (`batch_bytes`), and none spans
-two segments. So after a power cut a hole in the last segment is a torn batch, and not damage to acknowledged rows,
-unless a whole frame behind it says (`synced_to`) that a batch or more behind the hole was on the disk.
+A batch is everything that has arrived: it is written, synced once and acknowledged once. A batch has at most
+`batch_bytes` and does not span two segments. So after a power failure, a hole in the last segment is normally a torn
+batch, whose rows were not acknowledged. It is damage only if a whole frame after the hole has a `synced_to` more than
+`batch_bytes` after the hole. Then the bytes at the hole had been synced before.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ Step = tuple[Replica, list[Effect]]
 
 
 def receive(state: Replica, node: str, message: Message) -> Step:
-    """Take a message of a leader or a candidate."""
+    """Handle a message of a leader or a candidate. Raises PeerError."""
     if isinstance(message, Hello):
         return _promise(state, node, message)
     if message.epoch < state.promised:
         return state, [Send(node, Refuse(state.promised))]
     source = state.source
     if source is None or source.node != node or message.epoch > state.promised:
-        return state, []  # of a connection that has been replaced, or without a HELLO
+        return state, []  # the connection has been replaced, or has sent no HELLO
     match message:
         case Cut():
             return _agree(state, source, message)
@@ -82,14 +83,14 @@ def _promise(state: Replica, node: str, hello: Hello) -> Step:
     if hello.epoch < state.promised:
         return state, [Send(node, Refuse(state.promised))]
     effects: list[Effect] = []
-    # Synced before it is told: a candidate that relies on a frame must find it after this replica's next crash.
+    # Sync before sending the ends: a candidate relies on these frames, so they must survive a crash of this replica.
     if state.unsynced_bytes:
         effects.append(Sync())
     if hello.epoch > state.promised:
         effects.append(KeepPromise(hello.epoch))
     promise = Promise(hello.epoch, state.rules.replica, state.log.ends, first_seq=state.first.seq)
     effects.append(Send(node, promise))
-    # What a leader of a lower epoch still sends comes from another source now, and is refused.
+    # With the new source, later messages from a leader of a lower epoch are refused.
     return replace(state, promised=hello.epoch, source=Source(node), unsynced_bytes=0), effects
 
 
@@ -106,17 +107,20 @@ def _agree(state: Replica, source: Source, message: Cut) -> Step:
 
 
 def begin_anew(state: Replica) -> Step:
-    """End the process: retention has dropped what comes next at the others, and the caches have no way on from here.
+    """End the process: the other log begins after rows that this log lacks, and the caches cannot skip rows.
 
-    The next start has applied nothing, so its log may be cut to the beginning. The replica stays itself: what it has
-    acknowledged is below a committed snapshot that the other log has (positions.continuing).
+    The next start has applied no row, so its log may be cut to the beginning. The replica keeps its incarnation: all
+    rows that it has acknowledged are covered by a committed snapshot in the other log (see `positions.continuing`).
     """
     reason = "the others have dropped rows that this log lacks"
     return replace(state, role=Role.STOPPED, source=None, seal=None), [StopServing(reason)]
 
 
 def cut_log(state: Replica, at: Position) -> Step:
-    """Remove what stands behind `at`, the header of an empty segment too: the next writer may begin it otherwise."""
+    """Remove the log after `at`, including the header of an empty segment.
+
+    The next writer may begin that segment with another header.
+    """
     if at == state.log.end and state.log.is_at_a_frame:
         return state, []
     log = Log(cut(state.log.ends, at), at.ordinal, at.end, at.seq)
@@ -124,12 +128,12 @@ def cut_log(state: Replica, at: Position) -> Step:
 
 
 def write(state: Replica, message: Begin | Data | Bytes) -> Step:
-    """Write frames, or begin a segment, at exactly the end of the log; raises PeerError for any other place."""
+    """Write frames or begin a segment, exactly at the end of the log. Raises PeerError for any other position."""
     log = state.log
     if isinstance(message, Begin):
         if log.ordinal and (message.ordinal != log.ordinal + 1 or message.first_seq != log.seq):
             raise PeerError(f"BEGIN of segment {message.ordinal} behind {log.ordinal}")
-        # Synced first: of the segments, only the last may be torn.
+        # Sync first: recovery relies on it that only the last segment can be torn.
         effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
         begun = Log(log.ends, message.ordinal, len(message.header), message.first_seq)
         return replace(state, log=begun, unsynced_bytes=0), [*effects, BeginSegment(message)]
@@ -147,7 +151,8 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
     end = frames[-1].end
     effects = []
     if state.unsynced_bytes and state.unsynced_bytes + len(message.frames) > state.rules.batch_bytes:
-        # Else a frame of this message could say that more than a batch behind a hole was on the leader's disk.
+        # Keep the batch bound. In a longer batch, a frame's `synced_to` (of the leader's disk) could lie more than a
+        # batch after a hole that is only torn here, and recovery would take the hole for damage.
         state, effects = flush(state)
     effects.append(Write(message.ordinal, message.position, message.frames))
     committed = message.committed if isinstance(message, Data) else 0
@@ -164,7 +169,7 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
 
 
 def flush(state: Replica) -> Step:
-    """Sync what was written, acknowledge it, and apply the committed rows."""
+    """Sync the written frames, acknowledge them, and apply the committed rows."""
     effects: list[Effect] = []
     if state.unsynced_bytes:
         effects.append(Sync())
@@ -176,7 +181,10 @@ def flush(state: Replica) -> Step:
 
 
 def _apply(state: Replica) -> Step:
-    """Apply the rows committed and on the own disk. Both logs agree up to the own end once the source has matched."""
+    """Apply the rows that are committed and synced here.
+
+    Nothing is applied before the source has matched, because until then this log may differ from the leader's.
+    """
     if state.unsynced_bytes or not (state.source and state.source.matched):
         return state, []
     seq = min(state.committed_seq, state.log.end.seq)

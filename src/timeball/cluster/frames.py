@@ -1,7 +1,7 @@
-"""Frames as they travel: checked before they are written.
+"""Checks of the frames in a message, before they are written.
 
-A replica writes the leader's bytes as they are, so a byte that was lost on the way would stay. Every frame's CRC-32C is
-compared here, and its numbers with those of the message around it.
+A replica writes the leader's bytes unchanged, so a byte that was corrupted on the way would stay corrupted. Therefore
+the CRC-32C of every frame is verified here, and its numbers are compared with those of the message around it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from timeball.log import format as fmt
 
 
 class Shipped(NamedTuple):
-    """A frame of a message: who wrote it, and where it ends."""
+    """A frame of a message: its epoch and its end."""
 
     epoch: int
     end: Position
 
 
 def read_frames(frames: bytes, ordinal: int, position: int, first_seq: int) -> list[Shipped]:
-    """Return the frames that stand from `position` on; raises PeerError unless they are whole and in sequence."""
+    """Decode the frames from `position` on. Raises PeerError unless they are whole and in sequence."""
     buffer, found, place, seq = pa.py_buffer(frames), [], 0, first_seq
     while place < len(frames):
         try:

@@ -1,10 +1,12 @@
-"""Forwards connections to the node that leads, byte by byte, while this node does not.
+"""The ports of a node that does not lead: forwards connections to the leader, byte by byte.
 
-So every node answers at every port, and a client's address stays good when the leader moves. A connection that comes
-while no node leads waits for one, for a few seconds. What it carries is not read: TLS and accounts are the leader's.
+So every node answers on every port, and a client's address stays valid when the leader changes. A connection that
+arrives while no node leads waits up to WAIT_S for a leader. The forwarded bytes are not read: the leader handles TLS
+and accounts.
 
-Of HTTP the first request is read, since a load balancer asks each node for itself (local_http.py). Under TLS that needs
-a certificate here, which this node has, and a way to check the leader's; without one HTTP is forwarded unread, too.
+The first HTTP request of a connection is an exception, because a load balancer asks each node about itself
+(local_http.py). With TLS, reading it needs this node's certificate and a way to check the leader's certificate.
+Without the latter, HTTP is forwarded unread, too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from timeball.errors import SetupError
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0  # for a leader
-LOOK_S = 0.02
+LOOK_S = 0.02  # between two attempts to reach a leader
 DIAL_S = 1.0
 LAST_S = 1.0  # for the last answers of a leader that hands over to this node
 CHUNK_BYTES = 256 * 1024
@@ -31,7 +33,7 @@ HTTP = "http"  # the edge
 
 
 class Http(NamedTuple):
-    """How HTTP is read here: the answers, and TLS with clients and with the leader, both or neither."""
+    """The handling of HTTP: the local answers, and TLS with clients and with the leader (both contexts or none)."""
 
     answers: LocalAnswers
     tls: ssl.SSLContext | None = None
@@ -48,14 +50,14 @@ class Gateway:
         address: Callable[[str], Address | None],
         http: Http | None = None,
     ) -> None:
-        """Forward what comes to `ports` (edge -> port) to `address(edge)`, None while no other node leads."""
+        """Forward connections on `ports` (edge -> port) to `address(edge)`, which is None while no other node leads."""
         self._host, self._ports, self._address, self._http = host, ports, address, http
         self._servers: list[asyncio.Server] = []
         self._pumps: set[asyncio.Task[None]] = set()
-        self._dialling: set[asyncio.Task[None]] = set()  # of these, those that wait for a leader
+        self._dialling: set[asyncio.Task[None]] = set()  # the subset that waits for a leader
 
     async def start(self) -> None:
-        """Listen; raises SetupError."""
+        """Listen. Raises SetupError."""
         for edge, port in self._ports.items():
 
             async def forward(
@@ -74,7 +76,10 @@ class Gateway:
                 ) from error
 
     def stop_listening(self) -> None:
-        """Leave the ports to this node's own edges. What waits for another leader is cut: it finds those."""
+        """Free the ports for this node's own edges, and close connections that wait for a leader.
+
+        Their clients connect again and reach this node's own edges.
+        """
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -82,9 +87,10 @@ class Gateway:
             task.cancel()
 
     async def drain(self) -> None:
-        """Let the connections end with the leader to which they lead, and then cut them.
+        """Wait until the old leader has ended the forwarded connections, for LAST_S at most, and close the rest.
 
-        Its last answers, and refusals, are on their way: a client that is cut before cannot tell what was accepted.
+        The leader's last answers and refusals are still on their way. A client whose connection is closed too early
+        does not know which of its messages were accepted.
         """
         self.stop_listening()
         if self._pumps:
@@ -92,7 +98,7 @@ class Gateway:
         await self.close()
 
     async def close(self) -> None:
-        """Stop listening, and end the connections."""
+        """Stop listening, and close the connections."""
         self.stop_listening()
         for task in self._pumps:
             task.cancel()
@@ -123,12 +129,12 @@ class Gateway:
         except OSError:
             return  # the client is gone
         except asyncio.CancelledError:
-            return  # `close` ends it; a server's callback that is cancelled would be logged as a fault
+            return  # cancelled by `close`; asyncio would log a cancelled server callback as an error
         finally:
             writer.close()
 
     async def _connect(self, edge: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Return a connection to the leader; None when there was none for too long."""
+        """Connect to the leader, or return None when there was none for WAIT_S."""
         tls = self._http.tls_to_leader if self._http is not None and edge == HTTP else None
         loop = asyncio.get_running_loop()
         until_s = loop.time() + WAIT_S
@@ -148,13 +154,13 @@ async def _join(
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Carry bytes both ways until both ends are done, or one connection breaks."""
+    """Copy bytes both ways until both directions have ended, or one connection breaks."""
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(_pump(reader, far_writer))
             both.create_task(_pump(far_reader, writer))
     except* OSError:
-        pass  # a connection broke: the other one is closed too, and its client sees that
+        pass  # one connection broke; the other one is closed as well, so that its peer notices
     finally:
         far_writer.close()
 
@@ -166,4 +172,4 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     if writer.can_write_eof():
         writer.write_eof()
     else:
-        writer.close()  # TLS: who has ended sending has gone
+        writer.close()  # TLS cannot close one direction only: end the connection

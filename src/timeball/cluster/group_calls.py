@@ -1,9 +1,10 @@
-"""Asks the leaders of the other groups over HTTP, as the callers for whom this node asks.
+"""Questions to the leaders of the other groups, over HTTP, on behalf of this node's callers.
 
-A question is a POST to the leader's HTTP port, with a signature by the caller's account: the access file is to be the
-same on all nodes. When the connection fails, the node does not serve yet or another one leads, the question is asked
-again until its time is over. It may have been carried out before: then what was cancelled is `already_cancelled`, as
-it is for a client that asks again. A leader that answers with anything else than an answer is silent at once.
+A question is a POST to the leader's HTTP port, signed by the caller's account, so all nodes need the same access
+file. The question is repeated until its time limit when the connection fails, when the node does not serve yet, or
+when another node leads. An earlier attempt may have been carried out. A cancelled message is then reported as
+`already_cancelled`, as it is to a client that repeats a request. Any other error in the answer makes the group count
+as silent at once.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ logger = logging.getLogger(__name__)
 AGAIN_S = 0.05
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 PER_GROUP_MAX = 256  # connections to one node
-NOT_SERVED = (429, 503)  # it starts, stops, leads no more, or has too much to do
-LOOK_S = 0.1  # between two looks whether another node leads than the one that is asked
+NOT_SERVED = (429, 503)  # statuses of a node that starts, stops, leads no more, or is overloaded
+LOOK_S = 0.1  # interval at which to check that the node being asked is still the leader
 PATH = "/v1/cluster/"
 
 
 class _NotNow(Exception):
-    """No answer now: ask again, perhaps another node."""
+    """No answer now: repeat the question, perhaps to another node."""
 
 
 class _NoAnswer(Exception):
-    """An answer that is none: asked again it would be the same."""
+    """A final error: repeating the question would not help."""
 
 
 class GroupCalls:
@@ -50,25 +51,25 @@ class GroupCalls:
     def __init__(
         self, own: str, directory: Directory, clock: Clock, tls: ssl.SSLContext | None = None
     ) -> None:
-        """`tls`: how the other nodes' certificates are checked, if they speak TLS."""
+        """Create the client. With `tls` it uses HTTPS and checks the other nodes' certificates."""
         self._own, self._directory, self._clock, self._tls = own, directory, clock, tls
         self._session: aiohttp.ClientSession | None = None
-        self._silent: set[str] = set()  # groups whose silence the log has
+        self._silent: set[str] = set()  # groups whose silence was logged
 
     def names(self) -> Sequence[str]:
-        """Return the names of the other groups; raise Unavailable before etcd was read once."""
+        """List the names of the other groups. Raises Unavailable before etcd was read for the first time."""
         if self._own not in self._directory.views:
             raise Unavailable("which groups the cluster has is not known yet; ask again in a moment")
         return sorted(name for name in self._directory.views if name != self._own)
 
     def grpc_address(self, group: str) -> Address | None:
-        """Return where RocketMQ 5's clients reach a group's leader; None while it has none."""
+        """Return the gRPC address (for RocketMQ 5 clients) of a group's leader, or None while it has no leader."""
         return self._directory.address(group, "grpc")
 
     async def ask(
         self, group: str, question: AnyQuestion, caller: Caller, within_s: float = ASK_S
     ) -> GroupAnswer | None:
-        """Return a group's answer; None when it is silent."""
+        """Ask a group and return its answer, or None when it is silent for `within_s` or answers with an error."""
         body, reason = msgspec.json.encode(question), "it has no leader"
         try:
             async with asyncio.timeout(within_s):
@@ -96,16 +97,16 @@ class GroupCalls:
             await self._session.close()
 
     def _note_silence(self, group: str, reason: str) -> None:
-        if group not in self._silent:  # once, and not for each request that meets it
+        if group not in self._silent:  # log once, and not for each request
             self._silent.add(group)
             logger.warning("group did not answer group=%s reason=%s", group, reason)
 
     async def _ask_leader(self, address: Address, group: str, body: bytes, caller: Caller) -> GroupAnswer:
-        """Ask a node for as long as it is the leader."""
+        """Ask a node as long as it is the leader. Raises _NotNow and _NoAnswer."""
         asked = asyncio.ensure_future(self._post(address, group, body, caller))
         try:
             while not (await asyncio.wait((asked,), timeout=LOOK_S))[0]:
-                # One that hangs is given up when its group has another leader.
+                # Give up a node that hangs once its group has another leader.
                 if self._directory.address(group, "http") != address:
                     raise _NotNow("its leader did not answer, and leads no more")
             return asked.result()
@@ -118,7 +119,7 @@ class GroupCalls:
         url = f"{'https' if self._tls else 'http'}://{host}:{port}{PATH}{quote(group, safe='')}"
         headers = {**caller.signature(self._clock.wall_ms()), "content-type": "application/json"}
         try:
-            # Not the bytes themselves: a large body would be written in one piece, while the loop waits.
+            # Pass a file object: aiohttp would write large bytes in one piece, which blocks the event loop.
             async with self._opened().post(
                 url, data=BytesIO(body), headers=headers, allow_redirects=False
             ) as response:
@@ -139,6 +140,6 @@ class GroupCalls:
             raise _NoAnswer(f"its leader's answer cannot be read: {error}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:  # here, since it belongs to the loop that runs
+        if self._session is None:  # not in __init__, because a session belongs to the running event loop
             self._session = open_session(self._tls, PER_GROUP_MAX)
         return self._session

@@ -1,4 +1,4 @@
-"""The HTTP sessions by which a node asks etcd and the leaders of other groups, and their answers within a bound."""
+"""HTTP client sessions for requests to etcd and to the leaders of other groups, and size-limited reading of answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from timeball import __version__
 
 
 def open_session(tls: ssl.SSLContext | None, per_host_max: int = 0) -> aiohttp.ClientSession:
-    """Return a session of the running loop: JSON goes out, and each request brings its own time limit.
+    """Open a session on the running event loop, for JSON requests that each set their own time limit.
 
-    `tls`: None has the system's certificates checked. `per_host_max`: connections to one host; 0: no bound. Of all
-    hosts together there is none, as connections to a host that hangs must leave room for the others.
+    `tls`: None checks certificates with the system's authorities. `per_host_max`: connections to one host, 0 for no
+    bound. There is no bound for all hosts together, because connections to a host that hangs must not block those to
+    others.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=tls or True, limit=0, limit_per_host=per_host_max),
@@ -30,7 +31,7 @@ def open_session(tls: ssl.SSLContext | None, per_host_max: int = 0) -> aiohttp.C
 async def read_bounded(
     response: aiohttp.ClientResponse, bytes_max: int, refuse: Callable[[str], Exception]
 ) -> bytes:
-    """Return the body of an answer; raise what `refuse` makes of the reason when it is longer."""
+    """Read the body of an answer. If it is longer than `bytes_max`, raise the exception that `refuse` creates."""
     parts, left = list[bytes](), bytes_max
     async for part in response.content.iter_any():
         left -= len(part)

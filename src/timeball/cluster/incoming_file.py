@@ -1,7 +1,8 @@
-"""A data file that comes from another replica, piece by piece.
+"""A data file that arrives from another replica, piece by piece.
 
-Its pieces go to a temporary name; it gets its own when its checksum is right and it is on the disk. So a file that has
-its name is whole, and one that was cut off is worth nothing and harms nothing: its temporary name is swept.
+The pieces are written to a file with a temporary name. It is renamed when it is complete, its checksum is right, and
+it is synced. So a file with its final name is always whole. An incomplete file keeps its temporary name and is
+removed at the next start.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from timeball.files import Files, no_room_to_sync
 from timeball.table.layout import FOLDER
 
 SUFFIX = ".incoming"
-SYNC_BYTES = 8 << 20  # a sync of hundreds of megabytes at once would hold up the log's on the same disk
+# Sync in steps of this size: one sync of hundreds of megabytes would delay the log's syncs on the same disk.
+SYNC_BYTES = 8 << 20
 
 
 class IncomingFile:
-    """One file on its way. Blocking; belongs to one thread."""
+    """One file being received. Blocking. Belongs to one thread."""
 
     def __init__(self, files: Files, path: str, size_bytes: int, crc32c: int) -> None:
-        """Begin with nothing; `path` is relative to the table."""
+        """Create the temporary file. `path` is relative to the table."""
         self.path, self.size_bytes, self.crc32c = path, size_bytes, crc32c
         self._files, self._name = files, f"{FOLDER}/{path}"
         self._folder, _, last = self._name.rpartition("/")
-        # Delta tools leave files that begin with '_' alone.
+        # Delta Lake tools ignore files whose name begins with '_'.
         self._temporary = f"{self._folder}/_{last}{SUFFIX}"
         files.make_dir(self._folder)
         self._file = files.create(self._temporary)
@@ -32,7 +34,7 @@ class IncomingFile:
         self._crc = 0
 
     def add(self, position: int, crc32c: int, chunk: bytes) -> bool:
-        """Write a piece; return whether the file has its name now, durably. Raises PeerError for a wrong piece."""
+        """Write a piece. Return True when the file has its final name, durably. Raises PeerError for a wrong piece."""
         end = position + len(chunk)
         if (position, crc32c) != (self.received_bytes, self.crc32c) or not chunk or end > self.size_bytes:
             raise PeerError(
@@ -58,15 +60,16 @@ class IncomingFile:
             self._file.sync()
 
     def drop(self) -> None:
-        """Remove what has come."""
+        """Remove the temporary file."""
         self._file.close()
         self._files.remove(self._temporary)
 
 
 def sweep(files: Files) -> list[str]:
-    """Remove what was on its way at the last stop; return the paths of all data files.
+    """Remove incomplete files of an earlier run, and return the paths of all data files.
 
-    Their names are durable on return: a process that was killed may have left one in the system's cache alone.
+    The folders are synced before the return, because the names given by a killed process may be only in the page
+    cache.
     """
     found: list[str] = []
     for bucket in files.list_dir(FOLDER):

@@ -1,18 +1,20 @@
-"""The coordinator's facts as keys of a store. Values are JSON, but for secrets, which are bytes.
+"""The coordinator's data as keys of a store. Values are JSON, except secrets, which are bytes.
 
-    tb/<cluster>/state/<group>      no lease    {epoch, leader, replicas, generation}: changed by compare-and-swap only
-    tb/<cluster>/holder/<group>     lease       {node}: which node may think that it leads; gone: try
+    tb/<cluster>/state/<group>      no lease    {epoch, leader, replicas, generation}: only changed by compare-and-swap
+    tb/<cluster>/holder/<group>     lease       {node}: the node that may consider itself the leader; if the key is
+                                                missing, a replica may become a candidate
     tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, replica, promised, group}
-    tb/<cluster>/wish/<group>       lease       {replicas, hand_over_to}: what a command asks the leader for
+    tb/<cluster>/wish/<group>       lease       {replicas, hand_over_to}: a command's request to the leader
     tb/<cluster>/secret/<name>      no lease    bytes, written once
-    tb/.reports/<cluster>/<node>    lease       {role, epoch, …}: a replica's figures, for people
+    tb/.reports/<cluster>/<node>    lease       {role, epoch, …}: a replica's figures, for operators
 
-The kind comes before the name, so that one range reads the records of all groups, and no more. Reports change once a
-second, so they stand where no node watches: the name of a cluster begins with a letter or a digit.
+The kind comes before the name, so that one range read returns the records of all groups and nothing else. Reports
+change once a second, so they have a prefix that no node watches. The dot excludes a conflict, because the name of a
+cluster begins with a letter or a digit.
 
-A swap whose answer was lost is sent again by the store, and then fails by its own success. It is known by what it has
-left: the record that was wanted (an epoch has one leader, so no other writes the same) and, where a holder was put, the
-lease, which only this process has.
+The store repeats a swap whose answer was lost. The repetition then fails, because the first attempt has succeeded.
+This success is recognized by its traces: the record equals the proposed one (an epoch has one leader, so no other
+node writes the same), and the holder's key, if it was put, has the lease that only this process has.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class _Held(msgspec.Struct, frozen=True):
 
 
 class KeyCoordinator:
-    """A Coordinator of one node in one cluster, over any store."""
+    """The Coordinator of one node in one cluster, over any store."""
 
     def __init__(self, store: Store, clock: Clock, *, cluster: str, node: str) -> None:
         self._store, self._clock = store, clock
@@ -58,28 +60,28 @@ class KeyCoordinator:
         self._node = _checked(node, "node")
 
     async def grant(self, ttl_ms: int) -> Lease:
-        """Return a new lease of this node; the store may grant more than was asked for."""
+        """Request a new lease of this node. The store may grant a longer one."""
         sent_ms = self._clock.boot_ms()
         lease_id, ttl_s = await self._store.grant(max(1, -(-ttl_ms // 1_000)))
         return Lease(lease_id, ttl_s * 1_000, sent_ms)
 
     async def renew(self, lease: Lease) -> Lease:
-        """Return the lease with its new end; raise LeaseLost."""
+        """Renew a lease, and return it with its new end. Raises LeaseLost."""
         sent_ms = self._clock.boot_ms()
         ttl_s = await self._store.renew(lease.id)
         return Lease(lease.id, ttl_s * 1_000, sent_ms)
 
     async def revoke(self, lease: Lease) -> None:
-        """End a lease, and with it what the node has registered and holds."""
+        """End a lease and delete every key that is bound to it."""
         await self._store.revoke(lease.id)
 
     async def read(self, group: str) -> GroupView:
-        """Return a group's record and holder, as they were at one instant."""
+        """Read a group's record, holder and wish in one transaction."""
         outcome = await self._store.transact((), self._reads(group))
         return self._view(group, outcome)
 
     async def read_all(self) -> dict[str, GroupView]:
-        """Return all groups that have a record, by name, as they were at one instant."""
+        """Read all groups that have a record, by name, in one transaction."""
         kinds = [self._keys(kind) for kind in ("state", "holder", "wish")]
         outcome = await self._store.transact((), [Read(keys, is_prefix=True) for keys in kinds])
         states, holders, wishes = (
@@ -94,10 +96,10 @@ class KeyCoordinator:
     async def lead(
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
     ) -> Swap:
-        """Swap the record if it has this revision, and hold the group by the lease; raise LeaseLost."""
+        """Swap the record if it has this revision, and hold the group with the lease. Raises LeaseLost."""
         holder, held_revision = self._key("holder", group), 0
         if displaces:
-            # The very holder that is displaced is compared, not one that comes after it.
+            # Compare the revision of the dead node's key, so that a newer holder is not displaced.
             view = await self.read(group)
             if view.holder is not None and view.holder.node == displaces:
                 held_revision = view.holder.revision
@@ -108,11 +110,11 @@ class KeyCoordinator:
         return Swap(swap.won and is_held, swap.view)
 
     async def change(self, group: str, revision: int, record: Record) -> Swap:
-        """Swap the record if it has this revision (0: there is none), and leave the holder alone."""
+        """Swap the record if it has this revision (0: it does not exist), without changing the holder."""
         return await self._swap(group, revision, record, [], [])
 
     async def hand_over(self, group: str, revision: int, record: Record, lease: Lease) -> Swap:
-        """Swap the record if it has this revision and the group is held by this lease, and give the group up."""
+        """Swap the record if it has this revision and the group is held with this lease, and remove the holder."""
         holder = self._key("holder", group)
         return await self._swap(group, revision, record, [LeaseIs(holder, lease.id)], [Delete(holder)])
 
@@ -121,7 +123,7 @@ class KeyCoordinator:
         return await self._swap(group, revision, record, [RevisionIs(self._key("holder", group), 0)], [])
 
     async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
-        """Ask the leader, if the record has this revision and nothing else is asked for; raise LeaseLost."""
+        """Write a wish for the leader, if the record has this revision and there is no other wish. Raises LeaseLost."""
         key, reads = self._key("wish", group), self._reads(group)
         outcome = await self._store.transact(
             [RevisionIs(self._key("state", group), revision), RevisionIs(key, 0)],
@@ -132,12 +134,12 @@ class KeyCoordinator:
         return Swap(view.asked is not None and view.asked.lease_id == lease.id, view)
 
     async def settle(self, group: str, asked: Asked) -> None:
-        """Remove a wish, unless it is gone or is another one."""
+        """Remove a wish, unless it is gone or has been replaced."""
         key = self._key("wish", group)
         await self._store.transact([RevisionIs(key, asked.revision)], [Delete(key)])
 
     async def hold(self, group: str, lease: Lease) -> bool:
-        """Hold a group by the lease if it has no holder; return whether this lease holds it now; raise LeaseLost."""
+        """Hold a group with the lease if it has no holder. Return whether this lease holds it now. Raises LeaseLost."""
         holder = self._key("holder", group)
         outcome = await self._store.transact(
             [RevisionIs(holder, 0)], [self._put_holder(group, lease), Read(holder)], [Read(holder)]
@@ -145,35 +147,35 @@ class KeyCoordinator:
         return any(found.lease_id == lease.id for found in outcome.reads[0])
 
     async def resign(self, group: str, lease: Lease) -> None:
-        """Give up a group that is held by this lease."""
+        """Stop holding a group, if it is held with this lease."""
         holder = self._key("holder", group)
         await self._store.transact([LeaseIs(holder, lease.id)], [Delete(holder)])
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
-        """Return when something may have changed since a view's `as_of`, or after the timeout."""
+        """Wait until something may have changed since a view's `as_of`, or until the timeout."""
         await self._store.wait(self._prefix, after, timeout_s)
 
     async def register(self, node: Node, lease: Lease) -> None:
-        """Tell others of this node for as long as the lease lives; raise LeaseLost."""
+        """Publish this node for the others, until the lease ends. Raises LeaseLost."""
         assert node.name == self._node
         await self._store.transact(
             (), [Put(self._key("nodes", node.name), msgspec.json.encode(node), lease.id)]
         )
 
     async def nodes(self) -> dict[str, Node]:
-        """Return the registered nodes, by name."""
+        """Read the registered nodes, by name."""
         prefix = self._keys("nodes")
         outcome = await self._store.transact((), [Read(prefix, is_prefix=True)])
         return {found.key.removeprefix(prefix): _decoded(found, Node) for found in outcome.reads[0]}
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
-        """Tell operators of this node's replica for as long as the lease lives; raise LeaseLost."""
+        """Publish the figures of this node's replica for operators, until the lease ends. Raises LeaseLost."""
         await self._store.transact(
             (), [Put(self._reports + self._node, msgspec.json.encode(figures), lease.id)]
         )
 
     async def reports(self) -> dict[str, ReplicaFigures]:
-        """Return what the nodes have reported, by name."""
+        """Read the figures that the nodes have published, by name."""
         outcome = await self._store.transact((), [Read(self._reports, is_prefix=True)])
         return {
             found.key.removeprefix(self._reports): _decoded(found, ReplicaFigures)
@@ -181,7 +183,7 @@ class KeyCoordinator:
         }
 
     async def secret(self, name: str, proposal: bytes) -> bytes:
-        """Return the secret of this name; the first proposal is kept for ever."""
+        """Return the secret of this name. The first proposal becomes the secret and never changes."""
         assert 0 < len(proposal) <= VALUE_BYTES_MAX
         key = self._key("secret", name)
         outcome = await self._store.transact(
@@ -190,7 +192,7 @@ class KeyCoordinator:
         return outcome.reads[0][0].value
 
     async def close(self) -> None:
-        """End connections and watches of the store."""
+        """Close connections and watches of the store."""
         await self._store.close()
 
     async def _swap(
@@ -237,7 +239,7 @@ def _group_view(
 
 
 def _record(found: KeyValue) -> Record:
-    # A field that is not known is an error: a swap would lose it.
+    # Refuse unknown fields, because the next swap would write the record without them.
     unknown = set(_decoded(found, dict[str, object])) - set(Record.__struct_fields__)
     if unknown:
         raise _unreadable(found, f"unknown {', '.join(sorted(unknown))}")
@@ -247,7 +249,7 @@ def _record(found: KeyValue) -> Record:
 def _decoded(found: KeyValue, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(found.value, type=kind)
-    except msgspec.DecodeError as error:  # ValidationError is one
+    except msgspec.DecodeError as error:  # the base class of ValidationError
         raise _unreadable(found, str(error)) from error
 
 

@@ -1,12 +1,14 @@
-"""Leading: ship the log, count acknowledgements, commit.
+"""The leader: ships the log, counts acknowledgements, commits.
 
-For each replica the leader first takes the place up to which both logs agree (positions.py), has the rest cut,
-and ships from there: older frames read from its segments, and the present commit as it is written once the replica has
-all before it. Committed is what is on the disk of a majority *and* is followed by, or is, a frame of the leader's own
-epoch (I4): a frame of a lower epoch may be on a majority and still be cut by a later leader (Raft's figure 8).
+For each replica the leader first finds the position up to which both logs agree (positions.py) and has the rest of
+the replica's log cut. It ships from there: older frames are read from the segments, and a replica that has everything
+before the present commit receives that commit as it is written. A position is committed when a majority has the log
+up to it on disk *and* a frame of the leader's own epoch ends at or before it (I4). A frame of a lower epoch alone is
+not enough: a majority may have it, and a later leader may still cut it (figure 8 of the Raft paper).
 
-A leader stops when it is refused, sees another in the record, loses its majority, or loses its lease while not all
-replicas answer it. None of these protects an acknowledgement: the others' promises do.
+A leader stops when it is refused, when the record names another leader, when it loses its majority, or when it loses
+its lease while not all replicas answer it. Acknowledged rows do not depend on these checks: the promises of the other
+replicas protect them.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from timeball.cluster.positions import BEGINNING, Position, continuing, extend
 from timeball.cluster.record import majority, node_of
 from timeball.cluster.replica import Lead, Log, Peer, Replica, Role
 
-QUICK_MS = 200  # an answer's round trip, whose half is what it may be wrong by
+# Longest round trip of a PING whose PONG counts. The measured offset of the clock is wrong by at most half of it.
+QUICK_MS = 200
 
 
 def meet(state: Replica, node: str, promise: Promise) -> Step:
-    """Begin with a replica that has promised the epoch: say where both logs agree."""
+    """Begin with a replica that has promised the epoch: send it the end of the common log."""
     lead = _lead(state)
     at = continuing(state.log.ends, promise.ends, state.first.seq)
     peer = Peer(promise.replica, at, heard_ms=state.now_ms, met_seq=state.log.end.seq)
@@ -48,7 +51,7 @@ def meet(state: Replica, node: str, promise: Promise) -> Step:
 
 
 def append(state: Replica, event: Appended) -> Step:
-    """Ship a commit to the replicas that have all before it, write it, sync it."""
+    """Send a commit to the replicas that have everything before it, then write and sync it."""
     lead, log = _lead(state), state.log
     if state.role is Role.LEADER and not may_go_on(state, event.now_ms):
         return stop(state, "the lease is over")
@@ -57,7 +60,8 @@ def append(state: Replica, event: Appended) -> Step:
     effects: list[Effect] = []
     peers = dict(lead.peers)
     for node, peer in lead.peers.items():
-        # In the row: the disks of all write at the same time. The others are sent this later, from the segments.
+        # The Send effects come before the Write, so that all disks write at the same time. The other replicas get this
+        # commit later, from the segments.
         if peer.sent == log.end and not peer.is_shipping:
             effects += [Send(node, event.begin)] if event.begin else []
             effects.append(Send(node, data))
@@ -71,21 +75,21 @@ def append(state: Replica, event: Appended) -> Step:
 
 
 def acknowledge(state: Replica, node: str, ack: Ack) -> Step:
-    """Count an acknowledgement, and send that replica what it lacks."""
+    """Count an acknowledgement, and send the replica the frames that it lacks."""
     lead = _lead(state)
     peer = lead.peers.get(node)
     if peer is None:
         return state, []
     acked = Position(ack.ordinal, ack.position, ack.end_seq)
     peer = replace(peer, acked=acked, heard_ms=state.now_ms)
-    # Counted first: what is sent next tells how far all is committed, and must stand behind the Commit itself.
+    # Count first: the next message to the replica states the committed end, so the Commit effect must come before it.
     state, effects = count(replace(state, lead=_with_peer(lead, node, peer)))
     state, more = _supply(state, node)
     return state, effects + more
 
 
 def hear(state: Replica, node: str) -> Step:
-    """Know that a replica answers."""
+    """Record that a replica has answered."""
     lead = _lead(state)
     if node not in lead.peers:
         return state, []
@@ -94,7 +98,7 @@ def hear(state: Replica, node: str) -> Step:
 
 
 def complete(state: Replica, node: str, message: Complete) -> Step:
-    """Know up to which row a replica has all data files."""
+    """Record up to which row a replica has all data files."""
     lead = _lead(state)
     peer = lead.peers.get(node)
     if peer is None:
@@ -104,7 +108,7 @@ def complete(state: Replica, node: str, message: Complete) -> Step:
 
 
 def have_enough(state: Replica, others: Collection[str]) -> bool:
-    """Return whether these replicas and this one are most of each set that counts (with `--acks all`: all of it)."""
+    """Check that these replicas and this one are a majority of each set that counts (all of it with `--acks all`)."""
     lead, having = _lead(state), {*others, state.rules.replica}
     return all(
         len(having.intersection(replicas)) >= (len(replicas) if state.rules.acks_all else majority(replicas))
@@ -114,7 +118,7 @@ def have_enough(state: Replica, others: Collection[str]) -> bool:
 
 
 def shipped(state: Replica, event: Shipped) -> Step:
-    """Go on behind what was read from the segments."""
+    """Continue after frames that were read from the segments."""
     lead = _lead(state)
     peer = lead.peers.get(event.node)
     if peer is None or not peer.is_shipping:
@@ -124,13 +128,14 @@ def shipped(state: Replica, event: Shipped) -> Step:
 
 
 def _supply(state: Replica, node: str) -> Step:
-    """Have older frames read for a replica that has acknowledged all it was sent, one message at a time."""
+    """Ship older frames, one message at a time, to a replica that has acknowledged everything sent before."""
     lead = _lead(state)
     peer = lead.peers[node]
     if peer.is_shipping or peer.acked != peer.sent or peer.sent == state.log.end:
         return state, []
     if peer.sent > BEGINNING and peer.sent.seq < state.first.seq:
-        # Dropped while it was catching up: it begins anew, as one that comes too late (`meet`).
+        # Retention has deleted the next frames while the replica was catching up. It begins again from the first
+        # segment, as in `meet`.
         lead = _with_peer(lead, node, replace(peer, sent=BEGINNING, acked=None))
         return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *BEGINNING))]
     lead = _with_peer(lead, node, replace(peer, is_shipping=True))
@@ -138,19 +143,20 @@ def _supply(state: Replica, node: str) -> Step:
 
 
 def lose(state: Replica, node: str) -> Step:
-    """Forget a replica whose connection ended; it begins again with a promise."""
+    """Remove a replica whose connection ended. It begins again with a promise."""
     lead = _lead(state)
     peers = {name: peer for name, peer in lead.peers.items() if name != node}
     handing_to = "" if lead.handing_to == node and not lead.is_proposed else lead.handing_to
     lead = replace(lead, peers=peers, handing_to=handing_to)
-    # A set that was not proposed is dropped with the replica it waits for; one on its way may be in the record already.
+    # A joining set that waits for this replica no longer counts, and is only wanted again. If its swap is in flight,
+    # the set may be in the record already, so it goes on counting.
     if lead.joining and not lead.is_proposed and node in {node_of(replica) for replica in lead.joining}:
         lead = replace(lead, joining=(), wanted=lead.joining)
     return replace(state, lead=lead), []
 
 
 def reached(state: Replica, replicas: tuple[str, ...]) -> Position:
-    """Return up to where most of these replicas (all of them with `--acks all`) have the log on their disks."""
+    """Find the position up to which a majority of these replicas (all with `--acks all`) has the log on disk."""
     lead = _lead(state)
     ends = {peer.replica: peer.acked for peer in lead.peers.values() if peer.acked}
     ends[state.rules.replica] = state.log.end
@@ -159,12 +165,12 @@ def reached(state: Replica, replicas: tuple[str, ...]) -> Position:
 
 
 def is_of_own_epoch(lead: Lead, position: Position) -> bool:
-    """Return whether a frame of the leader's epoch stands at or before this position."""
+    """Check whether a frame of the leader's epoch ends at or before this position."""
     return lead.opened is not None and position >= lead.opened
 
 
 def count(state: Replica) -> Step:
-    """Commit what a majority has: of the old and of the new set while the set changes."""
+    """Commit up to the position that a majority has, in the old set and, during a change, also in the new one."""
     lead = _lead(state)
     to = min(reached(state, replicas) for replicas in (lead.replicas, lead.joining) if replicas)
     if to <= lead.committed or not is_of_own_epoch(lead, to):
@@ -178,7 +184,7 @@ def count(state: Replica) -> Step:
 
 
 def tick(state: Replica) -> Step:
-    """Stop when this leader cannot or must not lead; tell the others the end of the committed log."""
+    """Stop if this leader cannot or must not lead, else send PING with the end of the committed log."""
     lead = _lead(state)
     if not may_go_on(state, state.now_ms):
         return stop(state, "the lease is over")
@@ -194,11 +200,11 @@ def tick(state: Replica) -> Step:
 
 
 def hear_clock(state: Replica, node: str, pong: Pong) -> Step:
-    """Know that a replica answers, and by how much its clock is ahead of this one."""
+    """Record that a replica has answered, and how far its clock is ahead of this one."""
     state, effects = hear(state, node)
     lead = _lead(state)
     round_trip_ms = state.now_ms - pong.boot_ms
-    # An answer that took long tells little: the other's clock was read at any moment in between.
+    # The other clock was read at an unknown moment of the round trip, so a slow answer is too imprecise.
     if node in lead.peers and 0 <= round_trip_ms <= QUICK_MS:
         peer = replace(lead.peers[node], ahead_ms=pong.wall_ms - (state.wall_ms - round_trip_ms // 2))
         state = replace(state, lead=_with_peer(lead, node, peer))
@@ -206,7 +212,7 @@ def hear_clock(state: Replica, node: str, pong: Pong) -> Step:
 
 
 def clocks_off_ms(state: Replica) -> dict[str, int]:
-    """Return how far each other replica's clock is off the median of the set; none while too few are known."""
+    """Compute how far each other node's clock deviates from the median of the set. Empty if too few are known."""
     lead = _lead(state)
     ahead_ms = {
         node: peer.ahead_ms
@@ -215,14 +221,17 @@ def clocks_off_ms(state: Replica) -> dict[str, int]:
     }
     known = sorted([0, *ahead_ms.values()])
     if len(known) < majority(lead.replicas) or len(known) < 3:
-        return {}  # of two clocks that differ none is known to be right
-    # Of an even number the one that is nearer to the leader's own: it has kept promises by that.
+        return {}  # of two clocks that differ, either may be wrong
+    # With an even count, use the middle value nearer to the leader's own clock, by which it has released messages.
     middle = min(known[(len(known) - 1) // 2 : len(known) // 2 + 1], key=abs)
     return {node: abs(ahead - middle) for node, ahead in ahead_ms.items()}
 
 
 def may_go_on(state: Replica, now_ms: int) -> bool:
-    """Return whether the lease holds, or all other replicas answer, so that no majority is without this leader."""
+    """Check that the lease holds, or that all other replicas answer.
+
+    While all others answer, none of them can be part of a majority that another leader has.
+    """
     if now_ms <= state.lease_until_ms:
         return True
     others = [replica for replica in _lead(state).replicas if replica != state.rules.replica]
@@ -234,7 +243,7 @@ def may_go_on(state: Replica, now_ms: int) -> bool:
 
 
 def _heard_ms(state: Replica) -> int:
-    """Return until when a majority, this one included, was heard."""
+    """Find the latest time at which a majority, this replica included, had answered."""
     lead = _lead(state)
     heard = {peer.replica: peer.heard_ms for peer in lead.peers.values()}
     heard[state.rules.replica] = state.now_ms
@@ -244,7 +253,7 @@ def _heard_ms(state: Replica) -> int:
 
 
 def stop(state: Replica, reason: str) -> Step:
-    """End this leader's process: the next start reads the disk and follows."""
+    """End this leader's process. The next start reads the disk and follows."""
     stopped = replace(state, role=Role.STOPPED, lead=None, seal=None, source=None)
     return stopped, [StopServing(reason), HangUp(), Resign()]
 

@@ -1,10 +1,10 @@
-"""Holds this node's lease: renews it four times a TTL, and takes a new one when it has ended.
+"""Keeps this node's lease: renews it four times per TTL, and requests a new one when it has ended.
 
-The end that counts here is ours: the boot clock when the last successful renewal was *sent*, plus the TTL that was
-granted, less a margin. The coordinator counts from when it received that renewal, so it lets go later.
+The end of the lease is computed on this node: boot clock when the last successful renewal was *sent*, plus the
+granted TTL, minus a margin. The coordinator counts from when it received the renewal, so it ends the lease later.
 
-A renewal that fails is tried again at the next beat. While it fails the lease may pass its end here, and come back: a
-new leader of etcd's own gives all leases their whole time again.
+A failed renewal is repeated at the next beat. Meanwhile the lease may pass its end on this node and then become valid
+again: when etcd elects a new leader of its own, it restarts all leases with their whole TTL.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from timeball.clock import Clock
 from timeball.cluster.coordinator import Coordinator, Lease, Node
 from timeball.errors import LeaseLost, SetupError, Unavailable
 
-BEATS = 4  # renewals in a TTL: two may fail before a holder stops
-AGAIN_S = 0.05  # after no answer: the coordinator has tried for as long as it may already
-MENDED_S = 1.0  # after an error that only an operator can mend
+BEATS = 4  # renewals per TTL: two may fail before a holder stops
+AGAIN_S = 0.05  # pause after no answer; short, because the coordinator has already retried until its deadline
+MENDED_S = 1.0  # pause after an error that only an operator can correct
 
 logger = logging.getLogger(__name__)
 
 
 class HeldLease:
-    """A lease and the node registered with it, for as long as `run` runs. Belongs to the event loop."""
+    """A lease and the node registered with it, kept while `run` runs. Belongs to the event loop."""
 
     def __init__(self, coordinator: Coordinator, clock: Clock, node: Node, ttl_ms: int) -> None:
         self._coordinator, self._clock = coordinator, clock
@@ -35,7 +35,7 @@ class HeldLease:
 
     @property
     def lease(self) -> Lease | None:
-        """Return the lease, if it is valid now by this node's own clock."""
+        """The lease if it is valid now by this node's clock, else None."""
         held = self._lease
         return held if held is not None and self._clock.boot_ms() < held.ends_ms else None
 
@@ -45,7 +45,7 @@ class HeldLease:
             await asyncio.sleep(await self.beat())
 
     async def beat(self) -> float:
-        """Renew or grant once, register where that is missing, and return the seconds until the next time."""
+        """Renew or request the lease, register the node where needed, and return the seconds until the next beat."""
         try:
             await self._renew()
         except (Unavailable, SetupError) as error:
@@ -57,12 +57,12 @@ class HeldLease:
             logger.info("lease renewed again")
         self._failing = ""
         assert self._lease is not None
-        # Of what was granted: with etcd's default timings that is 2 s where 1 was asked for.
+        # Use the granted TTL: with etcd's default timings it is 2 s when 1 s was requested.
         next_ms = self._lease.sent_ms + self._lease.ttl_ms // BEATS
         return max(next_ms - self._clock.boot_ms(), 0) / 1_000
 
     async def release(self) -> None:
-        """End the lease at once: what it held is free, and others need not wait for its end."""
+        """End the lease at once, so that other nodes need not wait for its end."""
         held, self._lease = self._lease, None
         if held is not None:
             await self._coordinator.revoke(held)

@@ -1,12 +1,12 @@
-"""What a follower answers on its HTTP port by itself: who leads, health, metrics. All else is the leader's to answer.
+"""The answers that a follower gives on its HTTP port itself: leader, health and metrics. The leader answers all others.
 
-    GET /leader/<group>    503, with the leader's name: a load balancer sends no client here
+    GET /leader/<group>    503, with the leader's name, so that a load balancer sends no clients to this node
     GET /health/live       200
     GET /health/ready      200 while there is a leader, to which this port forwards
-    GET /metrics           the replica's own figures
+    GET /metrics           this replica's figures
 
-The first request of a connection decides: it is answered here and the connection is closed, or the whole connection is
-forwarded.
+The first request of a connection decides. Either it is answered here and the connection is closed, or the whole
+connection is forwarded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from timeball.monitoring.replica_metrics import collect
 
 logger = logging.getLogger(__name__)
 
-HEAD_S = 30.0  # for the head of a request; one that takes longer is closed
+HEAD_S = 30.0  # time limit for the head of a request, after which the connection is closed
 END_OF_HEAD = b"\r\n\r\n"
 JSON = "application/json"
 
@@ -43,9 +43,11 @@ class Request(NamedTuple):
 
 
 class LocalAnswers:
-    """Belongs to the event loop. `authenticate` raises Unauthorized unless the headers may see the metrics.
+    """The answers of one node. Belongs to the event loop.
 
-    `check` raises Forbidden for what a browser asks for a page of another site; it gets method, path and headers.
+    `authenticate` receives the headers and raises Unauthorized unless their account may read the metrics. `check`
+    receives method, path and headers, and raises Forbidden for requests that a browser sends on behalf of another
+    site's page.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class LocalAnswers:
         self._process = ProcessCollector(registry=None)
 
     def answer(self, head: bytes) -> bytes | None:
-        """Return the answer to a request with this head; None when it is the leader's to answer."""
+        """Build the answer to a request with this head, or return None when the leader must answer it."""
         request = _parse(head)
         if request is None or request.method not in ("GET", "HEAD"):
             return None
@@ -98,8 +100,8 @@ class LocalAnswers:
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes | None:
-    """Return the head of the first request, or what came in place of one; None when nothing came for too long."""
-    with suppress(asyncio.LimitOverrunError):  # too long for a head: it stays in the reader
+    """Read the head of the first request, or the bytes that arrived instead. Return None after HEAD_S."""
+    with suppress(asyncio.LimitOverrunError):  # too long for a head: the bytes stay in the reader
         try:
             async with asyncio.timeout(HEAD_S):
                 return await reader.readuntil(END_OF_HEAD)

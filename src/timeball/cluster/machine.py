@@ -1,4 +1,4 @@
-"""One step of a replica: which event is whose, by its role."""
+"""The state machine of a replica: `step` passes each event to the function that handles it in the replica's role."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ LEADS = (Role.SYNCING, Role.LEADER)
 
 
 def step(state: Replica, event: Event) -> tuple[Replica, list[Effect]]:
-    """Return the state after `event`, and the effects, in their order."""
+    """Compute the state after `event` and the effects to carry out, in this order."""
     if state.role is Role.STOPPED:
         return state, []
     match event:
         case Received():
-            # A tick may be long ago where the disk was slow, and a late answer would pass for a quick one.
+            # After a slow sync the last tick may be old. With its time, a late PONG would look like a quick one.
             if event.now_ms:
                 state = replace(state, now_ms=event.now_ms, wall_ms=event.wall_ms)
             return _receive(state, event.node, event.message)
@@ -76,7 +76,7 @@ def _follow(state: Replica, event: Event) -> Step:
             return election.hear(state, event)
         case LeaderDied():
             return election.replace_leader(state, event.node)
-    return state, []  # meant for a leader that this replica is not any more
+    return state, []  # an event for a leader; this replica leads no more
 
 
 def _lead(state: Replica, event: Event) -> Step:
@@ -113,7 +113,7 @@ def _receive(state: Replica, node: str, message: Message) -> Step:
             return state, effects + more
         return following.receive(state, node, message)
     if isinstance(message, Refuse):
-        # Of the own epoch or an older connection's: only a later promise ends this one.
+        # A REFUSE of this epoch or a lower one comes from an older connection. Only a later epoch ends this one.
         return _refused(state, message) if message.epoch > state.promised else (state, [])
     if state.epoch and message.epoch == state.epoch and not isinstance(message, Hello):
         return _answered(state, node, message)
@@ -121,7 +121,7 @@ def _receive(state: Replica, node: str, message: Message) -> Step:
 
 
 def _answered(state: Replica, node: str, message: Message) -> Step:
-    """Take an answer of the epoch that this replica leads or stands in."""
+    """Handle an answer in the epoch that this replica leads or is a candidate for."""
     if state.role is Role.SEALING:
         match message:
             case Promise():

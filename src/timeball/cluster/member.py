@@ -1,7 +1,7 @@
-"""The part of a replica that belongs to the event loop: it keeps the lease, reads the record, and carries out swaps.
+"""The part of a replica that runs on the event loop: keeps the lease, reads the record, and carries out swaps.
 
-What the coordinator says becomes events for the replica's thread; what that thread asks for comes by the hooks, and is
-asked of the coordinator one after the other, in its order.
+The coordinator's answers become events for the replica's thread. Requests of that thread arrive through the hooks and
+are sent to the coordinator one after the other, in their order.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 
 logger = logging.getLogger(__name__)
 
-REPLICATION = "replication"  # the edge of a node's addresses that other replicas dial
-POLL_S = 1.0  # the record is read at least so often
-AGAIN_S = 0.1  # behind an answer that did not come
-REPORT_S = 1.0  # figures are told to operators at most so often
+REPLICATION = "replication"  # key of the address that other replicas dial, among a node's addresses
+POLL_S = 1.0  # the record is read at least at this interval
+AGAIN_S = 0.1  # pause after a request without an answer
+REPORT_S = 1.0  # figures are reported at most at this interval
 
 
 class Duties(Protocol):
-    """Requests of a member to its process; each is called on the event loop."""
+    """Requests of a member to its process. Each is called on the event loop."""
 
     def apply(self, seq: int) -> None:
-        """Bring the follower's caches up to a row."""
+        """Apply the committed rows below `seq` to the follower's caches."""
 
     def serve(self, epoch: int) -> None:
-        """Serve: this replica leads."""
+        """Begin to serve: this replica leads."""
 
     def hand_over(self, node: str) -> None:
-        """Stop serving, let this node lead, and end the process; nothing when that is under way."""
+        """Stop serving, hand the lead over to this node, and end the process, unless a hand-over is under way."""
 
     def figures(self) -> ReplicaFigures:
         """Return the replica's figures."""
 
     def end(self, error: BaseException) -> None:
-        """End the process: it leads no more, or its disk has failed."""
+        """End the process: the replica leads no more, or its disk has failed."""
 
 
 class Member:
-    """One replica's dealings with the coordinator, and the hooks of its thread."""
+    """The connection of one replica with the coordinator, and the hooks of its thread."""
 
     def __init__(
         self, coordinator: Coordinator, clock: Clock, node: Node, group: str, ttl_ms: int, duties: Duties
@@ -61,11 +61,11 @@ class Member:
         self._asked: asyncio.Queue[do.Effect] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._thread: ReplicaThread
-        self.view: GroupView | None = None  # as it was last read
-        self.nodes: dict[str, Node] = {}  # as they were last read, with those that were there before
+        self.view: GroupView | None = None  # as last read
+        self.nodes: dict[str, Node] = {}  # as last read, including nodes whose registration has ended
 
     def start(self, thread: ReplicaThread) -> None:
-        """Begin with a thread that runs."""
+        """Start the duties for a running thread."""
         self._thread = thread
         self._tasks = [
             asyncio.create_task(self._guarded(duty))
@@ -73,7 +73,7 @@ class Member:
         ]
 
     async def close(self) -> None:
-        """End the duties, and the lease at once, so that others need not wait for its end."""
+        """End the duties, and end the lease at once, so that other nodes need not wait for its end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -84,11 +84,11 @@ class Member:
         await self._coordinator.close()
 
     def leader(self) -> str:
-        """Return the node that leads as far as is known; empty when there is none."""
+        """Return the node that leads, as far as is known, or "" when there is none."""
         return self.view.leader if self.view is not None else ""
 
     def address(self, edge: str) -> Address | None:
-        """Return where the leader listens for an edge; None while no other node leads."""
+        """Return the leader's address for an edge, or None while no other node leads."""
         leader = self.nodes.get(self.leader())
         if leader is None or leader.name == self._node.name or edge not in leader.addresses:
             return None
@@ -97,11 +97,11 @@ class Member:
     # -- hooks: called in the replica's thread -----------------------------------------------------------------------
 
     def propose(self, proposal: do.Propose) -> None:
-        """Swap the record, and answer with a Proposed event."""
+        """Swap the record and report the outcome with a Proposed event."""
         self._ask(proposal)
 
     def hold(self) -> None:
-        """Make the holder's key."""
+        """Create the holder's key."""
         self._ask(do.Hold())
 
     def resign(self) -> None:
@@ -109,11 +109,11 @@ class Member:
         self._ask(do.Resign())
 
     def apply(self, seq: int) -> None:
-        """Bring the follower's caches up to a row."""
+        """Apply the committed rows below `seq` to the follower's caches."""
         self._call(self._duties.apply, seq)
 
     def serve(self, epoch: int) -> None:
-        """Serve: this replica leads."""
+        """Begin to serve: this replica leads."""
         self._call(self._duties.serve, epoch)
 
     def stop_serving(self, reason: str) -> None:
@@ -122,7 +122,7 @@ class Member:
         self._call(self._duties.end, LeaseLost(f"this node leads no more: {reason}"))
 
     def fail(self, error: BaseException) -> None:
-        """End the process: the disk has failed, or a rule of ours is broken."""
+        """End the process: the disk has failed, or an assertion of this program does not hold."""
         self._call(self._duties.end, error)
 
     def _ask(self, effect: do.Effect) -> None:
@@ -137,7 +137,7 @@ class Member:
         try:
             await duty()
         except Exception as error:
-            # No caller awaits the task: a duty that breaks must end the replica, and not just end.
+            # No caller awaits the task, so an error in a duty would go unnoticed. It must end the replica.
             self._duties.end(error)
 
     async def _renew(self) -> None:
@@ -164,7 +164,7 @@ class Member:
                 await asyncio.sleep(AGAIN_S)
 
     async def _grant(self, view: GroupView) -> None:
-        """Do what an operator has asked for, if this replica leads."""
+        """Carry out the wish of an operator, if this replica leads."""
         match next_step(view, self._thread.state):
             case Step.SETTLE if view.asked is not None:
                 await self._coordinator.settle(self._group, view.asked)
@@ -176,7 +176,7 @@ class Member:
                 self._duties.hand_over(view.asked.wish.hand_over_to)
 
     async def _report(self) -> None:
-        """Tell operators the replica's figures when they have changed."""
+        """Publish the replica's figures when they have changed."""
         told: tuple[int, ReplicaFigures] | None = None
         failing = ""
         while True:
@@ -192,7 +192,7 @@ class Member:
             await asyncio.sleep(REPORT_S)
 
     def _know(self, nodes: dict[str, Node]) -> None:
-        # A node whose lease has ended is dialed on: it is back where it was, or registers another address.
+        # Keep dialing a node whose lease has ended: it comes back at the same address, or registers another one.
         self.nodes |= {name: node for name, node in nodes.items() if node.group in ("", self._group)}
         addresses = {
             name: parse_address(node.addresses[REPLICATION])
@@ -209,7 +209,7 @@ class Member:
             except (Unavailable, SetupError) as error:
                 logger.warning("not asked of the coordinator what=%s reason=%s", type(effect).__name__, error)
                 if isinstance(effect, do.Propose):
-                    # It was carried out or not: the record will tell.
+                    # The swap may have been made. The next read of the record will show it.
                     self._thread.tell(on.Proposed(0, effect.record, None))
 
     async def _carry_out(self, effect: do.Effect) -> None:
@@ -241,7 +241,8 @@ class Member:
         self.view = swap.view
         self._thread.tell(on.Proposed(swap.view.revision, record, swap.won))
         if not swap.won:
-            # At once: it may name this replica, which would otherwise learn it by the next reading, and too late.
+            # Pass the record on at once. A hand-over in it may name this replica, which has only a short time to begin
+            # (`hand_over_ms`) and must not wait for the next read.
             self._show(swap.view)
 
     def _show(self, view: GroupView) -> None:

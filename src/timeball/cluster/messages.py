@@ -1,16 +1,17 @@
-"""Messages between replicas: a header of 45 bytes and a payload. Bytes only, no I/O.
+"""Messages between replicas: encoding and decoding of a 45-byte header and a payload, without I/O.
 
     byte  0       4    5       13        17         25        33          41       45
           +-------+----+-------+---------+----------+---------+-----------+--------+---- … --+
           | magic |type| epoch | ordinal | position | end_seq | committed | length | payload |
           +-------+----+-------+---------+----------+---------+-----------+--------+---- … --+
 
-Little-endian. A leader or candidate opens the connection and sends types 1 to 8; the replica answers with 11 to 17,
-with BEGIN where a FETCH crosses into another segment, and with FILE and WANT. A message has one form: where its type
-has no ordinal the header says 0, and another number there is refused.
+Numbers are little-endian. A leader or candidate opens the connection and sends types 1 to 8. The replica answers with
+types 11 to 17, with BEGIN where the answer to a FETCH crosses into another segment, and with FILE and WANT. Each
+message has exactly one encoding: a header field that its type does not use is 0, and any other value is refused.
 
-Refuses: another magic, an unknown type, a payload beyond its type's bound, numbers below zero, bytes behind a payload.
-Each raises PeerError, and the connection must end: behind a bad message nothing can be told apart.
+These inputs are refused with PeerError: another magic, an unknown type, a payload outside its type's bounds, negative
+numbers, and a payload that cannot be decoded. The caller must then close the connection, because the start of the
+next message cannot be found after a bad one.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from timeball.cluster.positions import EpochEnd, are_in_order
 from timeball.errors import PeerError
 
 MAGIC = 0x31524254  # "TBR1" in a hex dump
-VERSION = 1  # of this protocol, told in HELLO and PROMISE
+VERSION = 1  # of this protocol, sent in HELLO and PROMISE
 
 HEADER = Struct(
     "<"
     "I"  # magic
     "B"  # type
-    "q"  # epoch: of the leader or candidate; an answer repeats it
+    "q"  # epoch of the leader or candidate, repeated by an answer
     "I"  # ordinal of a segment
     "q"  # position: a byte in that segment
     "q"  # end_seq: sequence number after the last row of the frames, or of the log up to the position
@@ -40,8 +41,8 @@ HEADER = Struct(
 )
 assert HEADER.size == 45
 
-TEXT_BYTES_MAX = 1 << 20  # of a JSON payload: a log has one entry an epoch, some 40 bytes
-# A commit: frames of at most half of FRAME_BYTES_MAX together, or a single one of FRAME_BYTES_MAX (log/writer.py).
+TEXT_BYTES_MAX = 1 << 20  # of a JSON payload: a PROMISE lists one entry of about 40 bytes per epoch
+# A commit holds frames of at most FRAME_BYTES_MAX / 2 together, or one frame of FRAME_BYTES_MAX (log/writer.py).
 FRAMES_BYTES_MAX = limits.FRAME_BYTES_MAX
 CHUNK_BYTES_MAX = 4 << 20  # of a data file
 PATH_BYTES_MAX = 1_024
@@ -51,21 +52,25 @@ Text = TypeVar("Text", bound=msgspec.Struct)
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message. `HEADED` names the fields that the header carries, in its order; None where it says 0."""
+    """One message. Subclasses declare which of their fields are sent in the header and which in the payload.
+
+    `HEADED` names the fields in the header's ordinal, position, end_seq and committed, in this order. None stands for
+    a header field that the type does not use and that is sent as 0.
+    """
 
     TYPE: ClassVar[int] = 0
     HEADED: ClassVar[tuple[str | None, str | None, str | None, str | None]] = (None, None, None, None)
-    PAYLOAD_BYTES: ClassVar[tuple[int, int]] = (0, 0)  # least and most
+    PAYLOAD_BYTES: ClassVar[tuple[int, int]] = (0, 0)  # minimum and maximum
 
     epoch: int
 
     def payload(self) -> bytes:
-        """Return the bytes behind the header."""
+        """Encode the fields that are not in the header."""
         return b""
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Return the fields that `payload` carries."""
+        """Decode the fields in `payload`, by name. Raises PeerError."""
         return {}
 
 
@@ -75,32 +80,32 @@ class OfPath(Message, frozen=True):
     PAYLOAD_BYTES = (1, PATH_BYTES_MAX)
 
     def payload(self) -> bytes:
-        """Return the path."""
+        """Encode the path as UTF-8."""
         return self.path.encode()  # type: ignore[attr-defined, no-any-return]
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Take the payload as the path."""
+        """Decode the path."""
         return {"path": _text(payload)}
 
 
 class OfFrames(Message, frozen=True):
-    """A message whose payload is frames."""
+    """A message whose payload is frames of the log."""
 
     PAYLOAD_BYTES = (1, FRAMES_BYTES_MAX)
 
     def payload(self) -> bytes:
-        """Return the frames."""
+        """Pass the frames on unchanged."""
         return self.frames  # type: ignore[attr-defined, no-any-return]
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Take the payload as frames."""
+        """Take the payload as frames, unchecked (frames.py checks them)."""
         return {"frames": payload}
 
 
 class Hello(Message, frozen=True):
-    """Promise this epoch, and end what you accept from lower ones."""
+    """Request to promise this epoch and to accept nothing more from lower epochs."""
 
     TYPE, PAYLOAD_BYTES = 1, (1, TEXT_BYTES_MAX)
     group: str
@@ -108,27 +113,27 @@ class Hello(Message, frozen=True):
     version: int = VERSION
 
     def payload(self) -> bytes:
-        """Return the fields as JSON."""
+        """Encode the fields as JSON."""
         return msgspec.json.encode(HelloText(self.group, self.replica, self.version))
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Read the JSON."""
+        """Decode the JSON."""
         return _fields(_read_json(payload, HelloText))
 
 
 class Begin(Message, frozen=True):
-    """Begin this segment: the log goes on in it."""
+    """Request to begin this segment, in which the log continues."""
 
     TYPE, HEADED = 2, ("ordinal", "size_bytes", "first_seq", None)
     PAYLOAD_BYTES = (SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES)
     ordinal: int
     size_bytes: int
     first_seq: int
-    header: bytes  # the segment's own, as the leader has it
+    header: bytes  # copy of the header in the leader's segment file
 
     def payload(self) -> bytes:
-        """Return the segment's header."""
+        """Pass the segment's header on unchanged."""
         return self.header
 
     @classmethod
@@ -138,7 +143,7 @@ class Begin(Message, frozen=True):
 
 
 class Data(OfFrames, frozen=True):
-    """Write these frames at exactly this position."""
+    """Request to write these frames at exactly this position."""
 
     TYPE, HEADED = 3, ("ordinal", "position", "end_seq", "committed")
     ordinal: int
@@ -149,7 +154,7 @@ class Data(OfFrames, frozen=True):
 
 
 class Cut(Message, frozen=True):
-    """Remove what stands behind this position: it is of a lost epoch."""
+    """Request to remove the log after this position: that part belongs to an abandoned epoch."""
 
     TYPE, HEADED = 4, ("ordinal", "position", "end_seq", None)
     ordinal: int
@@ -158,7 +163,7 @@ class Cut(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Send your log from this position on: the candidate lacks it."""
+    """Request of a candidate for the replica's log from this position on, which the candidate lacks."""
 
     TYPE, HEADED = 5, ("ordinal", "position", "end_seq", None)
     ordinal: int
@@ -167,17 +172,21 @@ class Fetch(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Tell the end of the committed log, and ask for the replica's clock."""
+    """Report the end of the committed log and ask for the replica's clock."""
 
     TYPE, HEADED = 6, ("off_ms", "wall_ms", "boot_ms", "committed")
     wall_ms: int
     boot_ms: int
     committed: int
-    off_ms: int = 0  # by how much the replica's clock is off the majority's, either way, as far as known
+    # Deviation of the replica's clock from the median of the group, as an absolute value. 0 also if it is not known.
+    off_ms: int = 0
 
 
 class File(Message, frozen=True):
-    """A piece of a data file. Without a piece: this file is to be had; and with a size of 0: I do not have it."""
+    """A piece of a data file, or an announcement about the file.
+
+    Without a piece the message announces that the sender has the file. A size of 0 means that it does not.
+    """
 
     TYPE, HEADED = 7, (None, "position", "size_bytes", None)
     PAYLOAD_BYTES = (6, 6 + PATH_BYTES_MAX + CHUNK_BYTES_MAX)
@@ -189,13 +198,13 @@ class File(Message, frozen=True):
     chunk: bytes
 
     def payload(self) -> bytes:
-        """Return the path, the file's checksum, and the piece."""
+        """Encode the path, the checksum of the whole file, and the piece."""
         path = self.path.encode()
         return self.LEAD.pack(len(path), self.crc32c) + path + self.chunk
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Read path, checksum and piece."""
+        """Decode path, checksum and piece."""
         length, crc32c = cls.LEAD.unpack_from(payload)
         begin = cls.LEAD.size + length
         if begin > len(payload) or not 0 < length <= PATH_BYTES_MAX:
@@ -208,7 +217,7 @@ class File(Message, frozen=True):
 
 
 class Want(OfPath, frozen=True):
-    """Send a piece of this data file, from this byte on."""
+    """Request for a piece of this data file, from this byte on."""
 
     TYPE, HEADED = 8, (None, "position", None, None)
     position: int
@@ -216,21 +225,21 @@ class Want(OfPath, frozen=True):
 
 
 class Promise(Message, frozen=True):
-    """The epoch is promised on my disk, and this is how far my log goes, epoch by epoch."""
+    """Promise of an epoch, synced to the sender's disk, with the end of each epoch in the sender's log."""
 
     TYPE, PAYLOAD_BYTES = 11, (1, TEXT_BYTES_MAX)
     replica: str  # node and incarnation
     ends: tuple[EpochEnd, ...]
     version: int = VERSION
-    first_seq: int = 0  # the first row that is kept: retention has let go what stood before
+    first_seq: int = 0  # first row in the log: retention has deleted the rows before it
 
     def payload(self) -> bytes:
-        """Return the fields as JSON."""
+        """Encode the fields as JSON."""
         return msgspec.json.encode(PromiseText(self.replica, self.ends, self.version, self.first_seq))
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Read the JSON, and refuse ends that are not in order."""
+        """Decode the JSON and check that the epoch ends are in order."""
         text = _read_json(payload, PromiseText)
         if any(min(end) < 0 for end in text.ends) or text.first_seq < 0 or not are_in_order(text.ends):
             raise PeerError("PROMISE lists epochs that are not in the order of a log")
@@ -238,13 +247,13 @@ class Promise(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """A later epoch is promised here, namely this one: stop leading."""
+    """Refusal: the sender has promised this later epoch, so the receiver must stop leading."""
 
     TYPE = 12
 
 
 class Ack(Message, frozen=True):
-    """All before this position is on my disk."""
+    """Acknowledgement: the log up to this position is synced to the sender's disk."""
 
     TYPE, HEADED = 13, ("ordinal", "position", "end_seq", None)
     ordinal: int
@@ -253,7 +262,7 @@ class Ack(Message, frozen=True):
 
 
 class Bytes(OfFrames, frozen=True):
-    """Frames that a candidate has fetched: as DATA, in the other direction."""
+    """Frames that answer a FETCH: like DATA, in the other direction."""
 
     TYPE, HEADED = 14, ("ordinal", "position", "end_seq", None)
     ordinal: int
@@ -263,7 +272,7 @@ class Bytes(OfFrames, frozen=True):
 
 
 class Have(OfPath, frozen=True):
-    """This data file, and its name in the folder, are on my disk."""
+    """Confirmation that this data file and its directory entry are synced to the sender's disk."""
 
     TYPE, HEADED = 15, (None, None, "size_bytes", None)
     size_bytes: int
@@ -271,7 +280,7 @@ class Have(OfPath, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Answer a PING: my clock, and the sender's as it was told."""
+    """Answer to a PING: the sender's wall clock, and the boot clock copied from the PING."""
 
     TYPE, HEADED = 16, (None, "wall_ms", "boot_ms", None)
     wall_ms: int
@@ -279,14 +288,14 @@ class Pong(Message, frozen=True):
 
 
 class Complete(Message, frozen=True):
-    """All data files that the committed rows below this one name are on my disk."""
+    """Confirmation that all data files that the committed rows below `end_seq` name are on the sender's disk."""
 
     TYPE, HEADED = 17, (None, None, "end_seq", None)
     end_seq: int
 
 
 class HelloText(msgspec.Struct, frozen=True):
-    """The JSON of HELLO."""
+    """The JSON payload of HELLO."""
 
     group: str
     replica: str
@@ -294,7 +303,7 @@ class HelloText(msgspec.Struct, frozen=True):
 
 
 class PromiseText(msgspec.Struct, frozen=True):
-    """The JSON of PROMISE."""
+    """The JSON payload of PROMISE."""
 
     replica: str
     ends: tuple[EpochEnd, ...]
@@ -309,7 +318,7 @@ KINDS: dict[int, type[Message]] = {kind.TYPE: kind for kind in _ALL}
 
 
 class Header(NamedTuple):
-    """A checked header: the payload of `length` bytes follows it."""
+    """A checked header, which a payload of `length` bytes follows."""
 
     kind: type[Message]
     epoch: int
@@ -318,7 +327,7 @@ class Header(NamedTuple):
 
 
 def encode(message: Message) -> tuple[bytes, bytes]:
-    """Return header and payload, apart so that frames are not copied."""
+    """Encode a message as header and payload, in two parts so that frames are not copied."""
     payload = message.payload()
     least, most = message.PAYLOAD_BYTES
     assert least <= len(payload) <= most, f"{type(message).__name__} of {len(payload)} bytes"
@@ -327,7 +336,7 @@ def encode(message: Message) -> tuple[bytes, bytes]:
 
 
 def read_header(raw: bytes | memoryview) -> Header:
-    """Return what 45 bytes say; raises PeerError."""
+    """Decode and check a header of 45 bytes. Raises PeerError."""
     magic, number, epoch, *values, length = HEADER.unpack(raw)
     kind = KINDS.get(number)
     if magic != MAGIC or kind is None:
@@ -347,7 +356,7 @@ def read_header(raw: bytes | memoryview) -> Header:
 
 
 def read_message(header: Header, payload: bytes) -> Message:
-    """Return the message of a header and its whole payload; raises PeerError."""
+    """Build the message from its header and its whole payload. Raises PeerError."""
     assert len(payload) == header.length
     return header.kind(epoch=header.epoch, **header.headed, **header.kind.fields_of(payload))
 

@@ -1,4 +1,4 @@
-"""Host names looked up in threads of their own: a name server that is slow must not hold up a commit."""
+"""Look-up of host names in separate threads, because a slow name server must not delay a commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Resolved(NamedTuple):
-    """The arguments of a socket, and where to connect it."""
+    """The arguments for creating a socket, and the address to which it connects."""
 
     family: int
     kind: int
@@ -18,22 +18,25 @@ class Resolved(NamedTuple):
 
 
 class NameLookup:
-    """Belongs to one thread; at most one look-up of an address is on its way, in a daemon thread."""
+    """Looks up host names. Belongs to one thread.
+
+    Each look-up runs in a daemon thread, at most one per address at a time.
+    """
 
     def __init__(self, when_done: Callable[[], None]) -> None:
-        """Call `when_done`, in another thread, when an answer is there."""
+        """Call `when_done`, in another thread, when a look-up has ended."""
         self._when_done = when_done
-        self._answers: dict[tuple[str, int], Resolved | OSError | None] = {}  # None: on its way
+        self._answers: dict[tuple[str, int], Resolved | OSError | None] = {}  # None: the look-up runs
 
     def resolve(self, address: tuple[str, int]) -> Resolved | None:
-        """Return where an address is; None while that is looked up: ask again. Raises OSError.
+        """Resolve an address, or return None while the look-up runs: then call again. Raises OSError.
 
-        An answer is given once, and the next question is looked up anew: a name may move to another machine.
+        A result is returned once and then forgotten, because the name may move to another machine.
         """
         try:
             return _look_up(address, socket.AI_NUMERICHOST)
         except OSError:
-            pass  # a name, or nothing
+            pass  # not a numeric address: look the name up
         if address not in self._answers:
             self._answers[address] = None
             threading.Thread(target=self._run, args=(address,), name="name look-up", daemon=True).start()

@@ -1,8 +1,9 @@
-"""What an operator does with a cluster, by its coordinator alone: so from any machine that reaches etcd.
+"""The commands with which an operator changes a cluster.
 
-A change of the replicas and a hand-over are the leader's to make: it is asked by a wish (wishes.py), and the record
-tells the outcome. The wish stands by a lease of the command that asks, so one that is interrupted takes it back, unless
-the leader has carried it out already. The first record, and a forced one, are written here.
+They only use the coordinator, so they run on any machine that reaches etcd. Changes of the set of replicas and
+hand-overs are made by the leader. A command asks the leader with a wish (wishes.py), and the record shows the
+outcome. The wish is bound to a lease of the command, so an interrupted command withdraws its wish, unless the leader
+has carried it out already. The first record of a group and a forced record are written here.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from timeball.errors import Conflict, LeaseLost, NotFound, RequestError, Unavail
 
 POLL_S = 1.0
 WISH_TTL_MS = 10_000
-ETCD_START_S = 10.0  # for members that are being started to elect their leader
-ETCD_PAUSE_S = 0.1  # between two questions meanwhile
-FORCE_S = 15.0  # a replica that stands in vain holds the group for some seconds, and then not for a moment
+ETCD_START_S = 10.0  # for an etcd that is being started, until its members have elected their leader
+ETCD_PAUSE_S = 0.1  # between two attempts meanwhile
+# A candidate without a majority holds the group for some seconds, then gives it up for a moment. Force waits for this
+# moment.
+FORCE_S = 15.0
 
 
 class Operations:
-    """The commands of one group."""
+    """The commands for one group."""
 
     def __init__(self, coordinator: Coordinator, group: str) -> None:
         self._coordinator, self._group = coordinator, group
@@ -31,9 +34,9 @@ class Operations:
     # -- the first record --------------------------------------------------------------------------------------------
 
     async def plan_first(self, names: Sequence[str], wait_s: float) -> Record:
-        """Return the record of a new group, once these nodes have registered; raises Conflict, Unavailable.
+        """Build the record of a new group, once these nodes have registered. Raises RequestError, Unavailable.
 
-        A group that has a record of these nodes keeps it: a deployment gives its commands again.
+        If the group already has a record with these nodes, return it: a deployment may repeat its commands.
         """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
@@ -54,7 +57,7 @@ class Operations:
         rows = {node.name: reports[node.name].log_seq if node.name in reports else 0 for node in nodes}
         filled, empty = ([name for name in rows if bool(rows[name]) is has] for has in (True, False))
         if filled and empty:
-            # A majority of empty logs would lead, and have the other one cut.
+            # A majority of empty logs would elect a leader, which would cut the log that has data.
             raise Conflict(
                 f"{', '.join(filled)} has data, {', '.join(empty)} has none: make the group with --nodes "
                 f"{','.join(filled)}, then 'timeball cluster add-replica {empty[0]}'"
@@ -62,7 +65,7 @@ class Operations:
         return Record(max(node.promised for node in nodes), "", tuple(node.replica for node in nodes))
 
     async def begin(self, record: Record) -> None:
-        """Write the first record; raises Conflict when another command was faster, with other replicas."""
+        """Write the first record. Raises Conflict when another command has written one with other replicas."""
         swap = await self._coordinator.change(self._group, 0, record)
         if not swap.won:
             found = (await self._coordinator.read(self._group)).record
@@ -73,7 +76,7 @@ class Operations:
             )
 
     async def _first_view(self, wait_s: float) -> GroupView:
-        """Return the group, of an etcd that may just have been started; raises Unavailable when the time is over."""
+        """Read the group, from an etcd that may just have been started. Raises Unavailable after `wait_s`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
         while True:
@@ -89,7 +92,7 @@ class Operations:
         until_s, as_of = loop.time() + wait_s, view.as_of
         while True:
             nodes, reports = await self._coordinator.nodes(), await self._coordinator.reports()
-            # A node reports within a second of its registration.
+            # A report is needed as well, for the length of the log. A node reports within 1 s of its registration.
             missing = [name for name in names if not (name in nodes and name in reports)]
             if not missing:
                 return nodes
@@ -104,7 +107,7 @@ class Operations:
     # -- other replicas ----------------------------------------------------------------------------------------------
 
     async def plan_add(self, name: str) -> tuple[GroupView, Wish | None]:
-        """Return the wish for a set with this node; None when it is in it. Raises RequestError, Unavailable."""
+        """Build the wish for a set with this node (None: it is in the set). Raises RequestError, Unavailable."""
         view, record = await self._group_record()
         node = (await self._coordinator.nodes()).get(name)
         if node is None:
@@ -119,7 +122,7 @@ class Operations:
         return self._may_ask(view), Wish((*kept, node.replica))
 
     async def plan_remove(self, name: str) -> tuple[GroupView, Wish | None]:
-        """Return the wish for a set without this node; None when it is not in it. Raises RequestError, Unavailable."""
+        """Build the wish for a set without this node (None: it is not in the set). Raises RequestError, Unavailable."""
         view, record = await self._group_record()
         kept = tuple(replica for replica in record.replicas if node_of(replica) != name)
         if kept == record.replicas:
@@ -133,7 +136,10 @@ class Operations:
         return self._may_ask(view), Wish(kept)
 
     async def plan_hand_over(self, name: str) -> tuple[GroupView, Wish | None]:
-        """Return the wish that this node leads ("": the follower that has most); None when it does already."""
+        """Build the wish that this node leads (None: it leads already). Raises RequestError, Unavailable.
+
+        An empty name stands for the follower with the longest acknowledged log.
+        """
         view, record = await self._group_record()
         self._may_ask(view)
         followers = [node for node in map(node_of, record.replicas) if node != view.leader]
@@ -153,9 +159,9 @@ class Operations:
         return view, Wish(hand_over_to=name)
 
     async def carry_out(self, view: GroupView, wish: Wish, wait_s: float) -> GroupView:
-        """Ask the leader and wait until it is done; raises Conflict, Unavailable.
+        """Write the wish for the leader and wait until it is fulfilled. Raises Conflict, Unavailable.
 
-        When it is cancelled, or takes too long, the wish is taken back.
+        The wish is withdrawn when the call is cancelled or `wait_s` has passed.
         """
         lease = await self._coordinator.grant(WISH_TTL_MS)
         try:
@@ -186,11 +192,11 @@ class Operations:
                     "etcd was out of reach for too long, and the wish is gone: ask again"
                 ) from None
             except Unavailable:
-                await asyncio.sleep(POLL_S)  # the lease lives for some more of these
+                await asyncio.sleep(POLL_S)  # the lease (WISH_TTL_MS) outlasts several of these attempts
         return view
 
     async def _hindrance(self, wish: Wish) -> str:
-        """Return what stands in the way, as far as the reports say."""
+        """Find the most likely obstacle, from the nodes' reports."""
         (found,) = [each for each in await survey(self._coordinator) if each.group == self._group]
         wanted = wish.hand_over_to or node_of(wish.replicas[-1])
         about = [problem for problem in found.problems if wanted in problem.split()]
@@ -199,7 +205,7 @@ class Operations:
     # -- force -------------------------------------------------------------------------------------------------------
 
     async def plan_force(self, name: str) -> tuple[GroupView, Record]:
-        """Return the record that names one replica alone; raises Conflict while the group has a holder."""
+        """Build a record that names one replica only. Raises NotFound, or Conflict while the group has a holder."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + FORCE_S
         while True:
@@ -224,7 +230,10 @@ class Operations:
         return view, Record(epoch, "", (report.replica,), record.generation + 1)
 
     async def force(self, name: str) -> tuple[Record, Record]:
-        """Make the record name one replica alone; return the record before and after. Raises Conflict."""
+        """Swap the record for one that names one replica only, and return both, the old one first.
+
+        Raises NotFound and Conflict as `plan_force` does, and Conflict when the record keeps changing for FORCE_S.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + FORCE_S
         while True:
@@ -259,7 +268,7 @@ class Operations:
 
 
 def is_true(view: GroupView, wish: Wish) -> bool:
-    """Return whether the record says what was wished for."""
+    """Check whether the wish is fulfilled according to the record."""
     if wish.hand_over_to:
         return view.leader == wish.hand_over_to
     return view.record is not None and set(view.record.replicas) == set(wish.replicas)

@@ -1,4 +1,4 @@
-"""Data files as they are sent: pieces of mapped files, and the checksum of each whole file."""
+"""Data files to be sent: pieces of memory-mapped files, and the checksum of each whole file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from timeball.errors import NotFound
 from timeball.files import Files
 from timeball.table.layout import FOLDER
 
-PIECE_BYTES = 256 << 10  # a commit waits behind one piece on the wire: 2 ms at 1 Gbit/s
-MAPPED_MAX = 16
-DESCRIBED_MAX = 2 * limits.ATTACH_FILES_MAX
+PIECE_BYTES = 256 << 10  # a commit may wait for one piece to be sent, which takes 2 ms at 1 Gbit/s
+MAPPED_MAX = 16  # files that stay mapped
+DESCRIBED_MAX = 2 * limits.ATTACH_FILES_MAX  # checksums that are kept: enough for two of the largest attaches
 CRC_STEP_BYTES = 1 << 20
 
 T = TypeVar("T")
 
 
 class OutgoingFiles:
-    """Reads the files of one replica. Blocking; belongs to one thread."""
+    """Reads the files of one replica. Blocking. Belongs to one thread."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -30,10 +30,10 @@ class OutgoingFiles:
         self._described: dict[str, tuple[int, int]] = {}  # path -> size, CRC-32C
 
     def describe(self, path: str) -> tuple[int, int]:
-        """Return a file's length and the checksum of the whole; raises NotFound."""
+        """Return a file's size and the CRC-32C of the whole file. Raises NotFound."""
         if path not in self._described:
             content, crc = self._map(path), 0
-            # In steps: other threads run between them.
+            # Compute in steps, so that other threads run in between.
             for begin in range(0, content.size, CRC_STEP_BYTES):
                 crc = google_crc32c.extend(crc, bytes(content[begin : begin + CRC_STEP_BYTES]))
             self._described[path] = content.size, crc
@@ -41,7 +41,7 @@ class OutgoingFiles:
         return self._described[path]
 
     def piece(self, want: Want) -> File:
-        """Return the piece that was asked for; a size of 0 when there is no such file here."""
+        """Read the piece that was requested. The size is 0 when the file is not on this disk."""
         try:
             size_bytes, crc32c = self.describe(want.path)
             content = self._map(want.path)
@@ -58,6 +58,6 @@ class OutgoingFiles:
 
 
 def _shorten(kept: dict[str, T], count_max: int) -> None:
-    """Forget what was kept first."""
+    """Remove the oldest entries until at most `count_max` are left."""
     while len(kept) > count_max:
         del kept[next(iter(kept))]

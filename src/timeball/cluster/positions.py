@@ -1,10 +1,11 @@
-"""Places in a log, and how far two logs agree.
+"""Positions in a log, and the comparison of two logs.
 
-A place is a segment's ordinal and a byte in it; `seq`, the sequence number after the rows before it, comes along. Only
-ends of frames are places. A log's `ends` say for each epoch where its last frame ends, in order.
+A position is the ordinal of a segment and a byte in it, together with `seq`, the sequence number after the rows
+before it. Only ends of frames are positions. The `ends` of a log are the positions at which its epochs end, in order.
 
-One writer an epoch ships its frames in order (invariant I3). So two logs that both hold frames of an epoch are equal up
-to the smaller of its two ends, and the greatest epoch that both know says the most.
+Each epoch has one writer, which ships its frames in order (invariant I3). So two logs that both hold frames of an
+epoch are equal up to the smaller of the two ends of this epoch. The greatest epoch that both logs have determines the
+common part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """The end of a frame. Compares as places of one log do."""
+    """The end of a frame. Positions of the same log are compared like tuples."""
 
     ordinal: int
     end: int
@@ -34,7 +35,7 @@ class EpochEnd(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """Return where the epoch ends."""
+        """The end of the epoch as a position."""
         return Position(self.ordinal, self.end, self.seq)
 
 
@@ -42,17 +43,17 @@ Ends = tuple[EpochEnd, ...]
 
 
 def last(ends: Ends) -> Position:
-    """Return where a log with these ends has its last frame's end."""
+    """Find the end of the last frame in a log with these ends."""
     return ends[-1].position if ends else BEGINNING
 
 
 def knowledge(ends: Ends) -> tuple[int, Position]:
-    """Return what logs are compared by: the last epoch first, then the length."""
+    """Build the key by which logs are compared: the last epoch first, then the length."""
     return (ends[-1].epoch, ends[-1].position) if ends else (0, BEGINNING)
 
 
 def are_in_order(ends: Ends) -> bool:
-    """Return whether epochs and places both grow, as they do in every log."""
+    """Check that epochs and positions both grow, as they do in every log."""
     return all(
         a.epoch < b.epoch and (a.ordinal, a.end) < (b.ordinal, b.end) and a.seq <= b.seq
         for a, b in itertools.pairwise(ends)
@@ -60,7 +61,7 @@ def are_in_order(ends: Ends) -> bool:
 
 
 def matching(mine: Ends, theirs: Ends) -> Position:
-    """Return the place up to which both logs are equal."""
+    """Find the position up to which both logs are equal."""
     known = {end.epoch: end.position for end in mine}
     for end in reversed(theirs):
         if end.epoch in known:
@@ -69,26 +70,27 @@ def matching(mine: Ends, theirs: Ends) -> Position:
 
 
 def continuing(sender: Ends, receiver: Ends, kept_from_seq: int) -> Position:
-    """Return where a log goes on from another one, which keeps its rows from `kept_from_seq` on.
+    """Find the position from which the sender's log continues the receiver's log.
 
-    That is where both are equal; or the beginning, when the sender has let go what comes next. Then nothing that the
-    receiver has is needed any more: a committed snapshot, which the sender has, says what still counts of it.
+    The sender has its rows from `kept_from_seq` on. The position is the end of the common log, or the beginning when
+    the sender has deleted the next rows. In the second case the receiver's rows are not needed any more: the sender
+    has a committed snapshot with everything of them that still counts.
     """
     at = matching(sender, receiver)
     return at if at.seq >= kept_from_seq else BEGINNING
 
 
 def cut(ends: Ends, at: Position) -> Ends:
-    """Return the ends of the log that is cut behind `at`."""
+    """Compute the ends of the log after a cut at `at`."""
     kept = [end for end in ends if end.position <= at]
     if at > last(tuple(kept)):
-        # The epoch that crosses `at` ends there now.
+        # `at` lies within this epoch, which now ends there.
         kept.append(EpochEnd(ends[len(kept)].epoch, *at))
     return tuple(kept)
 
 
 def extend(ends: Ends, epoch: int, position: Position) -> Ends:
-    """Return the ends after a frame of `epoch` that ends at `position`."""
+    """Compute the ends after a frame of `epoch` that ends at `position`."""
     if ends and ends[-1].epoch == epoch:
         return (*ends[:-1], EpochEnd(epoch, *position))
     assert not ends or ends[-1].epoch < epoch, f"a frame of epoch {epoch} behind one of {ends[-1].epoch}"

@@ -1,4 +1,4 @@
-"""The messages in the bytes of one connection."""
+"""Decoder of the byte stream of one connection into messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from timeball.cluster.messages import HEADER, Header, Message, read_header, read
 
 
 class Receiver:
-    """Turns the bytes of one connection into messages. It holds at most one message that is not whole."""
+    """Converts the bytes of one connection into messages. It buffers at most one incomplete message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._header: Header | None = None  # of the message whose payload is awaited
+        self._header: Header | None = None  # of the message whose payload has not arrived completely
 
     def receive(self, data: bytes | memoryview) -> Iterator[Message]:
-        """Take bytes as they came, and yield the messages that are whole now; raises PeerError.
+        """Take bytes from the socket and yield the messages that are complete now. Raises PeerError.
 
-        `data` may be overwritten once all were taken.
+        The caller may overwrite `data` once the iterator is exhausted.
         """
-        # Nearly always nothing is held, and a payload is copied once: out of what the socket has brought.
+        # The buffer is nearly always empty. Then each payload is copied only once, out of `data`.
         held, place = self._buffer, 0
         if held:
             held += data
@@ -28,7 +28,7 @@ class Receiver:
                 if self._header is None:
                     if len(view) - place < HEADER.size:
                         break
-                    # Checked before its payload is awaited: a length out of bounds must not make this buffer grow.
+                    # Check the header before its payload has arrived: a bad length must not make the buffer grow.
                     self._header = read_header(view[place : place + HEADER.size])
                     place += HEADER.size
                 header = self._header

@@ -1,11 +1,13 @@
-"""The log of a replica on its disk: what the effects of the protocol do to it.
+"""The log of a replica on its disk, which the protocol's effects change.
 
-A follower's log is its leader's, byte for byte, in the same segments. `log/0000000001.log` and its neighbours are those
-of a broker alone; beside them stands `log/replica.json`: which replica this disk is, and the epoch that it has
-promised. It lies there so that a log that is wiped is another replica, though other files of the folder may stay.
+The log of a follower equals its leader's log, byte for byte and in the same segments. The segment files are those of
+a broker alone: `log/0000000001.log` and so on. `log/replica.json` stores the identity of the replica and the epoch
+that it has promised. It is in the log folder so that deleting the log makes this disk another replica, even if other
+files of the data folder stay.
 
-While this replica leads, the broker's writer appends: it brings its segment (`follow_writer`), and the frames become
-visible to readers by the writer. All methods belong to the replica's thread, but for `opened`, which hands over.
+While this replica leads, the broker's writer appends. It passes each new segment to `follow_writer`, and it makes the
+frames visible to readers. All methods belong to the replica's thread, except `opened`, which passes the log on to the
+broker.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from timeball.log.segment import (
 logger = logging.getLogger(__name__)
 
 IDENTITY_NAME = f"{FOLDER}/replica.json"
-BATCH_BYTES = 8 << 20  # a replica syncs after so much at the latest; all replicas of a group agree on it
-READ_BYTES = 4 << 20  # of older frames in one message: a follower acknowledges them before the next
+BATCH_BYTES = 8 << 20  # a replica syncs after at most this many bytes; the same in all replicas of a group
+READ_BYTES = 4 << 20  # older frames per message; a follower acknowledges each message before the next is sent
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -46,11 +48,11 @@ class Identity(msgspec.Struct, frozen=True):
     group: str
     replica: str  # node and incarnation
     promised: int = 0  # epoch
-    has_log: bool = False  # a segment was begun: a log that is empty now has been lost
+    has_log: bool = False  # a segment was begun; if the log is empty at a start, it has been lost
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Older frames, read to be sent; `begin` when they are the first of their segment."""
+    """Older frames, read in order to be sent. `begin` is set when they are the first of their segment."""
 
     begin: Begin | None
     ordinal: int
@@ -60,19 +62,20 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class ReplicaLog:
-    """A replica's log and identity."""
+    """The log of a replica, and its identity."""
 
     def __init__(
         self, files: Files, node: str, group: str, segment_bytes: int, batch_bytes: int = BATCH_BYTES
     ) -> None:
-        """Open the log and cut what cannot be believed; raises SetupError, OverLimit or DiskFailed."""
+        """Open the log and remove its damaged or torn end. Raises SetupError, OverLimit or DiskFailed."""
         self._files, self._segment_bytes, self._batch_bytes = files, segment_bytes, batch_bytes
         segments, damage = read_replica(files, batch_bytes=batch_bytes)
         self._segments: dict[int, Segment] = {segment.ordinal: segment for segment in segments}
-        # The same for readers in other threads; None while the log is empty. They read committed rows alone.
+        # The same segments for readers in other threads, which read only committed rows. None while the log is empty.
         self.segments: Segments | None = None
         self._file: SegmentFile | None = None
-        self._is_led = False  # the broker's writer appends, and its event loop adds the frames
+        # True while this replica leads: the broker's writer appends, and its event loop adds frames to `segments`.
+        self._is_led = False
         self.identity = self._identity(node, group, damage)
         ends = self.ends()
         self._cut_behind(ends[-1].position if ends else BEGINNING, keeps_header=True)
@@ -81,7 +84,7 @@ class ReplicaLog:
             self.keep_promise(self.promised_at_least(ends))
 
     def _identity(self, node: str, group: str, damage: str) -> Identity:
-        """Return who this disk is: the one it says, or another one if it is new, was wiped or is damaged."""
+        """Load the identity of this disk, or create a new one if the disk is new, was wiped or is damaged."""
         known = _read_identity(self._files)
         if known is not None and (known.group, known.replica.partition("/")[0]) != (group, node):
             raise SetupError(
@@ -98,14 +101,14 @@ class ReplicaLog:
     # -- what the protocol asks of the disk --------------------------------------------------------------------------
 
     def log(self) -> Log:
-        """Return the log as the protocol knows it."""
+        """Describe the log in the protocol's terms."""
         if not self._segments:
             return Log()
         last = self._last
         return Log(self.ends(), last.ordinal, last.end, last.next_seq)
 
     def ends(self) -> Ends:
-        """Return where each epoch ends."""
+        """Find the end of each epoch."""
         found: list[EpochEnd] = []
         for segment in self._segments.values():
             for frame in epoch_ends(segment):
@@ -116,7 +119,7 @@ class ReplicaLog:
 
     @property
     def first(self) -> Position:
-        """Return where the log begins: behind the segments that retention has dropped."""
+        """The begin of the log, after the segments that retention has deleted."""
         if not self._segments:
             return BEGINNING
         segment = self._segments[min(self._segments)]
@@ -124,17 +127,18 @@ class ReplicaLog:
 
     @staticmethod
     def promised_at_least(ends: Ends) -> int:
-        """Return the epoch that the log itself proves to have been promised."""
+        """Find the highest epoch that this replica must have promised, by the frames in its log."""
         return ends[-1].epoch if ends else 0
 
     def keep_promise(self, epoch: int) -> None:
-        """Put the promised epoch on the disk."""
+        """Store the promised epoch durably."""
         self._keep(msgspec.structs.replace(self.identity, promised=epoch))
 
     def begin_segment(self, begin: Begin) -> None:
-        """Make a segment and write its header, synced; nothing when the writer has begun it here."""
+        """Create a segment and write and sync its header, unless the segment exists."""
         if begin.ordinal in self._segments:
-            # The writer's own, or an empty one of an earlier leader, whose header is repeated for the others.
+            # The broker's writer has begun it, or it is an earlier leader's empty segment, whose header this leader
+            # only repeats for the other replicas.
             return
         self._close_file()
         spare = prepare(self._files, begin.ordinal, begin.size_bytes)
@@ -165,25 +169,25 @@ class ReplicaLog:
             segment.add(frame)
 
     def sync(self) -> None:
-        """Put on the disk what was written."""
+        """Sync everything that was written."""
         self._open_file().file.sync()
 
     def cut(self, at: Position) -> None:
-        """Remove all behind `at`, from the back, so that a crash on the way leaves a log that is only longer."""
+        """Remove everything after `at`, from the back, so that a crash in between leaves a valid, longer log."""
         if at == BEGINNING:
-            # Before the log goes: an empty one that is expected to hold frames would be taken for lost.
+            # Before the removal: with `has_log` set, the next start would take the empty log for a lost one.
             self._keep(msgspec.structs.replace(self.identity, has_log=False))
         self._cut_behind(at, keeps_header=False)
 
     def let_go(self, before_seq: int) -> None:
-        """Remove the segments that lie wholly before a row; nothing once the broker's writer appends."""
+        """Remove the segments that lie completely before a row. Do nothing once the broker's writer appends."""
         if self._is_led or self.segments is None:
-            return  # the broker lets its segments go by itself
+            return  # the broker's own retention removes segments
         gone = takewhile(lambda segment: segment.next_seq <= before_seq, self.segments.all[:-1])
         self.segments.remove(self._files, list(gone))
 
     def read(self, begin: Position, end: Position, epoch: int) -> Piece | None:
-        """Return frames from `begin` on, of one segment, up to `end`; None when there are none."""
+        """Read frames of one segment from `begin` on, at most up to `end`, or return None when there are none."""
         if begin >= end:
             return None
         ordinal, position = begin.ordinal, begin.end
@@ -214,10 +218,10 @@ class ReplicaLog:
     # -- the writer of a leader --------------------------------------------------------------------------------------
 
     def room_for(self, size_bytes: int, seq: int, now_ms: int, epoch: int) -> tuple[Begin | None, int, int]:
-        """Return where a commit of this replica's own goes: the segment to be begun if any, ordinal and position."""
+        """Find the position for a commit of this replica: ordinal and byte, and the segment to begin, if any."""
         if self._segments and self._last.end + size_bytes <= self._last.buffer.size:
             last, begin = self._last, None
-            if last.end == fmt.ALIGN:  # begun by an earlier leader, and still empty
+            if last.end == fmt.ALIGN:  # an earlier leader has begun the segment, and it is still empty
                 begin = Begin(epoch, last.ordinal, last.buffer.size, seq, bytes(last.buffer[: fmt.ALIGN]))
             return begin, last.ordinal, last.end
         ordinal = self._last.ordinal + 1 if self._segments else 1
@@ -225,12 +229,12 @@ class ReplicaLog:
         return Begin(epoch, ordinal, self._segment_bytes, seq, header), ordinal, fmt.ALIGN
 
     def close(self) -> None:
-        """Close the file that is written, unless the broker's writer has it."""
+        """Close the file being written, unless the broker's writer owns it."""
         if not self._is_led:
             self._close_file()
 
     def opened(self) -> Opened:
-        """Return the log for a broker's writer, which appends from now on."""
+        """Pass the log to a broker's writer, which appends from now on."""
         self._is_led = True
         assert self.segments is not None, "the row that opens the epoch is in it"
         return Opened(self.segments, self._open_file(), 0)
@@ -241,12 +245,18 @@ class ReplicaLog:
             self.segments.on_drop.append(self._drop)
 
     def _drop(self, gone: list[Segment]) -> None:
-        """Forget segments that retention has removed (another thread's call: a dict's item goes at once)."""
+        """Forget segments that retention has removed.
+
+        Another thread calls this method. Each removal from the dict is atomic.
+        """
         for segment in gone:
             self._segments.pop(segment.ordinal, None)
 
     def follow_writer(self, file: SegmentFile, first_seq: int) -> None:
-        """Take the segment that the writer has begun as the last one; it adds it to `segments` behind its commit."""
+        """Take the segment that the writer has begun as the last one.
+
+        The writer itself adds it to `segments`, after its commit.
+        """
         self._file = file
         if file.ordinal not in self._segments:
             self._segments[file.ordinal] = Segment(file.ordinal, first_seq, file.mapped)
@@ -258,7 +268,7 @@ class ReplicaLog:
         return self._segments[max(self._segments)]
 
     def _keep_has_log(self) -> None:
-        """Note that there is a log, behind its first header and before its first frame."""
+        """Store that there is a log, after its first header is written and before its first frame."""
         if self._segments and not self.identity.has_log:
             self._keep(msgspec.structs.replace(self.identity, has_log=True))
 
@@ -281,7 +291,7 @@ class ReplicaLog:
     def _cut_behind(self, at: Position, *, keeps_header: bool) -> None:
         kept = {ordinal for ordinal in self._segments if ordinal <= at.ordinal}
         if keeps_header and at.ordinal + 1 in self._segments:
-            kept.add(at.ordinal + 1)  # begun, and still empty
+            kept.add(at.ordinal + 1)  # begun, but still empty
         self._remove_names(kept)
         for ordinal in [each for each in self._segments if each not in kept]:
             del self._segments[ordinal]
@@ -297,7 +307,10 @@ class ReplicaLog:
         self._blank(last)
 
     def _remove_names(self, kept: set[int]) -> None:
-        """Remove segments and spares that are not kept, the last first, each name durably before the next."""
+        """Remove the files of segments and spares that are not in `kept`, the last first.
+
+        The directory is synced after each segment, so a crash in between leaves no gap in the sequence of segments.
+        """
         names = [name for name in self._files.list_dir(FOLDER) if name.endswith(".log")]
         for name in reversed(names):
             ordinal = int(name.removesuffix(".log"))
@@ -311,19 +324,22 @@ class ReplicaLog:
             self._files.sync_dir(FOLDER)
 
     def _blank(self, segment: Segment) -> None:
-        """Overwrite what stands behind the last frame, from the back, at most a batch between two syncs."""
+        """Overwrite the bytes after the last frame with zeros, from the back, with a sync after each batch.
+
+        So a crash in between leaves a hole of at most one batch, which recovery does not take for damage.
+        """
         file, end = self._open_file(), last_written(segment.buffer, segment.end)
         while end > segment.end:
             begin = max(segment.end, end - self._batch_bytes)
             file.file.write_at(begin, bytes(end - begin))
             file.file.sync()
             end = begin
-        # Also where nothing was blanked: what a killed process has written may be in the system's cache alone.
+        # Also when nothing was overwritten: frames of a killed process may be only in the page cache.
         file.file.sync()
 
 
 def _forget_frames(segment: Segment, at: Position) -> None:
-    """Let a segment end at `at`: frames behind it are gone."""
+    """Let a segment end at `at`, and remove the frames after it from its index."""
     count = sum(1 for position in segment.frame_positions if position < at.end)
     positions = array("q", segment.frame_positions[:count])
     segment.frame_positions, segment.frame_seqs = positions, array("q", segment.frame_seqs[:count])

@@ -1,11 +1,12 @@
-"""The thread of a replica: takes events one by one, steps the protocol, carries out the effects in their order.
+"""The thread of a replica: takes events one by one, steps the protocol, and carries out the effects in their order.
 
-It is the broker's disk thread as well: while this replica leads, the log's writer brings each commit here (`commit`),
-and while that waits for the other disks the thread reads their acknowledgements itself, so that no second thread has to
-be woken. Other calls of the broker on this thread wait meanwhile, as they do for a commit of a broker alone.
+It is also the broker's disk thread. While this replica leads, the log's writer passes each commit to `commit`. The
+commit then waits for the other disks, and this thread itself reads their acknowledgements from the sockets, so that
+no second thread has to be woken. Other calls of the broker on this thread wait meanwhile, as they wait for a commit
+on a single broker.
 
-The coordinator is asked on the event loop (member.py): what it says comes in by `tell`, what it is asked for goes out
-by the hooks. The first error of the disk ends the replica (docs/decisions/0003-fail-stop.md).
+The coordinator is called on the event loop (member.py). Its answers arrive through `tell`, and requests to it leave
+through the hooks. The first disk error ends the replica (docs/decisions/0003-fail-stop.md).
 """
 
 from __future__ import annotations
@@ -44,64 +45,67 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TICK_MS = 50
-# A takeover has at most so much left to apply: 35 ms of work at 100,000 messages a second. Small commits, applied
-# together, cost a third less than once a tick.
+TICK_MS = 50  # also the interval of a leader's PINGs
+# A follower applies rows at this interval, so a takeover has at most this much log left to apply: 35 ms of work at
+# 100,000 messages per second. Small commits applied together cost a third less than with one apply per tick.
 APPLY_MS = 250
-SUSPECT_MS = 1_000
+SUSPECT_MS = 1_000  # after a leader's connection ends, its port is probed for this long
 
 
 class Hooks(Protocol):
-    """Requests of the thread to the event loop; each is called in the replica's thread and returns at once."""
+    """Requests of the thread to the event loop. Each is called in the replica's thread and returns at once."""
 
     def propose(self, proposal: do.Propose) -> None:
-        """Swap the record, and answer with a Proposed event."""
+        """Swap the record and report the outcome with a Proposed event."""
 
     def hold(self) -> None:
-        """Make the holder's key."""
+        """Create the holder's key."""
 
     def resign(self) -> None:
         """Remove the holder's key."""
 
     def apply(self, seq: int) -> None:
-        """Bring the follower's caches up to a row."""
+        """Apply the committed rows below `seq` to the follower's caches."""
 
     def serve(self, epoch: int) -> None:
-        """Serve: this replica leads."""
+        """Begin to serve: this replica leads."""
 
     def stop_serving(self, reason: str) -> None:
         """End the process: this replica leads no more."""
 
     def fail(self, error: BaseException) -> None:
-        """End the process: the disk has failed, or a rule of ours is broken."""
+        """End the process: the disk has failed, or an assertion of this program does not hold."""
 
 
 class FileWork(Protocol):
-    """What sends and receives data files (data_files.py); each call is the replica's thread's and returns at once."""
+    """The sender and receiver of data files (data_files.py).
+
+    The replica's thread calls all methods, which return at once.
+    """
 
     def received(self, node: str, message: Message) -> None:
-        """Take a message about a data file."""
+        """Handle a message about a data file."""
 
     def closed(self, node: str) -> None:
-        """Know that a connection with a node has ended."""
+        """Handle the end of a connection with a node."""
 
 
 class ReplicaThread(Disk):
-    """A replica that runs. `tell`, `post`, `submit` and `shutdown` may be called in any thread."""
+    """A running replica. Any thread may call `tell`, `send_soon`, `post`, `submit` and `shutdown`."""
 
     def __init__(
         self, rules: Rules, log: ReplicaLog, connections: Connections, clock: Clock, hooks: Hooks
     ) -> None:
         self._log, self._connections, self._clock, self._hooks = log, connections, clock, hooks
         connections.listener = self
-        # Replaced by this thread alone; readers of other threads see one whole state or the next.
+        # Only this thread replaces the state. Each state is immutable, so readers in other threads see a whole one.
         self.state = Replica(
             rules, promised=log.identity.promised, log=log.log(), first=log.first,
             now_ms=clock.boot_ms(), wall_ms=clock.wall_ms(),
         )  # fmt: skip
         self.committed = Position(0, 0, 0)
         self.clock_offsets = ClockOffsets()
-        self.since_ms = clock.wall_ms()  # when it entered its role
+        self.since_ms = clock.wall_ms()  # wall clock when the replica entered its role
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._told: SimpleQueue[Event] = SimpleQueue()
         self._to_send: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -110,50 +114,50 @@ class ReplicaThread(Disk):
         self._is_stepping = False
         self._is_over = False  # shut down, or failed
         self._ticked_ms = 0
-        # A follower applies every APPLY_MS: commit by commit it would cost as much as all else that a follower does.
+        # A follower applies every APPLY_MS. Applying each commit would cost as much as all other work of a follower.
         self._committed_seq = self._applied_seq = self._applied_ms = 0
         self._suspect, self._suspect_until_ms = "", 0  # the node of a leader whose connection has ended
-        self._received = False  # frames or more, since the last flush
-        self._failed: BaseException | None = None  # a commit's, which its caller was told as well
+        self._received = False  # a message has arrived since the last flush
+        self._failed: BaseException | None = None  # error of a commit, which was also raised to its caller
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> None:
-        """Begin to run."""
+        """Start the thread."""
         self._thread.start()
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that this replica leads."""
+        """The epoch that this replica leads."""
         return self.state.epoch
 
     @property
     def connected(self) -> int:
-        """Return how many connections with other replicas there are."""
+        """The number of connections with other replicas."""
         return self._connections.count
 
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
-        """Give the protocol an event."""
+        """Pass an event to the protocol."""
         self._told.put(event)
         self._connections.wake()
 
     def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
-        """Send a message that is not the protocol's, also while a commit waits. `answers`: see Connections.send."""
+        """Send a message about data files, also while a commit waits. For `answers` see `Connections.send`."""
         self._to_send.put(partial(self._connections.send, node, message, answers=answers))
         self._connections.wake()
 
     def set_addresses(self, addresses: dict[str, Address]) -> None:
-        """Know where the other nodes listen."""
+        """Set the replication addresses of the other nodes."""
         self._connections.addresses = addresses
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run a call that reports its own outcome, and raises nothing."""
+        """Queue a call that reports its own outcome and raises nothing."""
         self._calls.put(call)
         self._connections.wake()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """See Executor."""
+        """Queue a call and return the future of its result. Raises RuntimeError when the thread has ended."""
         if self._is_over:
             raise RuntimeError("the replica's thread has ended")
         future: Future[R] = Future()
@@ -161,7 +165,7 @@ class ReplicaThread(Disk):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See Executor; calls that wait are run first."""
+        """Run the queued calls, then end the thread (see concurrent.futures.Executor)."""
         self._calls.put(None)
         self._connections.wake()
         if wait and self._thread.is_alive():
@@ -170,13 +174,13 @@ class ReplicaThread(Disk):
     # -- the writer of a leader (log/replication.py) -----------------------------------------------------------------
 
     def commit(self, extent: Extent) -> None:
-        """Write, sync and replicate a commit; return when it is committed. Raises NotLeader."""
+        """Write, sync and replicate a commit, and return when it is committed. Raises NotLeader."""
         assert threading.current_thread() is self._thread
         try:
             self._commit(extent)
         except NotLeader:
             raise
-        except BaseException as error:  # the state runs ahead of a disk that has failed, and must not go on
+        except BaseException as error:  # the disk failed: `state` contains rows that are not on it, so stop
             self._failed = error
             raise
 
@@ -201,10 +205,10 @@ class ReplicaThread(Disk):
         try:
             while self._serve_calls():
                 self._poll()
-        except BaseException as error:  # of any kind: no caller waits for this thread
+        except BaseException as error:  # every exception, because no caller waits for this thread
             logger.critical("replica stopped reason=%r", error)
             self._hooks.fail(error)
-            # What follows a failed sync would be taken for synced: the calls that come are refused.
+            # After a failed sync, a later one may succeed without the lost bytes. So all later calls are refused.
             self._refuse_calls(error)
         finally:
             self._is_over = True
@@ -212,7 +216,7 @@ class ReplicaThread(Disk):
             self._log.close()
 
     def _serve_calls(self) -> bool:
-        """Run the calls that wait; return False when the last of them ended the thread."""
+        """Run the queued calls. Return False when one of them ended the thread."""
         while True:
             try:
                 call = self._calls.get_nowait()
@@ -230,7 +234,7 @@ class ReplicaThread(Disk):
                 call.args[0].set_exception(StorageError(f"the log has stopped: {error}"))
 
     def _poll(self) -> None:
-        """Take what sockets, the coordinator and the clock bring; wait for them until the next tick."""
+        """Handle input from sockets, the coordinator and the clock, and wait for it until the next tick at most."""
         due_ms = self._ticked_ms + TICK_MS - self._clock.boot_ms()
         self._connections.poll(
             0 if not (self._told.empty() and self._to_send.empty()) else min(TICK_MS, due_ms)
@@ -255,11 +259,11 @@ class ReplicaThread(Disk):
                 self._probe()
 
     def opened(self, node: str) -> None:
-        """Tell the protocol of a connection that was dialed."""
+        """Report a connection that was dialed to the protocol."""
         self._step(on.Connected(node))
 
     def received(self, node: str, message: Message) -> None:
-        """Give the protocol a message; raises PeerError."""
+        """Pass a message to the protocol. Raises PeerError."""
         self._received = True
         now_ms = wall_ms = 0
         if isinstance(message, Pong):
@@ -268,7 +272,10 @@ class ReplicaThread(Disk):
         self._step(on.Received(node, message, now_ms, wall_ms))
 
     def closed(self, node: str, *, opened_here: bool) -> None:
-        """Tell the protocol that a connection has ended; and if it was a leader's, whose process has, that too."""
+        """Report to the protocol that a connection has ended.
+
+        If it was the leader's connection, begin to probe the leader's port.
+        """
         was_source = self.state.source is not None and self.state.source.node == node
         self._step(on.Disconnected(node, opened_here))
         if self.file_work is not None:
@@ -278,9 +285,10 @@ class ReplicaThread(Disk):
             self._probe()
 
     def _probe(self) -> None:
-        """Tell the protocol when nothing listens any more where the last leader was: its lease need not be waited for.
+        """Report the leader's death to the protocol when its port refuses connections.
 
-        A process that ends closes its sockets one by one, so it is looked at more than once.
+        A candidate then need not wait for the end of the leader's lease. The port is probed at each tick for
+        SUSPECT_MS, because a process that ends closes its sockets one by one.
         """
         if self.state.source is not None or self._clock.boot_ms() > self._suspect_until_ms:
             self._suspect = ""
@@ -289,7 +297,7 @@ class ReplicaThread(Disk):
             self._step(on.LeaderDied(node))
 
     def _step(self, event: Event) -> None:
-        """Step the protocol; an event that comes while effects are carried out waits for their end."""
+        """Step the protocol and carry out the effects. Queue events that arrive meanwhile until they are done."""
         self._events.append(event)
         if self._is_stepping:
             return
@@ -311,7 +319,7 @@ class ReplicaThread(Disk):
     def _carry_out(self, effect: do.Effect) -> None:
         match effect:
             case do.Send(node, Pong(epoch, _, boot_ms)):
-                # The step knows the clock of the last tick, which is up to TICK_MS old.
+                # Read the clock again: the step used that of the last tick, which is up to TICK_MS old.
                 self._connections.send(node, Pong(epoch, self._clock.wall_ms(), boot_ms))
             case do.Send(node, message):
                 self._connections.send(node, message)
@@ -337,7 +345,7 @@ class ReplicaThread(Disk):
                 self._carry_out_rest(effect)
 
     def _carry_out_rest(self, effect: do.Effect) -> None:
-        """Carry out one effect that is not on the way of a commit."""
+        """Carry out an effect that is not on the path of a commit."""
         match effect:
             case do.Propose():
                 self._hooks.propose(effect)
@@ -393,5 +401,5 @@ def _run_call(future: Future[R], call: Callable[[], R]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call())
-        except BaseException as error:  # of any kind: the caller is told
+        except BaseException as error:  # every exception, because the future passes it to the caller
             future.set_exception(error)

@@ -1,12 +1,13 @@
-"""Changing the set of replicas, and handing the lead over: two swaps that a leader proposes.
+"""Change of the set of replicas, and hand-over of the lead: the two swaps that a leader proposes.
 
-A new set counts *besides* the old one from before the swap is proposed: a candidate reads the set in the record that it
-swaps, so until the swap it seals the old set, and from then on the new one. The swap is proposed when all that was
-committed has a majority in the new set too. When its answer is lost both go on counting until the record tells.
+A new set counts *in addition to* the old one, from before its swap is proposed. A candidate needs a majority of the
+set in the record that it swaps: the old set until the leader's swap, the new set afterwards. So a commit must have a
+majority in both. The swap is proposed when everything committed has a majority in the new set too. If the answer to
+the swap is lost, both sets go on counting until the record is read.
 
-A replica joins as a learner: it is shipped the log like a follower, and neither counts nor stands before it has the log
-and the data files. A node whose disk is
-new comes back as another incarnation, which replaces the one in the record by itself, once it has all.
+A replica joins as a learner: it receives the log like a follower, but neither counts nor becomes a candidate until it
+has the log and the data files. A node whose disk is new comes back as another incarnation. The leader then proposes
+by itself to replace the old incarnation in the record, once the new one has everything.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from timeball.cluster.replica import Lead, Replica, Role
 
 
 def want(state: Replica, event: ReplicasWanted) -> Step:
-    """Begin to change the set, unless a change is under way; this leader has to stay in it.
+    """Begin to change the set, unless a change is under way. This leader must be in the new set.
 
-    The present set takes back what was asked for and has not begun.
+    A request for the present set withdraws an earlier request that has not begun.
     """
     lead = state.lead
     if lead is None or lead.joining or state.rules.replica not in event.replicas:
@@ -35,7 +36,7 @@ def want(state: Replica, event: ReplicasWanted) -> Step:
 
 
 def hand_over(state: Replica, node: str) -> Step:
-    """Begin to give way to a node."""
+    """Begin to hand the lead over to a node."""
     lead = state.lead
     peer = lead.peers.get(node) if lead else None
     if lead is None or lead.joining or peer is None or peer.replica not in lead.replicas:
@@ -44,17 +45,17 @@ def hand_over(state: Replica, node: str) -> Step:
 
 
 def advance(state: Replica) -> Step:
-    """Take the next step of a change or a hand-over, if it is time."""
+    """Take the next step of a change of the set or of a hand-over, if its condition holds."""
     lead = state.lead
     if lead is None or state.role is not Role.LEADER or lead.is_proposed or state.record is None:
         return state, []
     if lead.handing_to:
         return _hand(state, lead)
     if not lead.joining:
-        # A set with an incarnation that is gone would be waited for in vain.
+        # A wanted incarnation whose node is back with another one will never catch up: give that set up.
         is_gone = any(lead.peers[n].replica != r for r in lead.wanted if (n := node_of(r)) in lead.peers)
         wanted = _replaced(lead) if is_gone else lead.wanted or _replaced(lead)
-        # Until it has all, its acknowledgements would only hold the commits up.
+        # Count a new replica only when it has caught up, else every commit would wait for it.
         if not wanted or not all(
             _has_all(state, replica) for replica in wanted if replica not in lead.replicas
         ):
@@ -69,13 +70,13 @@ def advance(state: Replica) -> Step:
 
 
 def wanted_end(state: Replica) -> tuple[int, int, int]:
-    """Return up to where the new set has the log."""
+    """Find the position up to which the new set has the log."""
     assert state.lead
     return reached(state, state.lead.joining)
 
 
 def conclude(state: Replica, event: Proposed) -> Step:
-    """Take the answer to a leader's proposal."""
+    """Handle the answer to a leader's proposal."""
     lead = state.lead
     assert lead
     state = replace(state, lead=replace(lead, is_proposed=False))
@@ -83,14 +84,15 @@ def conclude(state: Replica, event: Proposed) -> Step:
         return stop(state, f"handed over to {lead.handing_to}")
     if event.succeeded:
         return _adopt(state, event.revision, event)
-    return state, []  # proposed again, or the record tells that it is another's
+    return state, []  # the next step proposes again, unless the record names another leader by then
 
 
 def see(state: Replica, event: Seen) -> Step:
-    """Take a record that was read while leading."""
+    """Handle a record that was read while this replica leads."""
     assert state.lead
     if event.revision <= state.revision:
-        # Its lease had ended, and it went on, as all replicas answer: others must find the group's leader all the same.
+        # The holder's key went with this leader's lease, but the leader goes on, because all replicas answer. Create
+        # the key again: other nodes find the leader by it.
         is_lost = event.holder is None and event.revision == state.revision and not state.lead.handing_to
         return state, [Hold()] if is_lost else []
     if event.record.leader != state.rules.replica or event.record.epoch != state.lead.epoch:
@@ -120,7 +122,7 @@ def _propose(state: Replica, lead: Lead, proposal: Propose) -> Step:
 
 
 def _has_all(state: Replica, replica: str) -> bool:
-    """Return whether a replica has all that is committed, and the data files that it names."""
+    """Check that a replica has all committed rows and the data files that they name."""
     assert state.lead
     peer = state.lead.peers.get(node_of(replica))
     return (
@@ -133,7 +135,7 @@ def _has_all(state: Replica, replica: str) -> bool:
 
 
 def _replaced(lead: Lead) -> tuple[str, ...]:
-    """Return the set with a node's new incarnation in the place of the one that is gone; empty when there is none."""
+    """Build the set in which a node's new incarnation replaces the old one. Empty when there is no new one."""
     news = {peer.replica for peer in lead.peers.values()} - set(lead.replicas)
     for replica in sorted(news):
         if node_of(replica) in map(node_of, lead.replicas):

@@ -1,8 +1,8 @@
-"""Data files on their way from a leader to the other replicas: who was told of them, and who has which.
+"""Data files on their way from a leader to other replicas: the informed nodes, and the replicas that have each file.
 
-A replica counts for a file while the connection lasts over which it has said that it has the file. Behind the next one
-may be another disk, which is told of the files anew. It is another replica then, and what the first one has said, heard
-late, does not count for it.
+A replica counts for a file only while the connection lasts on which it has confirmed the file. The next connection
+may come from another disk, which is informed of the files again. That disk is another replica (another incarnation),
+and a late confirmation of the old one does not count for it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from timeball.errors import NotLeader
 
 
 class Shipment:
-    """The files of one attach. Belongs to one thread; `done` may be waited for in any."""
+    """The files of one attach. Belongs to one thread, but any thread may wait for `done`."""
 
     def __init__(self, sizes: dict[str, int], done: Future[None]) -> None:
-        """Begin with files by path, and how long each is; `done` is set when enough replicas have all."""
+        """Begin with sizes in bytes by path. `done` is set when enough replicas have all files."""
         self.sizes, self.done = sizes, done
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # nodes
         self._having: dict[str, set[str]] = defaultdict(set)  # path -> replicas
-        self._open = set(sizes)  # files that too few have
+        self._open = set(sizes)  # files that too few replicas have
 
     def nodes_to_tell(self, state: Replica) -> list[str]:
-        """Return the replicas that are there and do not know of the files yet; they count as told now."""
+        """List the connected nodes that have not been informed of the files, and count them as informed from now on."""
         peers = state.lead.peers if state.lead else {}
         found = [node for node, peer in peers.items() if peer.acked is not None and node not in self._told]
         self._told.update(found)
         return found
 
     def has(self, state: Replica, replica: str, path: str, size_bytes: int) -> None:
-        """Count a replica (node and incarnation) for a file."""
+        """Count a replica (node and incarnation) for a file, if the size is right."""
         if self.sizes.get(path) != size_bytes:
             return
         self._having[path].add(replica)
@@ -43,14 +43,14 @@ class Shipment:
         self._end_if_done()
 
     def lose(self, node: str) -> None:
-        """Count a replica no more; it is told again when it is back."""
+        """Stop counting a node whose connection has ended. It is informed again when it is back."""
         self._told.discard(node)
         for replicas in self._having.values():
             replicas -= {replica for replica in replicas if node_of(replica) == node}
         self._open = set(self.sizes)
 
     def look(self, state: Replica) -> None:
-        """Count again: the set of replicas may be another one, or this one may lead no more."""
+        """Count again, because the set of replicas may have changed. Fail when this node leads no more."""
         if state.role is not Role.LEADER or state.lead is None:
             self.fail(NotLeader("this node leads no more; ask again, another one answers soon"))
             return
@@ -58,7 +58,7 @@ class Shipment:
         self._end_if_done()
 
     def fail(self, error: BaseException) -> None:
-        """End without the files at the others."""
+        """End with an error."""
         if not self.done.done():
             self.done.set_exception(error)
 

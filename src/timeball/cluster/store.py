@@ -1,10 +1,11 @@
-"""A small store of keys with revisions, transactions and leases, as etcd has it: what `KeyCoordinator` is built on.
+"""A small key-value store with revisions, transactions and leases, modelled on etcd. `KeyCoordinator` is built on it.
 
-    revision    counts the transactions that wrote something; each key knows the one that wrote it last
-    transaction all comparisons hold: the first list of operations is done, else the second, at one instant
-    lease       a key that is put with a lease goes when that ends
+    revision    counts the transactions that wrote something; each key has the revision that wrote it last
+    transaction if all comparisons hold, the first list of operations is carried out, else the second, atomically
+    lease       a key that is put with a lease is deleted when the lease ends
 
-Two stores implement it: `etcd.py`, and the model of the tests, which are compared with each other step by step.
+There are two implementations: `etcd.py`, and the in-memory model of the tests. The tests compare the two step by
+step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-VALUE_BYTES_MAX = 256 * 1024  # a node's addresses and a group's record have some hundreds
+VALUE_BYTES_MAX = 256 * 1024  # a node's addresses and a group's record have some hundred bytes
 
 
 class KeyValue(NamedTuple):
@@ -21,18 +22,18 @@ class KeyValue(NamedTuple):
     key: str
     value: bytes
     revision: int
-    lease_id: int  # 0: stays for ever
+    lease_id: int  # 0: the key has no lease and stays
 
 
 class RevisionIs(NamedTuple):
-    """Holds if this revision wrote the key last; 0: if there is no such key."""
+    """Holds if this revision wrote the key last. With revision 0: holds if the key does not exist."""
 
     key: str
     revision: int
 
 
 class LeaseIs(NamedTuple):
-    """Holds if the key is there by this lease."""
+    """Holds if the key exists and is bound to this lease."""
 
     key: str
     lease_id: int
@@ -47,13 +48,13 @@ class Put(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """Delete a key, if it is there."""
+    """Delete a key if it exists."""
 
     key: str
 
 
 class Read(NamedTuple):
-    """Read a key, or all that begin with it."""
+    """Read a key, or all keys that begin with it."""
 
     key: str
     is_prefix: bool = False
@@ -64,26 +65,26 @@ Operation = Put | Delete | Read
 
 
 class Outcome(NamedTuple):
-    """The answer to a transaction; `reads` has what each `Read` of the list that was done has found, by key."""
+    """The result of a transaction. `reads` has the keys found by each `Read` of the list that was carried out."""
 
     succeeded: bool
-    revision: int  # of the store, after it
+    revision: int  # of the store, after the transaction
     reads: list[list[KeyValue]]
 
 
 class Store(Protocol):
-    """All but `close` raise Unavailable and SetupError, as a Coordinator does."""
+    """All methods but `close` raise Unavailable and SetupError, as those of a Coordinator do."""
 
     async def transact(
         self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
     ) -> Outcome:
-        """Do one of two lists of operations; raise LeaseLost when a key is put with a lease that has ended."""
+        """Carry out one of two lists of operations. Raises LeaseLost when a key is put with a lease that has ended."""
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Return a new lease's id and the seconds that it was granted."""
+        """Request a new lease. Return its id and the seconds that were granted."""
 
     async def renew(self, lease_id: int) -> int:
-        """Return the seconds that a lease was granted anew; raise LeaseLost."""
+        """Renew a lease and return the seconds that were granted. Raises LeaseLost."""
 
     async def revoke(self, lease_id: int) -> None:
         """End a lease, if it has not ended yet, and delete its keys."""
@@ -92,7 +93,7 @@ class Store(Protocol):
         """Return the seconds that are left of a lease, None when it has ended."""
 
     async def wait(self, prefix: str, after: int, timeout_s: float) -> None:
-        """Return when a key with this prefix may have changed after a revision, or after the timeout."""
+        """Wait until a key with this prefix may have changed after a revision, or until the timeout."""
 
     async def close(self) -> None:
-        """End connections and watches."""
+        """Close connections and watches."""

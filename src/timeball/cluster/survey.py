@@ -1,6 +1,6 @@
-"""A cluster as its coordinator and the nodes' reports show it, and its faults, in sentences.
+"""The state of a cluster from the coordinator and the nodes' reports, with its problems as sentences for operators.
 
-Reports are up to a second old. How far a replica is behind is the leader's word, taken of all replicas at one instant.
+Reports are up to 1 s old. The lag of each replica comes from the leader's report, so all lags are of the same time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from timeball.cluster.record import majority, node_of
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
-OFFSET_MS_MAX = 500.0  # a leader whose clock is ahead by so much may release so early
+OFFSET_MS_MAX = 500.0  # if such a clock is ahead and its node leads, it releases messages this much too early
 LAG_ROWS_MAX = 1_000_000
 
 
 async def survey(coordinator: Coordinator) -> list[ReplicaGroup]:
-    """Return all groups, those without a record too."""
+    """Describe all groups, including groups without a record."""
     views, nodes = await coordinator.read_all(), await coordinator.nodes()
     reports = await coordinator.reports()
     known = set(views) | {node.group for node in nodes.values() if node.group}
@@ -72,7 +72,7 @@ def _replica(
 
 
 def _peer(led: ReplicaFigures | None, report: ReplicaFigures) -> PeerFigures | None:
-    """Return a replica as the leader sees it, the leader itself included."""
+    """Find the leader's figures of a replica. The leader itself has lag 0 and clock offset 0."""
     if led is None:
         return None
     if led.replica == report.replica:

@@ -1,6 +1,6 @@
-"""TLS without a socket: bytes in, bytes out, no I/O; connections.py reads and writes.
+"""TLS without a socket and without I/O: converts between plain and encrypted bytes. connections.py reads and writes.
 
-Both ends show a certificate of the cluster's own authority, so a stranger does not get as far as a HELLO.
+Both sides present a certificate of the cluster's own authority, so a stranger cannot even send a HELLO.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ READ_BYTES = 1 << 20
 
 
 class TlsChannel:
-    """One end of one connection."""
+    """One side of one connection."""
 
     def __init__(self, context: ssl.SSLContext, host: str | None) -> None:
-        """Begin as the client of `host`, or as the server when it is None."""
+        """Begin as a client of `host`, or as the server when `host` is None."""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._incoming, self._outgoing, server_side=host is None, server_hostname=host
         )
         self.is_open = False
-        self._plain: list[bytes | memoryview] = []  # to be sent once the handshake is done
+        self._plain: list[bytes | memoryview] = []  # to be sent when the handshake is done
 
     def receive(self, data: bytes | memoryview) -> bytes:
-        """Take bytes of the socket, and return what they say; raises PeerError."""
+        """Decrypt bytes from the socket. Raises PeerError."""
         self._incoming.write(data)
         found = bytearray()
         try:
@@ -39,7 +39,7 @@ class TlsChannel:
         return bytes(found)
 
     def begin(self) -> None:
-        """Go on with the handshake as far as the bytes so far allow; raises PeerError."""
+        """Continue the handshake as far as the bytes received so far allow. Raises PeerError."""
         if self.is_open:
             return
         try:
@@ -54,12 +54,12 @@ class TlsChannel:
         self._plain.clear()
 
     def send(self, plain: bytes | memoryview) -> None:
-        """Put bytes on their way."""
+        """Encrypt bytes for sending. Bytes before the end of the handshake are kept until then."""
         if self.is_open:
             self._tls.write(plain)
         else:
             self._plain.append(plain)
 
     def outgoing(self) -> bytes:
-        """Return bytes for the socket; empty when there are none."""
+        """Take the encrypted bytes that are to be written to the socket. Empty when there are none."""
         return self._outgoing.read()

@@ -1,7 +1,7 @@
-"""What a leader does about a wish of its operators: another set of replicas, or to give way.
+"""The leader's reaction to a wish of its operators: another set of replicas, or a hand-over to another node.
 
-A wish is read with the record, again and again until it is gone: the leader tells the protocol of it, and removes it
-when the record says that it has come true. A command that ends takes its wish with it.
+The wish is read together with the record, at every read until it is gone. The leader passes it to the protocol and
+removes it when the record shows that it is fulfilled. The wish also disappears when the operator's command ends.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from timeball.cluster.replica import Replica, Role
 
 
 class Step(StrEnum):
-    """The next step about a wish."""
+    """The next action for a wish."""
 
     NOTHING = "nothing"
-    SETTLE = "settle"  # it has come true
-    WANT = "want"  # tell the protocol of the set
-    FORGET = "forget"  # the set is not asked for any more
-    HAND_OVER = "hand over"
+    SETTLE = "settle"  # remove the wish: it is fulfilled
+    WANT = "want"  # pass the wanted set to the protocol
+    FORGET = "forget"  # the wish is gone: the protocol is to drop the wanted set
+    HAND_OVER = "hand over"  # begin the hand-over
 
 
 def next_step(view: GroupView, state: Replica) -> Step:
-    """Return what the replica in this state does about the group's wish."""
+    """Choose the action for the group's wish on a replica in this state."""
     lead, record = state.lead, view.record
     if lead is None or state.role is not Role.LEADER or record is None:
         return Step.NOTHING
@@ -36,7 +36,7 @@ def next_step(view: GroupView, state: Replica) -> Step:
     if wish.hand_over_to == state.rules.node:
         return Step.SETTLE
     peer = lead.peers.get(wish.hand_over_to)
-    # In the row: it lacks at most the commit that is on its way, so nothing stands still for long.
+    # The node was sent everything and lacks at most the commit in flight, so the hand-over stops sends only briefly.
     is_ready = peer is not None and peer.acked is not None and peer.sent == state.log.end
     is_in = wish.hand_over_to in map(node_of, record.replicas)
     return Step.HAND_OVER if is_ready and is_in else Step.NOTHING

@@ -1,12 +1,14 @@
-"""What stands in a data folder, read without a broker and without changing a byte.
+"""The contents of a data folder, read without a broker and without changing a byte.
 
-Reads only, claims nothing, and may look on while a broker writes: the checkpoint is read first, so that the log
-can only know more than it; a place that looks damaged is looked at again, because a commit may have been finished
-meanwhile; a segment that retention takes away while we list has us list again.
+This module only reads and takes no lock, so it can run while a broker writes:
 
-Recovery stops at the first damage, since it must not guess. Here damage is a finding: it is named with file and
-position, and the reading goes on at the next whole frame behind it. A torn tail is told from damage as recovery does it
-(log/recovery.py): frames of a commit that was never acknowledged are not shown.
+- The checkpoint is read first, so that the log is never older than it.
+- A position that looks damaged is read again, because a commit may have been completed meanwhile.
+- If retention removes a segment during the listing, the listing is repeated.
+
+Recovery stops at the first damage, because it must not guess. Here, damage is reported with its file and position, and
+reading continues at the next whole frame. A torn tail is distinguished from damage as in recovery (log/recovery.py):
+frames of a commit that was never acknowledged are not shown.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from timeball.log.recovery import last_written, proof_behind, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, segment_name
 from timeball.message import Kind, without_secrets
 
-LISTINGS_MAX = 100  # a broker lets a segment go at most every few seconds
+LISTINGS_MAX = 100  # a broker removes a segment every few seconds at most
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes that do not match themselves or their neighbours; `position` is the first of them, where known."""
+    """Bytes that do not match their checksum or their neighbours. `position` is the first of them, if it is known."""
 
     file: str
     position: int | None
@@ -40,7 +42,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """The end of a commit that was never acknowledged: never finished, or being written just now."""
+    """The end of a commit that was never acknowledged: it was never completed, or it is being written at the moment."""
 
     file: str
     position: int
@@ -50,38 +52,38 @@ class Torn:
 
 @dataclass(frozen=True, slots=True)
 class FrameFound:
-    """A whole frame, and its rows in LOG_SCHEMA, without values that are secret."""
+    """A whole frame, and its rows in LOG_SCHEMA, without secret values."""
 
     segment: SegmentFound
     frame: fmt.Frame
     rows: pa.RecordBatch
 
     def kinds(self) -> dict[str, int]:
-        """How many rows of each kind."""
+        """Count the rows of each kind."""
         return kind_counts(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFound:
-    """A file of the log. `first_seq` is None for a spare and for a file whose header is damaged."""
+    """A file of the log. `first_seq` is None for a spare, and for a file whose header is damaged."""
 
     ordinal: int
     size_bytes: int
     buffer: pa.Buffer
     first_seq: int | None
     is_spare: bool
-    is_last: bool  # of those begun: the only one that may have a torn tail
-    until_seq: int | None  # where the next one begins
+    is_last: bool  # the last segment that has begun: only this one may have a torn tail
+    until_seq: int | None  # the number with which the next segment begins
     damage: Damage | None  # of its header
 
     @property
     def name(self) -> str:
-        """File name, relative to the data folder."""
+        """The file name, relative to the data folder."""
         return segment_name(self.ordinal)
 
     @property
     def created_ms(self) -> int | None:
-        """When the log rolled into it; None as for `first_seq`."""
+        """The time when the log began this segment. None in the same cases as `first_seq`."""
         return None if self.first_seq is None else int(fmt.SEGMENT.unpack_from(self.buffer)[4])
 
 
@@ -89,12 +91,12 @@ Found = FrameFound | Torn | Damage
 
 
 class FolderDump:
-    """A data folder as it stands. Raises SetupError when a segment is of a newer format."""
+    """A data folder at the time of reading. Raises SetupError if a segment has a newer format."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        self.damage: list[Damage] = []  # of the folder as a whole; that of a segment comes from `walk`
-        self.checkpoint = self._checkpoint()  # before the log, which may grow while we look
+        self.damage: list[Damage] = []  # of the folder as a whole; `walk` yields that of a segment
+        self.checkpoint = self._checkpoint()  # read before the log, which may grow meanwhile
         self.segments = self._segments()
         begun = [segment for segment in self.segments if not segment.is_spare]
         if begun and self.checkpoint is None and not _is_all_there(begun):
@@ -107,7 +109,7 @@ class FolderDump:
             )
 
     def walk(self, segment: SegmentFound) -> Iterator[Found]:
-        """Yield the frames and damages of one segment, in order; every frame is checked against its checksum."""
+        """Yield the frames and damages of one segment, in order. Every frame is checked against its checksum."""
         if segment.damage is not None:
             yield segment.damage
         if segment.is_spare:
@@ -132,7 +134,7 @@ class FolderDump:
             try:
                 buffers = [self.files.map_readonly(segment_name(ordinal)) for ordinal in ordinals]
             except NotFound:
-                continue  # retention has taken one away since, the oldest
+                continue  # retention has removed one meanwhile, the oldest
             self._note_holes(ordinals)
             return _headers(ordinals, buffers)
         raise NotFound(f"the files in {FOLDER} change faster than they can be listed")
@@ -144,7 +146,7 @@ class FolderDump:
                 self.damage.append(Damage(segment_name(before + 1), None, text))
 
     def _end(self, segment: SegmentFound, reached: int | None) -> Iterator[Damage]:
-        """Return whether a segment goes as far as its follower, or the checkpoint, says."""
+        """Yield damage if the segment does not reach its successor, or the checkpoint."""
         if reached is None:
             return
         if segment.until_seq is not None and reached != segment.until_seq:
@@ -159,19 +161,19 @@ class FolderDump:
         try:
             return self.files.size(name)
         except NotFound:
-            return None  # retention has taken it away since
+            return None  # retention has removed the file meanwhile
 
 
 class _Walk:
-    """One pass over a segment. `expected` is the sequence number that comes next, as far as it is known."""
+    """One pass over a segment. `expected` is the next sequence number, if it is known."""
 
     def __init__(self, files: Files, segment: SegmentFound) -> None:
         self.files, self.segment, self.buffer = files, segment, segment.buffer
         self.position, self.expected = fmt.ALIGN, segment.first_seq
-        self.is_refused = False  # what stands here says that it is of another version
+        self.is_refused = False  # True if the frame at `position` has another version
 
     def all(self) -> Iterator[Found]:
-        """Frames, and what lies between and behind them."""
+        """Yield the frames, and the flaws between and after them."""
         while True:
             frame, broken = self._read()
             if frame is not None:
@@ -187,13 +189,13 @@ class _Walk:
                 return
 
     def _read(self) -> tuple[fmt.Frame | None, str | None]:
-        """Return the whole frame that should stand here, or else the fault; neither where nothing was written."""
+        """Read the frame at the current position: the frame or the fault, or neither if nothing was written."""
         self.is_refused = False
         try:
             frame = fmt.read_frame(self.buffer, self.position)
         except Corrupt as error:
             return None, str(error)
-        # The folder is of our format, so a frame of another version is damage; a start refuses it anyhow.
+        # The folder has a supported format, so a frame of another version is damage. A start refuses it in any case.
         except SetupError as error:
             self.is_refused = True
             return None, str(error)
@@ -204,12 +206,12 @@ class _Walk:
         )
 
     def _judge(self, broken: str | None) -> Torn | Damage | None:
-        """Return what the bytes from here on are, which are no frame: the end, a torn commit, or damage."""
+        """Classify the bytes from here on, which are not a frame: the end (None), a torn commit, or damage."""
         segment, position = self.segment, self.position
         if not segment.is_last:
             is_end = self.expected == segment.until_seq or last_written(self.buffer, position) == position
             if broken is None and is_end:
-                return None  # where it should have ended is judged by its follower
+                return None  # `_end` compares this end with the next segment
             return Damage(segment.name, position, broken or "blank, though the log went on here")
         size = last_written(self.buffer, position) - position
         if size == 0:
@@ -223,15 +225,15 @@ class _Walk:
         return Damage(segment.name, position, text)
 
     def _look_again(self) -> bool:
-        """Return whether a broker has finished a commit here, in a file that may have grown, since we looked."""
+        """Read again. True if a broker has completed a commit here meanwhile, in a file that may have grown."""
         try:
             self.buffer = self.files.map_readonly(self.segment.name)
         except NotFound:
-            return False  # let go since
+            return False  # retention has removed the segment meanwhile
         return self._read()[0] is not None
 
     def _resume(self) -> bool:
-        """Go to the next whole frame that may follow; False when there is none."""
+        """Move to the next whole frame that may follow. False if there is none."""
         until = self.segment.until_seq
         for frame in whole_frames(self.buffer, self.position + fmt.ALIGN):
             is_too_late = until is not None and frame.next_seq > until
@@ -248,7 +250,7 @@ class _Walk:
 
 
 def kind_counts(rows: pa.RecordBatch) -> dict[str, int]:
-    """Kind's name -> number of rows; an unknown kind is named by its number."""
+    """Count rows by the name of their kind. An unknown kind is named by its number."""
     kinds, counts = np.unique(rows.column("kind").to_numpy(zero_copy_only=False), return_counts=True)
     known = {int(kind): kind.name for kind in Kind}
     pairs = zip(kinds.tolist(), counts.tolist(), strict=True)
@@ -256,7 +258,7 @@ def kind_counts(rows: pa.RecordBatch) -> dict[str, int]:
 
 
 def _is_all_there(begun: list[SegmentFound]) -> bool:
-    """Return whether the log begins with its first row, or a snapshot says that older rows were let go."""
+    """Return whether the log begins with its first row, or a snapshot records that older rows were removed."""
     first_seq = begun[0].first_seq
     if first_seq in (None, 1):
         return True
@@ -274,7 +276,7 @@ def _numbers(names: list[str]) -> list[int]:
 
 
 def _headers(ordinals: list[int], buffers: list[pa.Buffer]) -> list[SegmentFound]:
-    """The files of the log by what their headers say."""
+    """Build the list of segments from their headers."""
     read = [_header(o, b, is_final=o == ordinals[-1]) for o, b in zip(ordinals, buffers, strict=True)]
     begun = [at for at, (first_seq, damage) in enumerate(read) if first_seq is not None or damage is not None]
     found = []
@@ -292,7 +294,7 @@ def _headers(ordinals: list[int], buffers: list[pa.Buffer]) -> list[SegmentFound
 
 
 def _header(ordinal: int, buffer: pa.Buffer, *, is_final: bool) -> tuple[int | None, Damage | None]:
-    """(first_seq, damage); neither for a spare. Judged as in recovery."""
+    """Read a header: (first_seq, damage), or neither for a spare. The rules are those of recovery."""
     try:
         first_seq = fmt.read_segment_header(buffer)
     except Corrupt as error:

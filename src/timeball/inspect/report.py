@@ -1,7 +1,7 @@
-"""What a look at a data folder tells: rows, frames or a summary, as plain dictionaries for `timeball dump`.
+"""Reports about a data folder for `timeball dump`: rows, frames or a summary, as plain dictionaries.
 
-A caller says with `Selection` which part of the log it wants. Every frame of a wanted segment is read and checked, even
-one that is not shown; bytes that are no frame (`Torn`, `Damage`) are handed on as they were found.
+A `Selection` chooses the part of the log. Every frame of a selected segment is read and checked, even if it is not
+shown. Bytes that are not a frame (`Torn`, `Damage`) are passed on as they were found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KIND_NAMES = {int(kind): kind.name for kind in Kind}
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of the log that a caller wants; with the defaults, all of it."""
+    """The part of the log to report. The defaults select all of it."""
 
     segments: frozenset[int] = frozenset()  # empty: all
     kinds: frozenset[int] = frozenset()  # empty: all
@@ -30,7 +30,7 @@ class Selection:
     to_seq: int | None = None
 
     def has_segment(self, segment: SegmentFound) -> bool:
-        """Return whether the segment is named and may hold some of the range."""
+        """Return whether the segment is selected and may contain a part of the range."""
         if self.segments:
             return segment.ordinal in self.segments
         begins, ends = segment.first_seq, segment.until_seq
@@ -38,7 +38,7 @@ class Selection:
         return not is_before and (self.to_seq is None or begins is None or begins < self.to_seq)
 
     def has_frame(self, found: FrameFound) -> bool:
-        """Return whether the frame holds a number of the range and a row of a wanted kind."""
+        """Return whether the frame contains a number of the range and a row of a selected kind."""
         frame = found.frame
         if frame.next_seq <= self.from_seq or (self.to_seq is not None and frame.first_seq >= self.to_seq):
             return False
@@ -46,7 +46,7 @@ class Selection:
 
 
 def find_rows(folder: FolderDump, selection: Selection) -> Iterator[Found]:
-    """Yield the folder's damage, then the wanted frames and everything of wanted segments that is no frame."""
+    """Yield the folder's damage, then the selected frames, and all other bytes found in selected segments."""
     yield from folder.damage
     for segment in filter(selection.has_segment, folder.segments):
         for found in folder.walk(segment):
@@ -55,7 +55,7 @@ def find_rows(folder: FolderDump, selection: Selection) -> Iterator[Found]:
 
 
 def describe_frame(found: FrameFound) -> dict[str, Any]:
-    """Return a frame's header and how many rows of each kind it has."""
+    """Describe a frame: its header and the number of rows of each kind."""
     return {
         "segment": found.segment.ordinal,
         **msgspec.structs.asdict(found.frame),
@@ -65,11 +65,11 @@ def describe_frame(found: FrameFound) -> dict[str, Any]:
 
 
 def describe_rows(found: FrameFound, selection: Selection) -> Iterator[dict[str, Any]]:
-    """Yield the wanted rows of a frame, without the columns that are null."""
+    """Yield the selected rows of a frame, without the columns that are null."""
     first_seq = found.frame.first_seq
     begin = max(0, selection.from_seq - first_seq)
     end = found.rows.num_rows if selection.to_seq is None else max(begin, selection.to_seq - first_seq)
-    # A dump is passed on when people ask for help: what the broker keeps to itself stays out of it.
+    # People pass dumps on when they ask for help, so secrets of the broker are left out.
     rows = without_secrets(found.rows.slice(begin, end - begin))
     for seq, row in enumerate(rows.to_pylist(), first_seq + begin):
         kind = row.pop("kind")
@@ -105,7 +105,7 @@ class SegmentSummary:
     kinds: dict[str, int] = field(default_factory=dict)
 
     def add(self, found: FrameFound) -> None:
-        """Count one more frame."""
+        """Add one more frame to the figures."""
         self.frames += 1
         self.rows += found.frame.rows
         self.used_bytes = found.frame.end
@@ -116,7 +116,7 @@ class SegmentSummary:
 
 @dataclass
 class Summary:
-    """The contents of a folder, and all bytes found that are no frame, in the order of the log."""
+    """The contents of a folder, and all bytes found that are not a frame, in the order of the log."""
 
     segments: list[SegmentSummary]
     checkpoint: dict[str, Any] | None
@@ -126,11 +126,11 @@ class Summary:
 
     @property
     def damage(self) -> list[Damage]:
-        """Return the flaws that a start would not mend by itself."""
+        """The flaws that a start of the broker would not repair by itself."""
         return [flaw for flaw in self.flaws if isinstance(flaw, Damage)]
 
     def document(self) -> dict[str, Any]:
-        """Return the summary as one JSON document."""
+        """Build the summary as one JSON document."""
         return {
             "segments": [asdict(segment) for segment in self.segments],
             "torn": [asdict(flaw) for flaw in self.flaws if isinstance(flaw, Torn)],
@@ -142,7 +142,7 @@ class Summary:
 
 
 def summarise(folder: FolderDump, selection: Selection, *, verify: bool = False) -> Summary:
-    """Read the selected part of the log once; with `verify`, compare the caches with it on the way."""
+    """Read the selected part of the log once. With `verify`, compare the caches with it at the same time."""
     check = CacheCheck(folder) if verify else None
     segments: list[SegmentSummary] = []
     flaws: list[Torn | Damage] = list(folder.damage)
@@ -169,10 +169,11 @@ def summarise(folder: FolderDump, selection: Selection, *, verify: bool = False)
 def _checkpoint(folder: FolderDump) -> dict[str, Any] | None:
     if folder.checkpoint is None:
         return None
-    # `asdict` first: a struct of its own leaves out what has its default value.
+    # `asdict` first, because encoding the struct leaves out fields with their default value.
     facts = msgspec.structs.asdict(folder.checkpoint.facts)
     del facts["queues"]  # shown with the queues
-    for name in ("files", "meta"):  # counts: thousands of names, and values that may be secret
+    # as counts, because there are thousands of names, and values that may be secret
+    for name in ("files", "meta"):
         facts[name] = len(facts[name] or ())
     shown: dict[str, Any] = msgspec.to_builtins(facts)
     return {**shown, "settled_rows": len(folder.checkpoint.settled_seq)}

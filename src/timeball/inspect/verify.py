@@ -1,9 +1,8 @@
-"""Do the caches beside the log say what the log says? For `timeball dump --verify`.
+"""Comparison of the caches beside the log with the log, for `timeball dump --verify`.
 
-Caches are key runs, frame indexes and the queue index. A broker rebuilds one that does not match its checksum, but
-another may be whole and of another log. Here each is compared with the frames and rows, segment by segment as these
-are read. The queue index is compared only where the checkpoint vouches for it; what lies beyond is written again at a
-start.
+The caches are key runs, frame indexes and the queue index. A broker rebuilds a cache that does not match its checksum.
+But a cache may be intact and belong to another log. So each cache is compared here with frames and rows, segment by
+segment as these are read. The queue index is only compared up to the checkpoint. A start writes the rest again.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from timeball.message import Int64Array
 
 
 class CacheCheck:
-    """Takes frames in the order of the log, and answers after each segment."""
+    """Compares the caches with frames that are added in the order of the log. Reports damage after each segment."""
 
     def __init__(self, folder: FolderDump) -> None:
         self._files: Files = folder.files
         self._vouched_seq = folder.checkpoint.facts.seq if folder.checkpoint is not None else 0
-        self._keys: list[tuple[UInt64Array, Int64Array]] = []
-        self._frames: list[fmt.Frame] = []
-        self._damage: dict[str, Damage] = {}  # the first of each file
+        self._keys: list[tuple[UInt64Array, Int64Array]] = []  # of the current segment
+        self._frames: list[fmt.Frame] = []  # of the current segment
+        self._damage: dict[str, Damage] = {}  # the first damage of each file
         self._queue_files = self._open_queue_files()
+        # the file that was read last, and its entries
         self._opened: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
         self._holes = self._find_holes()
 
     def add(self, found: FrameFound) -> None:
-        """Compare one frame of the segment at hand."""
+        """Compare one frame of the current segment."""
         rows, first_seq = found.rows, found.frame.first_seq
         hashes, at = hash_keys(rows.column("unique_key"), rows.column("keys"))
         self._keys.append((hashes, first_seq + at))
@@ -47,7 +47,7 @@ class CacheCheck:
             self._compare_queues(rows.take(pa.array(visible)), first_seq + visible)
 
     def finish(self, segment: SegmentFound) -> list[Damage]:
-        """Return what was found wrong in the segment whose last frame has been added."""
+        """List the damage found in the segment whose last frame was added."""
         keys, self._keys = self._keys, []
         frames, self._frames = self._frames, []
         if not segment.is_last and not segment.is_spare:
@@ -60,7 +60,7 @@ class CacheCheck:
         try:
             stored = KeyRun(self._files.map_readonly(name)).columns()
         except NotFound:
-            return  # made with the first look-up
+            return  # the broker makes this file at the first look-up
         except Corrupt as error:
             self._note(name, None, f"{error}; delete it, it is made again")
             return
@@ -73,13 +73,13 @@ class CacheCheck:
         segment = Segment(found.ordinal, found.first_seq or 0, found.buffer)
         for frame in frames:
             if (frame.first_seq, frame.position) != (segment.next_seq, segment.end):
-                return  # damage lies between: it has been named, and what the index should say is not known
+                return  # after damage, which was reported, the correct content of the index is unknown
             segment.add(frame)
         name = frame_index.index_name(segment)
         try:
             stored = bytes(self._files.map_readonly(name))
         except NotFound:
-            return  # made by the broker's upkeep
+            return  # the broker makes this file during maintenance
         if found.until_seq == segment.next_seq and stored != frame_index.encode(segment):
             self._note(name, None, "it does not name the frames of its segment; delete it, it is made again")
 
@@ -109,7 +109,7 @@ class CacheCheck:
                 self._note(file.name, None, f"{text}; delete it, it is made again")
 
     def _parts_of(self, file: QueueFile) -> dict[tuple[str, int], Part] | None:
-        """Return a file's entries; None when they are damaged. One file is held at a time."""
+        """Read the entries of a file. None if they are damaged. One file is kept in memory at a time."""
         if self._opened is None or self._opened[0] is not file:
             try:
                 self._opened = (file, {(part.topic, part.queue_id): part for part in file.parts()})
@@ -128,7 +128,10 @@ class CacheCheck:
         return sorted(found, key=lambda file: file.first_seq)
 
     def _find_holes(self) -> list[tuple[int, int]]:
-        """Return the stretches below the checkpoint that no file covers and none that was named stands for."""
+        """Find the ranges below the checkpoint that no file covers.
+
+        Ranges whose damaged file was reported already are left out.
+        """
         covered, holes = 1, []
         for file in self._queue_files:
             if file.first_seq > covered:
@@ -143,7 +146,7 @@ class CacheCheck:
 
 
 def _same(hashes: UInt64Array, seqs: Int64Array, stored: UInt64Array, stored_seqs: Int64Array) -> bool:
-    """Return whether the same pairs are stored, sorted by hash; pairs of one hash may stand in any order."""
+    """Return whether the same pairs are stored, sorted by hash. Pairs with the same hash may be in any order."""
     if len(hashes) != len(stored) or np.any(stored[1:] < stored[:-1]):
         return False
     mine, theirs = np.lexsort((seqs, hashes)), np.lexsort((stored_seqs, stored))

@@ -1,10 +1,12 @@
-"""Kafka in and out: records that say when are kept by Timeball, and are in Kafka again at their instant, exactly once.
+"""Kafka in and out: Timeball keeps records with a due time, and writes them back to Kafka at that time, exactly once.
 
-    Receives: records of one Kafka topic, whose headers say when
-    Keeps: nothing. How far Kafka's records were taken stands in Timeball's log, in the frame of their messages; how far
-      Timeball's messages were delivered stands in Kafka, in the transaction of their records
-    Hands on: the same records to other topics of Kafka; what cannot be taken, to a dead letter topic with the reason
+    Receives: records of one Kafka topic, whose headers state their due time
+    Keeps: nothing. The position in Kafka's topic is stored in Timeball's log, in the frame of the messages. The
+      position in Timeball's queue is stored in Kafka, in the transaction of the records
+    Hands on: the same records to other topics of Kafka. A record that cannot be accepted goes to a dead letter topic,
+      with the reason
 
-A process of its own beside the broker (`timeball kafka`), which it reaches as a client. `records` is bytes only;
-`intake` goes from Kafka to Timeball, `delivery` back, and `bridge` runs both. Only this room knows Kafka's client.
+The bridge is a separate process beside the broker (`timeball kafka`), and a client of it. `records` does no I/O.
+`intake` goes from Kafka to Timeball, `delivery` goes back, and `bridge` runs both. Only this package uses Kafka's
+client.
 """

@@ -1,4 +1,4 @@
-"""Both ways of a bridge, each in a thread, begun anew for as long as Kafka or Timeball is away."""
+"""Both directions of a bridge, each in a thread. A direction is restarted while Kafka or Timeball is away."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from timeball.kafka.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_MS = 30_000
-PATIENCE_S = 10.0  # of one call, while the broker restarts
-AGAIN_S = 1.0
+TIMEOUT_MS = 30_000  # of one try of a call
+PATIENCE_S = 10.0  # for each call, while the broker restarts
+AGAIN_S = 1.0  # before a direction is restarted
 
 
 class Bridge:
@@ -36,7 +36,10 @@ class Bridge:
         self._queue = WaitingQueue(self._calls, options.topic)
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None]) -> None:
-        """Carry records until `stop` is set; raise what only an operator can mend. `on_ready`: both ways are open."""
+        """Carry records until `stop` is set. Raises errors that only an operator can resolve.
+
+        `on_ready` is called once, when both directions are open.
+        """
         is_open = threading.Event()
 
         def deliver() -> None:
@@ -49,7 +52,7 @@ class Bridge:
             delivery.run(stop)
 
         def take() -> None:
-            # Records are taken once there is a position: see Delivery.open.
+            # Records are taken only once a position exists (see Delivery.open).
             while not is_open.wait(AGAIN_S):
                 if stop.is_set():
                     return
@@ -62,12 +65,12 @@ class Bridge:
                 stop.wait()
             finally:
                 stop.set()
-                self._calls.close()  # ends calls that are tried again
+                self._calls.close()  # ends calls that would be tried again
         for way in ways:
             way.result()
 
     def _again(self, way: Callable[[], None], stop: threading.Event) -> None:
-        """Run one way, and begin it anew after what passes by itself; any other error stops both."""
+        """Run one direction, and restart it after a temporary error. Any other error stops both directions."""
         try:
             while not stop.is_set():
                 try:

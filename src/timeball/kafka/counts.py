@@ -1,4 +1,4 @@
-"""What a bridge has done since its start, for its status lines."""
+"""The counts of a bridge since its start, for its status lines."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class Counts(msgspec.Struct):
-    """Each number is changed by one thread, or under a lock, and read by another, which may see it a moment late.
+    """The counts. One thread changes each number, or several under a lock. Readers may see a slightly older value.
 
-    taken         records of Kafka that are in Timeball's log; of them `dead` as dead letters
-    cancelled     messages that records with the header `cancel` have ended
-    delivered     records that are in Kafka again, committed; of them `undeliverable` as dead letters
-    filed         records that are in the local file, as Kafka takes no whole dead letter of them
+    taken         records of Kafka that are in Timeball's log, including the `dead` ones that became dead letters
+    cancelled     messages that records with the header `cancel` have cancelled
+    delivered     records committed in Kafka, including the `undeliverable` ones that became dead letters
+    filed         records in the local file, because Kafka accepts no complete dead letter of them
     transactions  in which these were written
-    lost          messages or offsets that retention let go before the bridge came to them
+    lost          messages or offsets that retention removed before the bridge reached them
     behind        records of the topic of --in that are not taken yet
-    late_ms       how late the latest record of the last status line was committed
+    late_ms       the largest lateness of a commit since the last status line
     """
 
     taken: int = 0

@@ -1,26 +1,26 @@
-"""From Timeball into Kafka: each message that is visible becomes one committed record, at its instant.
+"""From Timeball into Kafka: each visible message becomes one committed record, at its due time.
 
-    pull (a long poll) -> begin -> the records, and the position behind them -> commit
+    pull (a long poll) -> begin -> the records, and the position after them -> commit
 
 Record and position are in Kafka together or not at all, so a crash leaves no half. The next process begins with
-`init_transactions`, which ends the transaction of the one before and fences that process, and then reads the position.
-All that is visible when a transaction ends goes with the next one: there is no interval but the few milliseconds that
-Kafka needs to end a transaction.
+`init_transactions`, which ends the transaction of the earlier process and fences that process. Then it reads the
+position. All messages that are visible when a transaction ends go into the next one. The only interval is the few
+milliseconds that Kafka needs to end a transaction.
 
-A record that Kafka refuses for good ends its transaction: too large for its topic, or a topic that may not be written.
-Its message is found by halves, and takes the next of four ways:
+A record that Kafka refuses permanently ends its transaction: it is too large for its topic, or its topic may not be
+written. The bridge finds its message by halving the batch, and the message takes the next of four ways:
 
     1  the record, to its topic
     2  a dead letter: the record with Kafka's reason, to the dead letter topic
     3  a dead letter without the value, and a line in a local file
     4  a line in a local file
 
-A record whose refusal is certain (`topic_limits`) takes the next way at once. Kafka reports some other errors for a
-record, others for the transaction alone. Such an error of a transaction with one record is the record's own when it
-comes twice, and a transaction without the record succeeds.
+A record whose refusal is certain (`topic_limits`) takes the next way at once. Kafka reports some other errors for the
+record, and others only for the transaction. If the transaction has a single record, the bridge blames the record when
+the error comes twice and a transaction without the record succeeds.
 
-Each failed transaction costs its producer: the next one would fail for missing sequence numbers, or for a state that
-only `init_transactions` ends.
+Each failed transaction costs its producer: the next transaction would fail for missing sequence numbers, or for a state
+that only `init_transactions` ends.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from timeball.kafka.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-ROWS_MAX = 2_000  # of a transaction
-WAIT_MS = 1_000
+ROWS_MAX = 2_000  # in one transaction
+WAIT_MS = 1_000  # of one long poll
 INIT_S, COMMIT_S = 30.0, 10.0
-FAILED_WAIT_S = 0.2
-# Kafka answers a commit before it has marked the end in each partition. A transaction that begins earlier is told to
-# come again, and its client does so after 20 ms.
+FAILED_WAIT_S = 0.2  # after a failed transaction, unless a record was to blame
+# Kafka answers a commit before it has written the end markers to each partition. If the next transaction begins
+# earlier, Kafka asks its client to retry, and the client waits 20 ms.
 MARKS_S = 0.004
-ABORT_MARKS_S = 0.02  # the same behind an abort, where the client would come again after 500 ms
-IDLE_MS = 10_000
+ABORT_MARKS_S = 0.02  # the same after an abort, where the client would wait 500 ms
+IDLE_MS = 10_000  # after this time without messages, an idle bridge writes its position
 ANY_PARTITION = -1  # RD_KAFKA_PARTITION_UA
 STRANGE = "not a record of Kafka: the bridge's topic is for the bridge alone"
-# Errors that Kafka repeats for each try. Those of size are a record's, the others hold for all records of its topic.
+# Errors that Kafka repeats at each try. Those of size concern one record, the others all records of its topic.
 OF_SIZE = frozenset(
     {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.RECORD_LIST_TOO_LARGE}
 )  # fmt: skip
@@ -70,19 +70,20 @@ OF_A_TOPIC = frozenset(
     }
 )  # fmt: skip
 LASTING = OF_SIZE | OF_A_TOPIC | {KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION}
-REFUSAL_KEPT_MS = 10_000  # a topic's limit or permission may be changed: it is tried again after this
+# a topic's limit or permission may change, so a record is tried again after this time
+REFUSAL_KEPT_MS = 10_000
 FIRST_WAY, SECOND_WAY, WAY_WITHOUT_VALUE, LAST_WAY = range(1, 5)
 FILED = "the value is in the bridge's file of undeliverable records"
-# Another process has taken over. Any other fatal error is Kafka's or the set-up's.
+# These mean that another process has taken over. Any other fatal error is one of Kafka or the set-up.
 FENCED = frozenset(
     {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
 )  # fmt: skip
 
 
 class Outgoing(NamedTuple):
-    """A record to be written, a message's or its dead letter; `id` is the message's.
+    """A record to be written: of a message, or of its dead letter. `id` is that of the message.
 
-    `begin_ms`: from when on it is late, its instant or its acceptance behind that.
+    `begin_ms` is the time from which its lateness counts: the due time, or the acceptance if that was later.
     """
 
     id: str
@@ -94,13 +95,13 @@ class Outgoing(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return about how many bytes the record has in Kafka."""
+        """The approximate size of the record in Kafka."""
         headers = sum(len(name) + len(value or b"") for name, value in self.envelope.headers)
         return len(self.value or b"") + len(self.envelope.key or b"") + headers
 
 
 class Refusal(NamedTuple):
-    """A refusal that holds for records of a topic of at least `size_bytes`, until `until_ms` of the boot clock."""
+    """A refusal that holds for records of a topic with at least `size_bytes`, until `until_ms` of the boot clock."""
 
     size_bytes: int
     reason: str
@@ -108,7 +109,7 @@ class Refusal(NamedTuple):
 
 
 class Delivery:
-    """Writes what is visible of one queue. Belongs to one thread; one that has raised is replaced by a new one."""
+    """Writes the visible messages of one queue. Belongs to one thread. After an error, a new object replaces it."""
 
     def __init__(self, options: BridgeOptions, queue: WaitingQueue, counts: Counts, clock: Clock) -> None:
         self._options, self._queue, self._counts, self._clock = options, queue, counts, clock
@@ -123,30 +124,30 @@ class Delivery:
         self._rows_max = ROWS_MAX
         self._file = UndeliverableFile(options.undeliverable, counts)
         self._rules = Rules(options.own, options.out, options.dead, options.position_topic, self._topics.has)
-        self._told: KafkaError | None = None  # the report of the only record of a transaction
-        # Why the message at `_offset` could not take its first ways: one reason for each of them.
+        self._told: KafkaError | None = None  # Kafka's error for the only record of a transaction
+        # The reasons for which the message at `_offset` could not take its first ways, one for each way.
         self._reasons: list[str] = []
-        self._refusals: dict[str, Refusal] = {}  # by topic: so that the next record need not fail, too
-        self._filed: set[str] = set()  # ids whose lines are in the file, and whose position is not committed
+        self._refusals: dict[str, Refusal] = {}  # by topic, so that the next record need not fail too
+        self._filed: set[str] = set()  # ids whose lines are in the file while the position is not committed
         self._tried: Outgoing | None = None  # the only record of a transaction
-        self._failed_alone = -1  # the offset of the last one that failed as the only record
+        self._failed_alone = -1  # the offset of the last message that failed as the only record
 
     def _new_producer(self) -> Producer:
         options = self._options
         properties = options.client_properties(
             transactional_id=f"timeball.{options.name}", acks="all", linger_ms=0, partitioner="murmur2_random",
             message_max_bytes=16 * 1024 * 1024, queue_buffering_max_messages=100_000, transaction_timeout_ms=60_000,
-            # A batch larger than its topic's limit is refused, though each of its records is smaller.
+            # Kafka refuses a batch larger than its topic's limit, even if each record is smaller.
             batch_size=64 * 1024,
-            # A record without an answer fails well before its transaction, which can still be aborted then.
+            # A record without an answer fails well before its transaction, which can then still be aborted.
             message_timeout_ms=20_000,
-            # A topic that was deleted is unknown at once, and not after 30 s.
+            # A deleted topic is reported as unknown at once, and not after 30 s.
             topic_metadata_propagation_max_ms=1_000,
         )  # fmt: skip
         return Producer(properties, logger=logger)
 
     def open(self, stop: threading.Event) -> None:
-        """End what another process of this name has begun, and learn where to go on; raise SetupError."""
+        """End the transaction of an earlier process with this name, and find the position. Raises SetupError."""
         options = self._options
         self._file.check()
         own = (options.position_topic, options.dead)
@@ -161,7 +162,7 @@ class Delivery:
                     f"--position-topic {options.position_topic}: has no position of {options.name!r}, and Timeball's "
                     f"topic {self._queue.topic!r} is used already: restore the topic, or choose another --name"
                 )
-            # Before the first record is taken, so that a position that is not there is always one that was lost.
+            # Write a position before the first record, so that a missing position always means that it was lost.
             self._write([], 0, stop)
         elif found > span.max:
             raise SetupError(
@@ -171,7 +172,11 @@ class Delivery:
         self._offset = found or 0
 
     def run(self, stop: threading.Event) -> None:
-        """Deliver until `stop` is set. Raises KafkaException, Unavailable: begin anew; SetupError when fenced."""
+        """Deliver until `stop` is set.
+
+        After KafkaException and Unavailable, start again with a new object. SetupError means that the bridge was
+        fenced.
+        """
         failures, wrote_ms = 0, self._clock.wall_ms()
         while not stop.is_set():
             rows = self._pull()
@@ -180,7 +185,7 @@ class Delivery:
                 continue
             try:
                 if is_idle:
-                    # So that a bridge with nothing to deliver is told when another has taken over.
+                    # An idle bridge writes its position too, so that it learns when another one has taken over.
                     self._write([], self._offset, stop)
                 else:
                     self._deliver(rows, stop)
@@ -193,9 +198,12 @@ class Delivery:
                     return
 
     def _narrow(self, error: KafkaError, rows: int, failures: int, stop: threading.Event) -> bool:
-        """Conclude from a failed transaction of so many rows; return whether a record is to blame, so no wait helps."""
+        """Draw conclusions from a failed transaction of `rows` rows.
+
+        True if a record is to blame, so that waiting does not help.
+        """
         told, self._told = self._told, None
-        # The first failure without a lasting reason may be Kafka's own, as of a broker that restarts.
+        # The first failure without a permanent reason may be temporary, for example if a Kafka broker restarts.
         is_lasting = told is not None or error.code() in LASTING
         if rows > 1:
             self._rows_max = max(1, rows // 2) if is_lasting or failures > 1 else ROWS_MAX
@@ -209,7 +217,7 @@ class Delivery:
         return False
 
     def _is_well(self, stop: threading.Event) -> bool:
-        """Return whether Kafka takes a transaction with the position alone."""
+        """Return whether Kafka accepts a transaction with only the position."""
         try:
             self._write([], self._offset, stop)
             return True
@@ -218,7 +226,7 @@ class Delivery:
             return False
 
     def _remember(self, code: int, reason: str) -> None:
-        """Have the next records of the refused one's topic not fail for the same reason."""
+        """Store a refusal, so that the next records for the same topic do not fail for the same reason."""
         if (one := self._tried) is None or code not in OF_SIZE | OF_A_TOPIC:
             return
         until_ms = self._clock.boot_ms() + REFUSAL_KEPT_MS
@@ -227,7 +235,7 @@ class Delivery:
 
     def _pull(self) -> pa.RecordBatch:
         try:
-            # With the one that was refused goes no other.
+            # A message that was refused is tried alone.
             rows = 1 if self._reasons else self._rows_max
             return self._queue.pull(self._offset, rows, WAIT_MS)
         except OutOfRange:
@@ -262,16 +270,16 @@ class Delivery:
         counts.late_ms = max(counts.late_ms, now_ms - first_ms)
 
     def _write(self, found: list[Outgoing], position: int, stop: threading.Event) -> None:
-        """Write records and the position behind them, all or none."""
+        """Write records and the position after them in one transaction."""
         alone = len(found) == 1
-        # The pull has taken a part of it, or all.
+        # The pull took a part of this time, or all of it.
         if (left_s := MARKS_S - (self._clock.monotonic_ns() - self._committed_ns) / 1e9) > 0:
             stop.wait(left_s)
         self._producer.begin_transaction()
         for one in found:
             envelope = one.envelope
             partition = envelope.partition
-            # Kept where the topic has it; elsewhere Kafka's own rule by the key, that of its Java clients.
+            # Keep the partition if the topic has it. Otherwise Kafka's Java clients' rule chooses one by the key.
             if partition is not None and partition >= self._topics.partitions(envelope.topic):
                 partition = None
             self._produce(envelope.topic, one.value, envelope.key, partition, envelope.headers, alone)
@@ -284,7 +292,7 @@ class Delivery:
         self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers, alone: bool
     ) -> None:  # fmt: skip
         chosen = ANY_PARTITION if partition is None else partition
-        # Only of a record that is alone its own refusal is wanted: a call for each costs as much as the record.
+        # Only the report about a single record is needed: a callback for each record costs as much as the record.
         told = self._note if alone else None
         while True:
             try:
@@ -298,7 +306,7 @@ class Delivery:
                 raise
 
     def _note(self, error: KafkaError | None, message: Message | None) -> None:
-        # A record that is given up with its transaction is reported as well, with a code of the client's own.
+        # A record that is discarded with its transaction is reported as well, with an error code of the client itself.
         if error is not None and error.code() in LASTING:
             self._told = error
 
@@ -309,15 +317,16 @@ class Delivery:
                 self._committed_ns = self._clock.monotonic_ns()
                 return
             except KafkaException as error:
-                # Without an answer it may be committed: only asking again tells, or the next process's first request.
+                # Without an answer the transaction may be committed. Repeating the request, or the next process's first
+                # one, finds out.
                 if not error.args[0].retriable() or stop.is_set():
                     raise
 
     def _begin_anew(self, error: KafkaException, stop: threading.Event) -> None:
-        """End a transaction that has failed, and take a new producer. Raises SetupError when fenced, KafkaException."""
+        """End a failed transaction, and make a new producer. Raises SetupError if fenced, and KafkaException."""
         cause = error.args[0]
         if cause.fatal() and cause.code() in FENCED:
-            # Not begun anew here: two bridges of one name would fence each other for ever.
+            # The bridge does not restart here: two bridges with one name would fence each other for ever.
             raise SetupError(
                 f"--name {self._options.name}: another bridge of this name has begun, or this one stood still for "
                 f"a minute ({cause.str()})"
@@ -332,7 +341,7 @@ class Delivery:
             self._offset = read_position(self._options) or 0
 
     def _abort(self, stop: threading.Event) -> bool:
-        """Return whether the transaction is aborted for sure; if not, `init_transactions` ends it."""
+        """Abort the transaction. False if it may still be open: then `init_transactions` ends it."""
         while True:
             try:
                 self._producer.abort_transaction(COMMIT_S)
@@ -358,7 +367,7 @@ class Delivery:
         begin_ms = None if due_ms is None else max(due_ms, accepted_ms or 0)
         envelope, id = records.envelope_of(properties), name or ""
         if envelope is None:
-            # Of another client of Timeball's: what it is for is not known.
+            # Another client of Timeball sent this message, so its destination is unknown.
             return self._dead(
                 Outgoing(id, Envelope("", None, None, []), body, due_ms, begin_ms, False), STRANGE
             )
@@ -372,7 +381,7 @@ class Delivery:
         return one if refusal is None else self._dead(one, refusal)
 
     def _way(self, one: Outgoing) -> Outgoing | None:
-        """Return the record of a message's first way that is open; None for the last one, which has no record."""
+        """Make the record of the first way that is open for a message. None for the last way, which has no record."""
         reasons, begin = list(self._reasons), SECOND_WAY if one.is_dead else FIRST_WAY
         while (number := begin + len(reasons)) < LAST_WAY:
             way = self._record(one, number, reasons)
@@ -385,7 +394,7 @@ class Delivery:
         return None
 
     def _known_refusal(self, one: Outgoing) -> str | None:
-        """Return why Kafka refuses a record, as far as it is known before it is written."""
+        """Find the reason for which Kafka will refuse a record, if it is known before the record is written."""
         known, topic = self._refusals.get(one.envelope.topic), one.envelope.topic
         if (
             known is not None
@@ -393,12 +402,12 @@ class Delivery:
             and known.until_ms > self._clock.boot_ms()
         ):
             return known.reason
-        if one.is_dead:  # the others' topics were looked at together
+        if one.is_dead:  # the limits of the other records' topics were asked for together
             self._limits.look((topic,))
         return self._limits.refusal(topic, one.size_bytes)
 
     def _record(self, one: Outgoing, number: int, reasons: list[str]) -> Outgoing:
-        """Return the record of the way with this number, behind ways that were refused for these reasons."""
+        """Make the record of the way `number`, after the earlier ways were refused for `reasons`."""
         if number == FIRST_WAY or not reasons:
             return one
         if number == SECOND_WAY:
@@ -407,7 +416,7 @@ class Delivery:
         return self._dead(one._replace(value=value), f"{'; '.join(reasons)}; {FILED}")
 
     def _file_away(self, one: Outgoing, reasons: list[str]) -> None:
-        """Write a message to the local file, unless a transaction that failed since has done so."""
+        """Write a message to the local file, unless an earlier, failed transaction has written it already."""
         if one.id in self._filed:
             return
         place, envelope = self._place(one), one.envelope
@@ -425,7 +434,7 @@ class Delivery:
         return one._replace(envelope=envelope, is_dead=True)
 
     def _place(self, one: Outgoing) -> Place:
-        """Return the place of the record that a message was made of, or of the message itself."""
+        """Find the location of the record that a message was made of, or else of the message itself."""
         try:
             return Place.of(one.id)
         except ValueError:

@@ -1,16 +1,18 @@
 """From Kafka into Timeball: each record of the topic becomes one message, however often it is read.
 
-    read -> messages -> Timeball's log, with the position behind the records in the same frame -> Kafka's group is told
+    read -> messages -> Timeball's log, with the next position in the same frame -> offsets of Kafka's consumer group
 
-Reading goes on where Timeball's log says, and not where Kafka's consumer group does, so a record whose answer was lost
-is not taken twice. A process that still reads when another has gone on is refused by the log, and asks for positions.
+Reading continues at the position in Timeball's log, and not at that of Kafka's consumer group. So a record whose answer
+was lost is not taken twice. If another process has continued meanwhile, the log refuses this one, which then reads the
+positions again.
 
-While a batch is on its way to the log, the next one is read and becomes messages; it is sent when the one before is
-answered.
+While a batch is being written to the log, the next one is read and converted to messages. It is sent after the answer
+to the earlier batch.
 
-A record with the header `cancel` ends what waits with its key. All that a batch cancels is cancelled before the batch
-is sent, and behind the answer to the one before: what it names in the same batch is never sent, and what comes behind
-it is not in the log yet. So a cancel that is repeated after a crash ends nothing that came later.
+A record with the header `cancel` cancels the pending messages with its key. All cancels of a batch are carried out
+before the batch is sent, and after the answer to the earlier batch. Messages that are cancelled in their own batch are
+never sent, and later messages are not in the log yet. So a cancel that is repeated after a crash does not cancel a
+message that came later.
 """
 
 from __future__ import annotations
@@ -53,16 +55,16 @@ from timeball.kafka.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 2_000
-BATCH_BYTES = 2 * 1024 * 1024  # with the columns' own: half of what one batch may have
-POLL_S = 0.5
-LINGER_S = 0.01  # what comes so soon behind it shares its batch: each costs the broker a commit
-FAR_LINGER_S = 0.05  # while what comes is due later than in SOON_MS
+BATCH_ROWS = 2_000  # the most records of one read
+BATCH_BYTES = 2 * 1024 * 1024  # together with the other columns, half of the limit of a batch
+POLL_S = 0.5  # for the first record
+LINGER_S = 0.01  # records that arrive this soon share a batch, because each batch costs the broker a commit
+FAR_LINGER_S = 0.05  # the same while the next record is due later than SOON_MS from now
 SOON_MS = 500
-LOOK_MS = 10_000  # for partitions that were added
-COMMIT_MS = 1_000
-TIMEOUT_S = 10.0
-FULL_WAIT_S = 1.0
+LOOK_MS = 10_000  # between looks for partitions that were added
+COMMIT_MS = 1_000  # between commits to Kafka's consumer group
+TIMEOUT_S = 10.0  # of a request to Kafka
+FULL_WAIT_S = 1.0  # while Timeball accepts no more
 
 SCHEMA = pa.schema(
     [
@@ -76,15 +78,15 @@ SCHEMA = pa.schema(
     ]
 )
 
-Item = tuple[Record, Waiting | None]  # a record, and the message it becomes, if any
-# Refusals that hold for each message of this bridge: to send one alone is of no use.
+Item = tuple[Record, Waiting | None]  # a record, and the message made of it, if any
+# These refusals concern every message of this bridge, so it is no use to send a message alone.
 OF_THE_BRIDGE = (Conflict, Unauthorized, Forbidden, NotFound)
 
 
 class End(NamedTuple):
-    """The end of a partition as it was read: no record lies between `after`, the last one's offset + 1, and `end`.
+    """The end of a partition when it was read: no record lies between `after`, the last one's offset + 1, and `end`.
 
-    The offsets between them are of aborted transactions, and of the marks at the end of each transaction.
+    The offsets between them belong to aborted transactions and to the markers at the ends of transactions.
     """
 
     after: int
@@ -92,7 +94,10 @@ class End(NamedTuple):
 
 
 class Intake:
-    """Reads one topic. Belongs to one thread, with another that sends; one that has raised is replaced by a new one."""
+    """Reads one topic. Belongs to one thread, and sends in another one.
+
+    After an error it is replaced by a new object.
+    """
 
     def __init__(
         self, options: BridgeOptions, queue: WaitingQueue, source: Source, counts: Counts, clock: Clock
@@ -108,19 +113,22 @@ class Intake:
         self._topics = Topics(self._consumer.list_topics, clock)
         self._rules = Rules(options.own, options.out, options.dead, options.position_topic, self._topics.has)
         self._file = UndeliverableFile(options.undeliverable, counts)
-        # Where the log says that each partition goes on. Moved by the thread that sends, partitions are added while it
-        # has nothing to do.
+        # The position of each partition in the log. The sending thread moves these, and partitions are added while it
+        # is idle.
         self._stands: dict[int, int] = {}
-        self._read: dict[int, int] = {}  # the offset behind the last record that was read, by partition
-        self._ends: dict[int, End] = {}
+        self._read: dict[int, int] = {}  # by partition: the offset after the last record that was read
+        self._ends: dict[int, End] = {}  # by partition
         self._sender, self._sending = ThreadPoolExecutor(1, "kafka-send"), Future[None]()
         self._sending.set_result(None)
-        self._committed: dict[int, int] = {}
+        self._committed: dict[int, int] = {}  # by partition: the offset that Kafka's consumer group has
         self._looked_ms = self._told_ms = 0
-        self._linger_s = LINGER_S  # as the batch before allows
+        self._linger_s = LINGER_S  # depends on the due times of the previous batch
 
     def run(self, stop: threading.Event) -> None:
-        """Take records until `stop` is set. Raises Conflict, Unavailable, KafkaException: begin anew; SetupError."""
+        """Take records until `stop` is set.
+
+        After Conflict, Unavailable and KafkaException, start again with a new object. SetupError needs an operator.
+        """
         try:
             self._begin()
             while not stop.is_set():
@@ -139,17 +147,18 @@ class Intake:
     # ---- reading ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Read each partition from where the log says on."""
+        """Start reading each partition at its position in the log."""
         topic, count = self._options.own, self._topics.partitions(self._options.own)
         if not count:
             raise SetupError(f"--in {topic}: Kafka has no such topic; make it, or name another")
         known = self._source.positions()
-        # A partition that was added to a topic of ours is read from its first record on.
+        # If a partition is added to a known topic, all its records are read.
         start = "earliest" if known else self._options.start
         begins = [self._begin_of(partition, known.get(partition), start) for partition in range(count)]
         self._stands = {partition: known.get(partition, at) for partition, at in enumerate(begins)}
         self._read = dict(self._stands)
-        # Kept before the first record is taken: a bridge that begins at the end must not skip what comes meanwhile.
+        # Store the start before the first record: a bridge that begins at the end must not skip records that arrive
+        # meanwhile.
         if added := {partition: at for partition, at in self._stands.items() if partition not in known}:
             self._source.send(self._batch([]), added, added)
         self._consumer.assign([TopicPartition(topic, partition, at) for partition, at in enumerate(begins)])
@@ -176,7 +185,7 @@ class Intake:
         return max(stands, int(low))
 
     def _poll(self) -> Iterator[Record]:
-        """Yield the next records; waits for the first, and a moment for others."""
+        """Yield the next records. Waits for the first one, and a moment for others."""
         first = self._consumer.poll(POLL_S)
         if first is None:
             return
@@ -210,11 +219,11 @@ class Intake:
             self._send(piece, stop)
 
     def _messages(self, found: Sequence[Record]) -> list[Item]:
-        """Return the records with the messages they become, and cancel what they cancel."""
+        """Convert records to messages, and carry out the cancels among them."""
         now_ms = self._clock.wall_ms()
         first_ms = now_ms + limits.DELAY_MS_MAX
         items: list[Item] = []
-        by_key: dict[str, list[int]] = {}  # key -> where its messages stand in `items`
+        by_key: dict[str, list[int]] = {}  # key -> the indexes of its messages in `items`
         cancels: set[str] = set()
         for record in found:
             if not records.is_cancel(record):
@@ -240,14 +249,18 @@ class Intake:
     def _message(self, record: Record, now_ms: int) -> Waiting:
         try:
             return records.message_of(record, self._rules, now_ms)
-        # A record holds any bytes, and none of them may keep those behind it from being taken.
+        # A record contains any bytes, and must not block the records after it.
         except Exception as error:
             logger.exception("record not understood place=%s", record.place.id)
             return records.dead_letter(record._replace(key=None, headers=[]), self._options.dead, repr(error))
 
     def _send(self, items: Sequence[Item], stop: threading.Event) -> None:
-        """Send the messages of these records; one that Timeball refuses becomes a dead letter. Not after a stop."""
-        # The batch before may not have been sent: the position behind this one would pass over its records.
+        """Send the messages of these records. Does nothing after a stop.
+
+        A message that Timeball refuses becomes a dead letter.
+        """
+        # After a stop the earlier batch may be unsent, and the position after this batch would skip the records of that
+        # one.
         if stop.is_set():
             return
         end = {record.partition: record.offset + 1 for record, _ in items}
@@ -257,7 +270,7 @@ class Intake:
             try:
                 self._source.send(self._batch(messages), begin, end)
                 break
-            except OverLimit as error:  # the disk is full, or slow: Kafka keeps the records meanwhile
+            except OverLimit as error:  # the disk is full or slow, and the records stay in Kafka meanwhile
                 logger.warning("Timeball takes no more now reason=%s", error)
                 if stop.wait(FULL_WAIT_S):
                     return
@@ -278,7 +291,7 @@ class Intake:
             return
         ((record, message),) = items
         if message is None:
-            raise error  # of the position alone, so not the record's fault
+            raise error  # the position alone was refused, which is not the fault of the record
         reason = f"Timeball: {error}"
         if not message.is_dead:
             self._send([(record, records.dead_letter(record, self._options.dead, reason))], stop)
@@ -287,7 +300,7 @@ class Intake:
         self._send([(record, None)], stop)
 
     def _file_away(self, record: Record, reason: str) -> None:
-        """Write a record to the local file, as Timeball takes no dead letter of it either."""
+        """Write a record to the local file, because Timeball does not accept its dead letter either."""
         self._file.add(
             Undeliverable(
                 id=record.place.id, reason=reason, to=self._options.dead, topic=record.topic,
@@ -306,7 +319,7 @@ class Intake:
     # ---- beside it --------------------------------------------------------------------------------------
 
     def _now_and_then(self) -> None:
-        """Tell Kafka's consumer group how far we are, which its tools show, and look for new partitions."""
+        """Commit the offsets of Kafka's consumer group, which its tools show, and look for new partitions."""
         now_ms, topic = self._clock.wall_ms(), self._options.own
         if now_ms - self._told_ms >= COMMIT_MS:
             self._told_ms = now_ms
@@ -335,7 +348,7 @@ class Intake:
 
 
 def pieces(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Yield these in parts of BATCH_BYTES at most, or of one."""
+    """Yield the items in parts of at most BATCH_BYTES, or of one item."""
     begin = size_bytes = 0
     for at, (_, message) in enumerate(items):
         more = 0 if message is None else records.size_bytes(message)

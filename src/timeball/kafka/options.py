@@ -1,4 +1,4 @@
-"""What a bridge is told: which topics, which brokers, and how Kafka's client reaches them."""
+"""The settings of a bridge: its topics, Kafka's brokers, and the properties of Kafka's client."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from timeball.errors import SetupError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-# A record's id names topic, partition and offset, and has at most 255 bytes in Timeball.
+# A record's id contains topic, partition and offset, and has at most 255 bytes in Timeball.
 TOPIC_CHARACTERS_MAX = 200
-# Properties that exactly once rests on; a properties file may not set them.
+# Exactly-once delivery depends on these properties, so a properties file may not set them.
 FIXED = frozenset(
     {
         "acks", "allow.auto.create.topics", "auto.offset.reset", "bootstrap.servers", "enable.auto.commit",
@@ -22,14 +22,15 @@ FIXED = frozenset(
 )  # fmt: skip
 
 
-Value = str | int | float | bool  # of a property of Kafka's client
+Value = str | int | float | bool  # the value of a property of Kafka's client
 
 
 @dataclass(frozen=True)
 class BridgeOptions:
-    """`own`: the topic it reads; `client`: properties of Kafka's client, for TLS and accounts.
+    """The settings of one bridge.
 
-    `undeliverable`: the file for records that Kafka takes neither as they are nor as dead letters.
+    `own` is the topic that it reads. `client` has properties of Kafka's client, for TLS and accounts. `undeliverable`
+    is the file for records that Kafka accepts neither unchanged nor as dead letters.
     """
 
     bootstrap: str
@@ -62,16 +63,16 @@ class BridgeOptions:
 
     @property
     def topic(self) -> str:
-        """Return the topic in Timeball where this bridge's messages wait; its names have no dots."""
+        """The topic in Timeball of this bridge's pending messages. Topics there contain no dots."""
         return "kafka-" + self.name.replace(".", "_")
 
     def client_properties(self, **more: Value) -> dict[str, Value]:
-        """Return properties for a client of Kafka; `more` with underscores for dots."""
+        """Build properties for a Kafka client. The names in `more` have underscores instead of dots."""
         own = {name.replace("_", "."): value for name, value in more.items()}
         return {
             "bootstrap.servers": self.bootstrap,
             "allow.auto.create.topics": False,
-            # A broker that restarts is back within seconds; the client's own bound is ten.
+            # A broker that restarts is back within seconds, and the client's default is ten.
             "reconnect.backoff.max.ms": 1_000,
             **self.client,
             **own,
@@ -79,7 +80,7 @@ class BridgeOptions:
 
 
 def read_properties(text: str, file: str) -> dict[str, str]:
-    """Return the properties of a file: `name=value` a line, `#` begins a comment; raise SetupError."""
+    """Parse a properties file: a line `name=value` each, and comments that begin with `#`. Raises SetupError."""
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

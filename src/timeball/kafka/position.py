@@ -1,8 +1,8 @@
-"""The position of a bridge: how far Timeball's queue has been delivered, as a record of Kafka.
+"""The position of a bridge: the next offset of Timeball's queue, stored as a record in Kafka.
 
-It is the last record of each transaction, in a topic of the bridge's own, so records and position are committed or
-aborted together. A consumer group's offset could be committed in a transaction too, but Kafka forgets it when the group
-has committed none for a week (`offsets.retention.minutes`); a compacted topic keeps the last record of a key.
+It is the last record of each transaction, in a separate topic of the bridge. So records and position are committed or
+aborted together. A transaction could also commit the offset of a consumer group. But Kafka forgets that offset when the
+group has committed none for a week (`offsets.retention.minutes`), and a compacted topic keeps the last record of a key.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from timeball.kafka.options import BridgeOptions
 
 TIMEOUT_S = 10.0
 KEY = b"position"
-# The last position stands at the end, but for aborted transactions and the marks of their ends.
+# The last position is at the end, except for aborted transactions and the markers at the ends of transactions.
 BACK, BACK_MORE = 1_000, 16
 CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(16 * 1024 * 1024)}
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The next offset to deliver of Timeball's queue."""
+    """The next offset of Timeball's queue to deliver."""
 
     offset: int
 
 
 def make_topics(options: BridgeOptions, has: dict[str, int]) -> None:
-    """Make the bridge's own topics that are missing: that of its position, and that of dead letters."""
+    """Create the bridge's own topics that are missing: for its position, and for dead letters. Raises SetupError."""
     wanted = {options.position_topic: CONFIG, options.dead: {}}
     missing = [NewTopic(name, 1, -1, config=config) for name, config in wanted.items() if name not in has]
     if not missing:
         return
-    admin = AdminClient(options.client_properties())  # kept: its answers end with it
+    # in a variable, because its answers end when it is freed
+    admin = AdminClient(options.client_properties())
     for name, made in admin.create_topics(missing).items():
         try:
             made.result(TIMEOUT_S)
@@ -47,9 +48,9 @@ def make_topics(options: BridgeOptions, has: dict[str, int]) -> None:
 
 
 def read_position(options: BridgeOptions) -> int | None:
-    """Return the offset that the last committed transaction holds; None when there was none.
+    """Read the offset of the last committed transaction. None if there was none.
 
-    To be asked when no transaction of this bridge is open: right after `init_transactions`, which ends those before.
+    Call this only when no transaction of this bridge is open: right after `init_transactions`, which ends earlier ones.
     """
     properties = options.client_properties(
         group_id=f"timeball.{options.name}.position", enable_auto_commit=False, auto_offset_reset="earliest",
@@ -71,7 +72,7 @@ def read_position(options: BridgeOptions) -> int | None:
 
 
 def _last(consumer: Consumer, begin: TopicPartition) -> int | None:
-    """Return the position of the last record from here to the end."""
+    """Read from `begin` to the end, and return the position in the last record."""
     consumer.assign([begin])
     found = None
     while True:

@@ -1,15 +1,15 @@
-"""A record of Kafka as a message of Timeball, and back: bytes and decisions, no I/O.
+"""A Kafka record as a message of Timeball, and back. Bytes and decisions, no I/O.
 
-The message's body is the record's value, byte for byte. All else of the record, and where it goes, stands in one
-property: base64 of `Envelope` in MessagePack, as a Kafka key or header may be any bytes, and a header may come twice.
+The body of the message is the value of the record, byte for byte. One property contains the rest of the record and its
+destination: base64 of `Envelope` in MessagePack. A Kafka key or header may be any bytes, and a header may occur twice.
 
-    at           header: the instant, RFC 3339 with a zone or milliseconds since 1970
-    after        header: so long after the record's own time, "30m" or "PT30M"
-    deliver-to   header: the topic to go to, if it is not that of all
-    cancel       header, of any value: no message of this key that waits shall be delivered
+    at           header: the due time, RFC 3339 with a zone or milliseconds since 1970
+    after        header: the delay after the record's timestamp, "30m" or "PT30M"
+    deliver-to   header: the destination topic, if it differs from the bridge's
+    cancel       header, of any value: cancel all pending messages with the key of this record
 
-A record that cannot be taken becomes a message for now, addressed to the dead letter topic: so it takes the same way,
-exactly once. Its headers then say why.
+A record that cannot be accepted becomes a message that is due now, addressed to the dead letter topic. So it takes the
+same path, exactly once. Its headers then contain the reason.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from timeball.message import PROPERTY_END, PROPERTY_NAME_END
 
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
 OLD_NAMES = {"deliver-at": AT, "delay": AFTER}
-OURS = ("deliver-", "timeball-")  # how names begin that no other program's headers have
+OURS = ("deliver-", "timeball-")  # the beginnings of names that only Timeball's headers have
+# in the order of the values in `reasons`
 REASONS = ("timeball-reason", "timeball-topic", "timeball-partition", "timeball-offset")
 PROPERTY = "kafka"
-KEY_BYTES_MAX = 200  # of a Kafka key that is a name in Timeball as it is; a longer one is by its hash
+KEY_BYTES_MAX = 200  # up to this size, a Kafka key is used as it is, and above by its hash
 VALUE_BYTES_MAX = limits.BODY_BYTES_MAX
 REASON_CHARACTERS_MAX = 500
 LEFT = "the value is left where it was"
-POSITION_TOPIC = re.compile(r"timeball\..+\.position")  # of any bridge, unless --position-topic names another
+# of any bridge, unless --position-topic names another topic
+POSITION_TOPIC = re.compile(r"timeball\..+\.position")
 
 Headers = list[tuple[str, bytes | None]]
 
 
 class Place(NamedTuple):
-    """The place of a record in Kafka."""
+    """The topic, partition and offset of a record in Kafka."""
 
     topic: str
     partition: int
@@ -51,18 +53,18 @@ class Place(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Return the id of the message that the record becomes."""
+        """The id of the message that is made of this record."""
         return f"{self.topic}-{self.partition}-{self.offset}"
 
     @classmethod
     def of(cls, id: str) -> Place:
-        """Return the place that an id names; ValueError for another id."""
+        """Parse an id. Raises ValueError for an id of another form."""
         topic, partition, offset = id.rsplit("-", 2)
         return cls(topic, int(partition), int(offset))
 
 
 class Record(NamedTuple):
-    """One record, as Kafka's client hands it out. `timestamp_ms`: the record's own time."""
+    """One record, as Kafka's client returns it. `timestamp_ms` is the timestamp of the record."""
 
     topic: str
     partition: int
@@ -74,22 +76,25 @@ class Record(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Return its place in Kafka."""
+        """The location of the record in Kafka."""
         return Place(self.topic, self.partition, self.offset)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """All that a message keeps of its record besides the value. `partition` None: any, by the key."""
+    """The parts of a record that a message keeps beside the value.
+
+    `partition` None means: any partition, by the key.
+    """
 
     topic: str
     partition: int | None
     key: bytes | None
     headers: Headers
-    is_null: bool = False  # the value is null, which is not empty: a tombstone
+    is_null: bool = False  # the value is null, which differs from an empty value: a tombstone
 
 
 class Waiting(NamedTuple):
-    """A message to be sent to Timeball. `due_ms` None: for now, as a dead letter is."""
+    """A message to be sent to Timeball. `due_ms` None means that it is due now, as a dead letter is."""
 
     id: str
     body: bytes
@@ -101,11 +106,11 @@ class Waiting(NamedTuple):
 
 
 class Refused(Exception):
-    """A record that cannot be taken; the text says why."""
+    """A record that cannot be accepted. The text contains the reason."""
 
 
 class Rules(NamedTuple):
-    """The topics that records come from and go to. `is_there` tells whether Kafka has a topic."""
+    """The bridge's topics: where records come from and go to. `is_there` returns whether Kafka has a topic."""
 
     own: str
     out: str | None
@@ -114,10 +119,10 @@ class Rules(NamedTuple):
     is_there: Callable[[str], bool]
 
     def refusal(self, topic: str) -> str | None:
-        """Return why no record may be delivered to a topic; None for one that is allowed."""
+        """Find the reason for which no record may be delivered to a topic. None if it is allowed."""
         if topic == self.own:
             return f"{topic!r} is the topic it came from"
-        # A record there would be read as a bridge's position, or by Kafka itself.
+        # A record there would be read as the position of a bridge, or by Kafka itself.
         if topic == self.position or POSITION_TOPIC.fullmatch(topic) or topic.startswith("__"):
             return f"{topic!r} is a topic for positions or of Kafka itself"
         return None
@@ -127,8 +132,9 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(En
 
 
 def is_cancel(record: Record) -> bool:
-    """Return whether a record takes back what waits with its key."""
-    # A loop: each record passes here, and a generator costs as much as all else about most of them.
+    """True if the record cancels the pending messages with its key."""
+    # A loop, because every record passes here, and a generator would cost as much as the rest of the work on most of
+    # them.
     for name, _ in record.headers:  # noqa: SIM110
         if name == CANCEL:
             return True
@@ -136,20 +142,20 @@ def is_cancel(record: Record) -> bool:
 
 
 def key_name(topic: str, key: bytes) -> str:
-    """Return the name by which Timeball cancels what a record with this key became."""
+    """Build the key by which Timeball cancels the messages made of records with this Kafka key."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
         text = ""
-    # A name in Timeball has no blanks, of which the space alone counts as printable; and the log's properties end at
-    # control characters.
+    # A key in Timeball contains no blanks, and isprintable() only accepts the space among them. Control characters end
+    # the properties in the log.
     if 0 < len(key) <= KEY_BYTES_MAX and text and text.isprintable() and " " not in text:
         return f"{topic}/{text}"
     return f"{topic}/sha256:{hashlib.sha256(key).hexdigest()}"
 
 
 def message_of(record: Record, rules: Rules, now_ms: int) -> Waiting:
-    """Return the message that a record becomes; a dead letter when the record cannot be taken."""
+    """Make the message of a record, or its dead letter if the record cannot be accepted."""
     try:
         _check_names(record.headers)
         due_ms = _due_ms(record, now_ms)
@@ -166,9 +172,12 @@ def message_of(record: Record, rules: Rules, now_ms: int) -> Waiting:
 
 
 def dead_letter(record: Record, dead: str, reason: str) -> Waiting:
-    """Return a record as a message for now to the dead letter topic, its headers saying why and where it was.
+    """Make the dead letter of a record: a message that is due now, for the dead letter topic.
 
-    What is too large for a message is left out, and the reason says so: the record itself is still in Kafka.
+    Its headers have the reason, and the location of the record.
+
+    Parts that are too large for a message are left out, and the reason states that. The record itself is still in
+    Kafka.
     """
     place, value = record.place, record.value
     if value is not None and len(value) > VALUE_BYTES_MAX:
@@ -177,25 +186,25 @@ def dead_letter(record: Record, dead: str, reason: str) -> Waiting:
         envelope = Envelope(dead, None, record.key, record.headers + reasons(place, reason), value is None)
         text = _properties(envelope)
     except Refused:
-        # Key and headers do not fit: only what names the record is kept.
+        # Key and headers do not fit, so the dead letter only keeps the headers that identify the record.
         headers = reasons(place, f"{reason}; key and headers are left where they were")
         text = _properties(Envelope(dead, None, None, headers, value is None))
     return Waiting(place.id, value or b"", None, text, record.timestamp_ms, None, is_dead=True)
 
 
 def reasons(place: Place, reason: str) -> Headers:
-    """Return the headers that a dead letter has besides its record's."""
+    """Build the headers that a dead letter has in addition to those of its record."""
     values = (reason[:REASON_CHARACTERS_MAX], *place)
     return [(name, str(value).encode()) for name, value in zip(REASONS, values, strict=True)]
 
 
 def size_bytes(message: Waiting) -> int:
-    """Return about how many bytes a message takes in a batch."""
+    """Estimate the bytes that a message takes in a batch."""
     return len(message.body) + len(message.properties) + len(message.keys or "") + len(message.id) + 64
 
 
 def envelope_of(properties: str | None) -> Envelope | None:
-    """Return what a message says of its record; None for a message that was none."""
+    """Decode the envelope of a message. None for a message that was not made of a record."""
     for pair in (properties or "").split(PROPERTY_END):
         name, mark, text = pair.partition(PROPERTY_NAME_END)
         if mark and name == PROPERTY:
@@ -217,10 +226,10 @@ def _properties(envelope: Envelope) -> str:
 
 
 def _check_names(headers: Headers) -> None:
-    """Raise Refused for a header that is named as ours are, and that the bridge does not know.
+    """Raise Refused for an unknown header whose name begins like those of Timeball.
 
-    A record with a slip in such a name would be delivered to the wrong topic. The headers of a dead letter are known,
-    so it can be sent again.
+    A record with such a misspelled header would be delivered to the wrong topic. The headers of a dead letter are
+    known, so that it can be sent again.
     """
     for name, _ in headers:
         if name.lower().startswith(OURS) and name != TO and name not in REASONS:

@@ -1,8 +1,8 @@
-"""The limits that Kafka sets for writes to a topic, asked before a record is written.
+"""Kafka's limits for writes to a topic, which the bridge asks for before it writes a record.
 
-A record that Kafka refuses ends its whole transaction, and costs a new producer. So a record that is certain to be
-refused is not written: its topic may not be written, or its bytes exceed the topic's limit. Where Kafka does not tell
-(an old version, or no permission to ask), records are tried.
+A record that Kafka refuses ends its whole transaction, and costs a new producer. So the bridge does not write a record
+that is certain to be refused, because its topic may not be written or its bytes exceed the topic's limit. If Kafka does
+not report the limits (an old version, or no permission to ask), the record is tried.
 """
 
 from __future__ import annotations
@@ -17,43 +17,48 @@ from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, Res
 
 from timeball.clock import Clock
 
-KEPT_MS = 10_000
+KEPT_MS = 10_000  # after this time a limit is asked for again
 TIMEOUT_S = 10.0
-WAIT_S = 0.5  # nothing is delivered meanwhile
+WAIT_S = 0.5  # no message is delivered meanwhile
 SIZE = "max.message.bytes"
 
 
 class Limit(NamedTuple):
-    """The limits of one topic. `size_bytes`: of a record batch; None where Kafka did not tell."""
+    """The limits of one topic. `size_bytes` limits a record batch. None if Kafka did not report it."""
 
     may_write: bool = True
     size_bytes: int | None = None
 
 
 class TopicLimits:
-    """Remembers the limits of topics, and renews them every few seconds. Belongs to one thread."""
+    """Stores the limits of topics, and renews them every few seconds. Belongs to one thread."""
 
     def __init__(self, admin: AdminClient, clock: Clock, *, is_compressed: bool) -> None:
         self._admin, self._clock, self._is_compressed = admin, clock, is_compressed
         self._known: dict[str, Limit] = {}
+        # by topic: when its limits are asked for again, by the boot clock
         self._until_ms: dict[str, int] = {}
-        self._is_answered = True  # until a request is not answered in time
+        self._is_answered = True  # False after a request without an answer in time, until the next answer
 
     def refusal(self, topic: str, size_bytes: int) -> str | None:
-        """Return why Kafka would refuse a record of so many bytes; None when it may take it. See `look`."""
+        """Find the reason for which Kafka would refuse a record of this size. None if Kafka may accept it.
+
+        Call `look` before, which asks for the limits.
+        """
         limit = self._known.get(topic, Limit())
         if not limit.may_write:
             return "Kafka: the bridge may not write to this topic"
-        # Keys, values and headers alone: a record batch has some more bytes, and a compressed one fewer.
+        # `size_bytes` only counts key, value and headers. A record batch has a few more bytes, and a compressed one
+        # fewer.
         if limit.size_bytes is not None and size_bytes > limit.size_bytes and not self._is_compressed:
             return f"Kafka: {size_bytes} bytes; the topic takes at most {limit.size_bytes} ({SIZE})"
         return None
 
     def look(self, topics: Iterable[str]) -> None:
-        """Ask Kafka for the limits of those topics that are not known, or not for sure any more.
+        """Ask Kafka for the limits of those topics whose limits are unknown or too old.
 
-        Waits a moment for the answers. One that comes later counts from then on, and one that never comes costs no
-        further wait.
+        Waits up to WAIT_S for the answers. A later answer counts from then on. After a request without an answer,
+        further requests do not wait.
         """
         now_ms = self._clock.boot_ms()
         wanted = {topic for topic in topics if self._until_ms.get(topic, 0) <= now_ms}
@@ -78,7 +83,7 @@ class TopicLimits:
             answer.add_done_callback(partial(self._note_size, resource.name))
             yield answer
 
-    # Called by a thread of Kafka's client. Each replaces one entry, so that a reader sees the old one or the new one.
+    # Threads of Kafka's client call these. Each call replaces one entry, so a reader sees the old entry or the new one.
 
     def _note_operations(self, topic: str, answer: Future[Any]) -> None:
         self._is_answered = True

@@ -1,4 +1,4 @@
-"""Which topics Kafka has, and with how many partitions: asked now and then, and remembered."""
+"""The topics of Kafka and their numbers of partitions, cached for a few seconds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from timeball.clock import Clock
 
 KEPT_MS = 10_000
-AGAIN_MS = 1_000  # a name that is not known is asked for anew, but not for each record
+AGAIN_MS = 1_000  # an unknown name is asked for again after this time, and not for each record
 TIMEOUT_S = 10.0
 
 
 class Topics:
-    """`list_topics` is that of any client of Kafka's. Belongs to one thread."""
+    """A cache of the topics. `list_topics` is the method of any Kafka client. Belongs to one thread."""
 
     def __init__(self, list_topics: Callable[..., Any], clock: Clock) -> None:
         self._list, self._clock = list_topics, clock
-        self._known: dict[str, int] = {}
+        self._known: dict[str, int] = {}  # the number of partitions, by topic
         self._at_ms: int | None = None
 
     def partitions(self, name: str) -> int:
-        """Return the number of partitions; 0 when there is no such topic."""
+        """Return the number of a topic's partitions; 0 if the topic does not exist."""
         now_ms = self._clock.monotonic_ns() // 1_000_000
         age_ms = KEPT_MS if self._at_ms is None else now_ms - self._at_ms
         if age_ms >= KEPT_MS or (name not in self._known and age_ms >= AGAIN_MS):
@@ -31,5 +31,5 @@ class Topics:
         return self._known.get(name, 0)
 
     def has(self, name: str) -> bool:
-        """Return whether there is such a topic."""
+        """Return whether the topic exists."""
         return self.partitions(name) > 0

@@ -1,7 +1,8 @@
-"""The last resort of a bridge: a local file with the records that Kafka takes neither as they are nor as dead letters.
+"""The last resort of a bridge: a local file with the records that Kafka accepts neither unchanged nor as dead letters.
 
-One JSON document a line, synced before the bridge goes on. A bridge that is killed between the two writes the line once
-more, so a line may stand twice; `id` tells. Bytes are in base64, as a key, a value or a header of Kafka may hold any.
+Each line is a JSON document, synced before the bridge goes on. A bridge that is killed between the line and the commit
+of its position writes the line again. So a line may occur twice, with the same `id`. Bytes are in base64, because a
+key, a value or a header of Kafka may be any bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `topic`, `partition` and `offset` name the record that was read, `to` the topic that it was for."""
+    """One line. `topic`, `partition` and `offset` identify the record that was read; `to` is its destination topic."""
 
     id: str
     reason: str
@@ -35,17 +36,17 @@ class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UndeliverableFile:
-    """Appends lines to one file, which is made with the first of them."""
+    """Appends lines to one file. The first line creates the file."""
 
     _lock = (
         threading.Lock()
-    )  # of the process, as both threads of its bridge write to the file and to the count
+    )  # one lock per process, because both threads of its bridge write to the file and to the count
 
     def __init__(self, path: Path, counts: Counts) -> None:
         self.path, self._counts = path, counts
 
     def check(self) -> None:
-        """Raise SetupError when the file could not be written later."""
+        """Raise SetupError if the file cannot be written."""
         place = self.path if self.path.exists() else self.path.absolute().parent
         if not os.access(place, os.W_OK):
             raise SetupError(
@@ -53,7 +54,7 @@ class UndeliverableFile:
             )
 
     def add(self, line: Undeliverable) -> None:
-        """Append a line that is on disk afterwards. Raises SetupError."""
+        """Append a line, which is on disk on return. Raises SetupError."""
         try:
             with self._lock, self.path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")

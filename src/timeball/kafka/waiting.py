@@ -1,6 +1,6 @@
-"""The bridge's topic in Timeball: one queue, in which its messages are visible at their instants.
+"""The bridge's topic in Timeball: one queue, in which its messages become visible at their due times.
 
-One queue is enough, as a queue of Timeball's has no rate of its own, and it makes the position one number.
+One queue is enough, because a queue of Timeball has no rate limit. With one queue, the position is a single number.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ QUEUE = 0
 
 
 class WaitingQueue:
-    """The messages in Timeball that wait for Kafka. Thread safe. Each call is repeated while Timeball is away."""
+    """The messages in Timeball that are pending for Kafka. Thread safe.
+
+    Each call is repeated while Timeball is away.
+    """
 
     def __init__(self, calls: Calls, topic: str) -> None:
         self._calls, self.topic = calls, topic
 
     def ensure(self) -> None:
-        """Make the topic; raise SetupError when it is there with more queues than one."""
+        """Create the topic. Raises SetupError if it exists and has more than one queue."""
         self._calls.action("create_topic", wire.CreateTopic(topic=self.topic, queues=1), dict[str, Any])
         found = self._queues()
         if len(found) != 1:
@@ -33,16 +36,16 @@ class WaitingQueue:
             )
 
     def span(self) -> wire.QueueRange:
-        """Return the first offset that is kept, and the next one to be given."""
+        """Read the first offset that the queue keeps, and the next one to be assigned."""
         return self._queues()[QUEUE]
 
     def pull(self, offset: int, rows: int, wait_ms: int) -> pa.RecordBatch:
-        """Return visible messages from an offset on; waits for the first. Raises OutOfRange."""
+        """Read visible messages from an offset on, and wait up to `wait_ms` for the first. Raises OutOfRange."""
         ticket = wire.Pull(topic=self.topic, offsets={QUEUE: offset}, rows=rows, wait_ms=wait_ms)
         return self._calls.rows(ticket, wait_ms)
 
     def cancel(self, keys: Sequence[str]) -> int:
-        """End what waits with these keys; return how many messages will not be delivered for it."""
+        """Cancel all pending messages with these keys, and return the number of messages cancelled."""
         count = 0
         for start in range(0, len(keys), limits.CANCELS_PER_REQUEST_MAX):
             body = wire.Cancel(keys=list(keys[start : start + limits.CANCELS_PER_REQUEST_MAX]))

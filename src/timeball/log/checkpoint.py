@@ -1,18 +1,21 @@
-"""The checkpoint: how far the caches had got, so that recovery need not replay the whole log. A snapshot says the same.
+"""The checkpoint: the state of the caches at one row of the log, so that recovery replays only the rows after it.
 
     byte  0           8        16        24
           +-----------+--------+---------+------- … -------+------- … --------+
           | "TBCHECK1"| length | crc32c  | JSON facts      | settled: due, seq |
           +-----------+--------+---------+------- … -------+------- … --------+
 
-Written whole with `Files.replace`, after everything it vouches for has been synced. A cache: without it a start reads
-the log from the last snapshot on, and comes to the same state.
+The file is written whole with `Files.replace`, after all files that it relies on have been synced. It is a cache:
+without it, a start reads the log from the last snapshot on and reaches the same state.
 
-A snapshot is all that the rows before it said and that still counts, so retention may let go what stands before. It is
-a META row of the key `snapshot`, in a frame of its own that carries a flag: the last one is found from frame headers
-alone, backwards, and nothing else is decoded. Its value is what the checkpoint file holds, without what only files
-know. It holds the secrets too, so no reader outside the broker is given the value. One row, not a row for each fact:
-half a snapshot would be worth nothing, and a row is either whole or not there.
+A snapshot stores the same state in the log, so that retention may remove the rows before it. It is a META row with the
+key `snapshot`. Its frame contains nothing else and carries the flag SNAPSHOT. So the last snapshot is found backwards
+from the frame headers alone, and no other frame is decoded. The value of the row is the payload of the checkpoint file,
+without the state that is stored only in files. The value contains the secrets too, so it is never given to a reader
+outside the broker. A snapshot is one row, not a row for each fact: half a snapshot would be useless, and a row is
+either complete or absent.
+
+A message is *settled* when it is durably released or cancelled.
 """
 
 from __future__ import annotations
@@ -36,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 NAME = "checkpoint"
 MAGIC = b"TBCHECK1"
-HEADER = struct.Struct("<8sQQ")
+HEADER = struct.Struct("<8sQQ")  # magic, bytes of the payload, crc32c of the payload
 
 
 class LevelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A queue of the schedule topic: what stands before `offset` is settled."""
+    """Progress of one queue of the schedule topic: all its messages before `offset` are settled."""
 
     offset: int
 
 
 class JobFacts(msgspec.Struct, frozen=True):
-    """The last attach of a job that said of which rows it is: by this a repeated one is known."""
+    """The last attach of a job that supplied a digest of its rows. The digest identifies a repeated attach."""
 
     epoch: int
     at_ms: int
@@ -54,50 +57,57 @@ class JobFacts(msgspec.Struct, frozen=True):
 
 
 class LeaseFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Leases of a group in a topic that the log keeps, by the numbers of their promises: (first, count)."""
+    """Leases of one group in one topic that the log records, as ranges (first, count) of promise numbers."""
 
     group: str
     topic: str
     held: list[tuple[int, int]]
-    nacked: list[tuple[int, int]]  # given back, waiting for the next delivery
+    nacked: list[tuple[int, int]]  # negatively acknowledged: they wait for the next delivery
 
 
 class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The broker's state at `seq`: all rows below it have been applied, none at or above it."""
+    """The broker's state at `seq`: all rows below it have been applied, and no row at or above it."""
 
-    # Every default says "nothing yet", and defaults are left out: an old file without a field reads as a new broker
-    # would.
+    # Each default means "nothing yet" and is left out of the JSON. So an old file without a field decodes as that
+    # default, as in a new broker.
     seq: int = 0
-    # The mark covers most of what is settled with two numbers; only the exceptions are listed behind the facts.
+    # These two numbers, the mark, cover most settled messages. The others are listed as pairs after the JSON.
     settled_before_ms: int = -(1 << 62)
-    settled_before_seq: int = 1 << 62  # see schedule/outcomes.py, Settled
+    settled_before_seq: int = 1 << 62  # see Settled in schedule/outcomes.py
+    # Ranges (first_seq, rows) that the mark does not cover: numbers reserved before it whose messages were attached
+    # later.
     late: list[tuple[int, int]] = []
-    settled_released: int = 0  # so many of those listed, the last ones, were released
+    # The last `settled_released` pairs of that list were released, the others cancelled or moved.
+    settled_released: int = 0
+    # Every pending message with a lower number is in the pending table.
     watermark: int = 1
-    epochs: dict[str, int] = {}  # job id -> last epoch attached, of those without a digest
-    jobs: dict[str, JobFacts] = {}  # job id -> its last attach, of those with one
-    reserved: list[tuple[int, int]] = []  # (first_seq, rows) set aside and not attached yet
+    epochs: dict[str, int] = {}  # job id -> last attached epoch, for jobs without a digest
+    jobs: dict[str, JobFacts] = {}  # job id -> last attach, for jobs with a digest
+    reserved: list[tuple[int, int]] = []  # (first_seq, rows) reserved but not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
-    waiting_rows: int = 0  # promises for an instant that wait, wherever they lie
+    waiting_rows: int = 0  # pending messages with a due time, wherever they are stored
     leases: list[LeaseFacts] = []
-    halves: list[tuple[int, int]] = []  # (seq, times its producer was asked) of every open half message
-    levels: dict[int, LevelFacts] = {}  # queue of the schedule topic, a level's number less one
+    halves: list[tuple[int, int]] = []  # open half messages: (seq, number of checks sent)
+    # Key: queue of the schedule topic, which is the delay level minus one.
+    levels: dict[int, LevelFacts] = {}
+    # ReleaseCursor (schedule/outcomes.py): start (ms) of the newest second with a release, and its durable releases.
     tick: tuple[int, int] = (
         0,
         0,
-    )  # schedule/outcomes.py: the second being sent, and how many of it have been
+    )
     moved: list[tuple[int, int, int, int]] = []  # schedule/moved.py: (due_ms, number, version, until_ms)
-    schedule: str = "hour_log"  # who kept promises for an instant
-    kept: dict[str, Any] | None = None  # what it needs besides its files, when it has some
-    files: list[Any] = []  # live data files (table/attachment.py): what the TABLE rows below `seq` add up to
-    attach_seq: int = 0  # the last of those rows
-    log_from_seq: int = 1  # retention may have let go what stands below it, and nothing else
-    snapshot_seq: int = 1  # the last snapshot's row, or the first row of all
-    meta: dict[str, msgspec.Raw] = {}  # what the META rows below `seq` add up to: key -> value
+    schedule: str = "hour_log"  # the strategy that stored scheduled messages
+    kept: dict[str, Any] | None = None  # state of that strategy outside its files
+    # Live data files (table/attachment.py): the result of all TABLE rows below `seq`.
+    files: list[Any] = []
+    attach_seq: int = 0  # the last of those TABLE rows
+    log_from_seq: int = 1  # retention may have removed rows below it, but no others
+    snapshot_seq: int = 1  # row of the last snapshot, or the first row of the log
+    meta: dict[str, msgspec.Raw] = {}  # key -> value: the result of all META rows below `seq`
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """Facts, and the promises settled that `settled_before_*` does not cover: (due_ms, seq) pairs."""
+    """The facts, and (due_ms, seq) of each settled message that `settled_before_*` does not cover."""
 
     facts: Facts
     settled_due: Int64Array
@@ -105,7 +115,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """Return the payload: what stands behind the header, and what a snapshot row has for its value."""
+    """Encode the payload: the part of the file after its header, which is also the value of a snapshot row."""
     facts = msgspec.json.encode(checkpoint.facts)
     return b"".join(
         [
@@ -118,10 +128,11 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 
 def decode(payload: bytes) -> Checkpoint:
-    """Inverse of `encode`; raises Corrupt."""
+    """Decode a payload made by `encode`. Raises Corrupt."""
     try:
         facts_size, count = struct.unpack_from("<QQ", payload)
-        # Before anything is parsed: numpy would read a short buffer as fewer pairs, and so forget what is settled.
+        # Checked before parsing: numpy would read a short buffer as fewer pairs, and settled messages would be
+        # forgotten.
         if 16 + facts_size + 16 * count != len(payload):
             raise ValueError("facts and pairs do not fill the payload")
         facts = msgspec.json.decode(payload[16 : 16 + facts_size], type=Facts)
@@ -132,13 +143,13 @@ def decode(payload: bytes) -> Checkpoint:
 
 
 def save(files: Files, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint, durably."""
+    """Replace the checkpoint file durably."""
     payload = encode(checkpoint)
     files.replace(NAME, HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
 
 
 def parse(data: bytes) -> Checkpoint:
-    """Return the checkpoint in the bytes of the file; raises Corrupt."""
+    """Decode the bytes of the checkpoint file. Raises Corrupt."""
     try:
         magic, length, crc = HEADER.unpack_from(data)
         payload = data[HEADER.size :]
@@ -150,7 +161,7 @@ def parse(data: bytes) -> Checkpoint:
 
 
 def load(files: Files) -> Checkpoint | None:
-    """Return the last checkpoint, or None when there is none that can be trusted."""
+    """Load the checkpoint, or None when there is no file or it is damaged."""
     if not files.exists(NAME):
         return None
     try:
@@ -162,20 +173,20 @@ def load(files: Files) -> Checkpoint | None:
 
 # ---- snapshots ------------------------------------------------------------------------------------------------
 
-SNAPSHOT_BYTES = 256 * 1024 * 1024  # of log: what a start reads at most that has no checkpoint
+SNAPSHOT_BYTES = 256 * 1024 * 1024  # bytes of log that a start without a checkpoint reads at most
 
 
 def snapshot_row(state: Checkpoint, now_ms: int) -> pa.RecordBatch:
-    """Return the row to be appended, with `flags=fmt.SNAPSHOT`."""
+    """Build the snapshot row. Append it with `flags=fmt.SNAPSHOT`."""
     return meta_rows([(SNAPSHOT_KEY, encode(state))], now_ms)
 
 
 def last_snapshot(segments: Segments, to_seq: int | None = None) -> Checkpoint | None:
-    """Return what the newest snapshot of the rows below `to_seq` says; None when there is none. Raises Corrupt."""
+    """Find and decode the newest snapshot among the rows below `to_seq`, or None when there is none. Raises Corrupt."""
     for segment in reversed(segments.all):
         at = _last_flagged(segment, segment.next_seq if to_seq is None else to_seq)
-        # A damaged snapshot is an error, not a reason to take the one before: retention may have removed rows that the
-        # older one needs behind it.
+        # A damaged snapshot is an error. The one before it cannot replace it: retention may have removed rows after the
+        # older one that it needs.
         if at is not None:
             try:
                 return _snapshot_at(segment, int(segment.frame_positions[at]))
@@ -185,7 +196,7 @@ def last_snapshot(segments: Segments, to_seq: int | None = None) -> Checkpoint |
 
 
 def bytes_behind(segments: Segments, seq: int) -> int:
-    """Return how much log stands at and behind a row."""
+    """Count the bytes of the log from the frame that contains row `seq` to the end."""
     found = 0
     for segment in reversed(segments.all):
         if segment.next_seq <= seq:
@@ -196,10 +207,10 @@ def bytes_behind(segments: Segments, seq: int) -> int:
 
 
 def _last_flagged(segment: Segment, to_seq: int) -> int | None:
-    """Return the number of the segment's last frame before `to_seq` with the flag, by their headers alone."""
-    # Of a copy: another thread may append a frame meanwhile, which it cannot to an array that numpy looks into.
+    """Find the last frame before `to_seq` with the SNAPSHOT flag, from headers alone. Returns its index."""
+    # A copy: another thread may append a frame meanwhile, and an array cannot grow while numpy holds a view of it.
     positions = np.asarray(segment.frame_positions[: segment.frame_at(to_seq - 1) + 1], dtype=np.int64)
-    # The flags of all frames as one vector: a header a call would take seconds for a log of a million frames.
+    # All flags are read as one vector: one header per call would take seconds for a log of a million frames.
     flags = np.frombuffer(segment.buffer, dtype="<u2", count=segment.buffer.size // 2)
     flagged = np.flatnonzero(flags[(positions + fmt.FLAGS_OFFSET) // 2] & fmt.SNAPSHOT)
     return int(flagged[-1]) if len(flagged) else None

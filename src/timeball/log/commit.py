@@ -1,4 +1,4 @@
-"""The parts of a group commit: what was appended, the frames it becomes, and what was written."""
+"""The parts of a group commit: appended entries, the frames made of them, and the written result."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ DurableCallback = Callable[[], None]
 
 @dataclass(slots=True)
 class Entry:
-    """Rows of one `append`, until they are durable."""
+    """Rows of one `append` call until they are durable."""
 
     rows: Rows
     first_seq: int
-    span: int  # >= rows.num_rows: more when numbers are set aside
+    # At least rows.num_rows. It is larger when the entry reserves sequence numbers beyond its rows.
+    span: int
     size_bytes: int
-    done: asyncio.Future[int]  # the caller's: gone when the caller goes
+    # The caller's future. A caller that is cancelled cancels it.
+    done: asyncio.Future[int]
     on_durable: DurableCallback | None
     flags: int = 0
-    payload: Future[bytes | pa.Buffer] | None = None  # of rows that are encoded ahead
-    flushed: asyncio.Future[None] | None = None  # for `flushed()`: shielded, one for all its callers
+    # The encoded rows, when the encoder thread encodes them while an earlier commit is written.
+    payload: Future[bytes | pa.Buffer] | None = None
+    # One future for all callers of `flushed()`, which shield it.
+    flushed: asyncio.Future[None] | None = None
 
 
 class Group(NamedTuple):
@@ -41,15 +45,17 @@ class Group(NamedTuple):
     rows: Rows
     first_seq: int
     span: int
-    size_bytes: int  # as an Arrow message
+    size_bytes: int  # of the rows as an Arrow message
     flags: int = 0
     payload: Future[bytes | pa.Buffer] | None = None
 
 
 def frames_of(entries: list[Entry]) -> list[Group]:
-    """Return the frames of entries. Neighbours share one unless one sets numbers aside, has flags or is encoded.
+    """Combine entries into frames.
 
-    Of few rows it is encoded once more with its neighbours: a frame costs a reader the same for one row as for many.
+    Neighbouring entries share a frame, except an entry that reserves numbers, has flags, or is encoded already. Encoded
+    entries of fewer than SMALL_ROWS rows are encoded again together with their neighbours: a reader pays the same for a
+    frame of one row as for a frame of many.
     """
     groups: list[Group] = []
     run: list[Entry] = []
@@ -64,6 +70,7 @@ def frames_of(entries: list[Entry]) -> list[Group]:
             run.clear()
 
     for entry in entries:
+        # Not joined: a large message would have to be decoded and encoded again.
         is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
         if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_encoded:
             flush()
@@ -78,10 +85,10 @@ def frames_of(entries: list[Entry]) -> list[Group]:
 
 @dataclass(slots=True)
 class WriterStatistics:
-    """Counts since the start."""
+    """Counters since the start of the writer."""
 
-    commit_durations: Durations  # frames made, written and synced
-    sync_durations: Durations  # of `sync` durability
+    commit_durations: Durations  # encode, write and sync
+    sync_durations: Durations  # sync alone, with `sync` durability
     commits: int = 0
     frames: int = 0
     rows: int = 0
@@ -91,14 +98,17 @@ class WriterStatistics:
 
 @dataclass(slots=True)
 class Commit:
-    """The result of the disk thread: frames of one segment."""
+    """The result of one commit in the disk thread: the frames written, all in one segment."""
 
     segment: Segment
     frames: list[fmt.Frame] = field(default_factory=list)
 
 
 def refusal(failure: BaseException) -> TimeballError:
-    """Return the error of a call after a failure stopped the log: where another node leads, it is to be asked."""
+    """Build the error for calls after `failure` stopped the log.
+
+    An Unavailable (such as NotLeader) keeps its type, so that the caller asks the node that leads now.
+    """
     if isinstance(failure, Unavailable):
         return type(failure)(str(failure))
     return StorageError(f"the log has stopped: {failure}")

@@ -1,7 +1,7 @@
-"""The disk thread: calls in a queue, one after the other.
+"""The disk thread: it runs calls from a queue, one after the other.
 
-It does what a thread pool of one thread does and costs less a call: a pool takes two locks, counts idle threads and
-makes a future with a lock of its own, and a commit of one row is made of such costs.
+It replaces a thread pool of one thread, because a call through it costs less: a pool takes two locks, counts idle
+threads and makes a future with its own lock for each call. For a commit of one row such costs dominate.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ R = TypeVar("R")
 
 
 class Disk(Executor):
-    """An executor that runs calls in the order in which they came."""
+    """An executor that runs calls in the order in which they were submitted."""
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run a call that reports its own outcome, and raises nothing."""
+        """Run a call that reports its outcome itself and raises nothing."""
         self.submit(call)
 
 
 class DiskThread(Disk):
-    """The thread of a broker. `shutdown` lets calls that wait run first."""
+    """The disk thread of a broker. `shutdown` runs the queued calls first."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_shut = False
-        # The queue's own method: between the log's writer and this thread stands nothing of ours.
+        # The queue's own method, so that a post from the log's writer runs no Python code in between.
         self.post = self._calls.put  # type: ignore[assignment, method-assign]
-        # A daemon: a start that fails must not keep its process. An orderly stop waits for `shutdown`.
+        # A daemon thread, because a start that fails must not keep its process alive. An orderly stop calls `shutdown`.
         self._thread = threading.Thread(target=_run, args=(self._calls,), name="disk", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._calls.put, None)  # a start that failed leaves no thread behind
+        # A start that fails calls no `shutdown`: the thread then ends with the garbage collection of this object.
+        weakref.finalize(self, self._calls.put, None)
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """See Executor."""
+        """Queue a call. Returns the future of its result. Raises RuntimeError after `shutdown`."""
         if self._is_shut:
             raise RuntimeError("the disk thread has been shut down")
         call = _Call(partial(fn, *args, **kwargs))
@@ -48,7 +49,7 @@ class DiskThread(Disk):
         return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See Executor."""
+        """Refuse further submits, cancel the queued ones if asked, and end the thread after the rest. See Executor."""
         self._is_shut = True
         while cancel_futures:
             try:
@@ -57,6 +58,7 @@ class DiskThread(Disk):
                 break
             if isinstance(call, _Call):
                 call.future.cancel()
+        # None ends the thread, after all calls that were queued before.
         self._calls.put(None)
         if wait:
             self._thread.join()
@@ -65,11 +67,11 @@ class DiskThread(Disk):
 def _run(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # or what it holds would stay until the next one
+        del call  # otherwise its objects would stay in memory until the next call
 
 
 class _Call:
-    """A call whose outcome a caller waits for."""
+    """A call with a future for its result."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
@@ -79,5 +81,5 @@ class _Call:
         if self.future.set_running_or_notify_cancel():
             try:
                 self.future.set_result(self._call())
-            except BaseException as error:  # of any kind: the caller is told
+            except BaseException as error:  # of any kind: the caller receives it
                 self.future.set_exception(error)

@@ -1,9 +1,10 @@
-"""Rows for the log, encoded as they are made: a few from Python's values, or many by an edge that writes them itself.
+"""Encoding of log rows: a few rows from Python values, or many rows that an edge has already encoded.
 
-The compiled encoder (arrow_message.pyx) writes the message at once, and the batch is a view of it. Without it, or for
-values that it leaves alone, pyarrow makes the batch and serialises it: the reference, whose bytes are the same.
+The compiled encoder (arrow_message.pyx) writes the Arrow message directly, and a batch is a view of that message.
+Without it, or for values that it does not accept, pyarrow makes the batch and serialises it. pyarrow is the reference:
+both give the same bytes.
 
-message_form.py says where the numbers of a message stand.
+message_form.py describes where the numbers in a message are.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ except ImportError:  # built without a compiler
     MessageEncoder = None
 
 _TEXT, _BINARY = -1, -2
-JOINED_ROWS = 64  # of a part on the average: beyond it columns cost less
+JOINED_ROWS = 64  # rows per part on average: above it, joining columns costs less than encoding again
 _ROW, _READ_ROW = pa.struct(list(LOG_SCHEMA)), pa.struct(list(READ_SCHEMA))
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 
 
+# Column numbers differ by one: READ_SCHEMA begins with `seq`.
 _DUE_MS, _LOG_DUE_MS = (schema.get_field_index("due_ms") for schema in (READ_SCHEMA, LOG_SCHEMA))
 _LARGE_TEXTS = [LOG_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
-ROW_BYTES = 256  # of a row without its large texts
-# Of a message whose rows stay in it: each row that waits keeps all of it in memory.
+ROW_BYTES = 256  # estimated bytes of a row without its large texts
+# A message of more rows or bytes is not kept for single rows: each pending row keeps its whole message in memory.
 HELD_ROWS_MAX, HELD_BYTES_MAX = 64, 65_536
 BoolArray = npt.NDArray[np.bool_]
-Pairs = tuple[Int64Array, Int64Array]  # of promises: their instants and numbers
+Pairs = tuple[Int64Array, Int64Array]  # due times (ms) and numbers of promises
 
 
 class EncodedRows:
-    """Rows of LOG_SCHEMA as they are appended: the message that their frame will hold, and where they are placed.
+    """Encoded rows of LOG_SCHEMA: the Arrow message that their frame will contain, and their queue positions.
 
-    `values` has them as Python's values, if they were made of such.
+    `values` contains the rows as Python values, if they were made from values.
     """
 
     __slots__ = ("_batch", "is_visible", "message", "num_rows", "queue_ids", "queue_offsets", "values")
@@ -59,11 +61,11 @@ class EncodedRows:
         self.message, self.queue_ids, self.queue_offsets = message, queue_ids, queue_offsets
         self.values, self._batch = values, batch
         self.num_rows = len(queue_ids)
-        self.is_visible = queue_offsets.count(None) < self.num_rows  # some of them
+        self.is_visible = queue_offsets.count(None) < self.num_rows  # at least one of them
 
     @property
     def batch(self) -> pa.RecordBatch:
-        """Return them as a batch; made when asked for, since most commits need none."""
+        """The rows as a batch, made at the first use, because most commits need none."""
         if self._batch is None:
             self._batch = pa.ipc.read_record_batch(self.message, LOG_SCHEMA)
         return self._batch
@@ -74,17 +76,17 @@ Build = Callable[[list[LogRow]], EncodedRows]
 
 
 def as_batch(rows: Rows) -> pa.RecordBatch:
-    """Return rows as a batch."""
+    """Convert rows to a batch."""
     return rows.batch if isinstance(rows, EncodedRows) else rows
 
 
 def message_bytes(rows: Rows) -> int:
-    """Return how long the message of these rows is; of a batch at most: its columns may share zeros."""
+    """Compute the length of the message of these rows, or an upper bound for a batch, whose columns may share zeros."""
     return len(rows.message) if isinstance(rows, EncodedRows) else int(pa.ipc.get_record_batch_size(rows))
 
 
 def stored_size(topic: str, body: bytes, properties: str | None) -> int:
-    """Return the bytes of a message as RocketMQ would store it; `stored_sizes` (message.py) is the same for columns.
+    """Compute the bytes of a message as RocketMQ would store it. `stored_sizes` (message.py) does so for columns.
 
     Raises UnicodeEncodeError for half a surrogate pair.
     """
@@ -92,15 +94,15 @@ def stored_size(topic: str, body: bytes, properties: str | None) -> int:
 
 
 def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
-    """Return rows of LOG_SCHEMA from tuples with a value for each column; raises what Arrow raises of a value.
+    """Build a LOG_SCHEMA batch from tuples with a value for each column. Raises Arrow's error for a bad value.
 
-    In one conversion: column by column the same takes four times as long for one row, and up to 256 rows longer.
+    It is one conversion: column by column takes four times as long for one row, and is slower up to 256 rows.
     """
     return pa.RecordBatch.from_struct_array(pa.array(values, _ROW))
 
 
 def encode(rows: pa.RecordBatch) -> pa.Buffer:
-    """Return rows of LOG_SCHEMA as an Arrow message without its schema."""
+    """Encode rows of LOG_SCHEMA as an Arrow message without its schema."""
     message = rows.serialize()
     if rows.num_rows < SHARING_ROWS_MIN:
         return message
@@ -108,21 +110,22 @@ def encode(rows: pa.RecordBatch) -> pa.Buffer:
 
 
 def build_by_pyarrow(values: list[LogRow]) -> EncodedRows:
-    """Build rows; raises what pyarrow raises of a value."""
+    """Build rows with pyarrow. Raises the error that pyarrow raises for a value."""
     batch = rows_of(values)
     return _encoded(encode(batch), values, batch)
 
 
 def build_compiled(values: list[LogRow]) -> EncodedRows:
-    """Build rows, by pyarrow where a value is not of its column's very type."""
+    """Build rows with the compiled encoder, or with pyarrow if a value does not have exactly its column's type."""
     message = LOG_ENCODER.encode(values)
     return build_by_pyarrow(values) if message is None else _encoded(message, values)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return rows side by side (disk thread).
+    """Concatenate rows (disk thread).
 
-    A few that were encoded from values are encoded once more: to open a message costs as much as some fifty rows.
+    A few rows that were made from values are encoded again: opening a message costs as much as encoding some fifty
+    rows.
     """
     values: list[LogRow] = []
     for part in parts:
@@ -143,9 +146,9 @@ def _encoded(
 
 
 class NumberedRows:
-    """A few rows of READ_SCHEMA as Python's values, each of its column's type; a batch only when one is asked for.
+    """A few rows of READ_SCHEMA as Python values, each of its column's type. A batch is made on demand.
 
-    Rows of a message stay there, a third of the size, until their values are asked for.
+    Rows of an encoded message stay there until their values are needed: they take a third of the memory.
     """
 
     __slots__ = ("_batch", "_message", "_pairs", "_seqs", "_values", "_which", "num_rows")
@@ -160,7 +163,7 @@ class NumberedRows:
 
     @classmethod
     def of(cls, message: bytes, seqs: list[int], which: list[int]) -> NumberedRows:
-        """Return rows, by position, of a message that the compiled encoder wrote, with these numbers."""
+        """Make rows from a message of the compiled encoder: `which` are positions in it, `seqs` their numbers."""
         rows = cls([])
         rows._values, rows._message, rows._seqs, rows._which = None, message, seqs, which
         rows.num_rows = len(which)
@@ -168,13 +171,13 @@ class NumberedRows:
 
     @classmethod
     def gathered(cls, entries: Sequence[Entry], pairs: Pairs) -> NumberedRows:
-        """Return the rows of these entries as values; `pairs` has their instants and numbers."""
+        """Collect the rows of these entries as values. `pairs` contains their due times and numbers."""
         return cls(
             [held if at < 0 else LOG_ENCODER.row(held, at, seq) for _, seq, _, held, at in entries], pairs
         )
 
     def entries(self) -> list[Entry]:
-        """Return each row by itself."""
+        """List each row as an Entry."""
         if self._values is None:
             message, texts = self._message, _LARGE_TEXTS
             return [
@@ -191,12 +194,12 @@ class NumberedRows:
 
     @property
     def size_bytes(self) -> int:
-        """Return about how much memory the rows take."""
+        """Estimated memory of the rows, in bytes."""
         return sum([ROW_BYTES + size_bytes for _, _, size_bytes, _, _ in self.entries()])
 
     @property
     def values(self) -> list[ReadRow]:
-        """Return the rows, a value for each column."""
+        """The rows as tuples, with a value for each column."""
         if self._values is not None:
             return self._values
         row_of, message = LOG_ENCODER.row, self._message
@@ -204,7 +207,7 @@ class NumberedRows:
 
     @property
     def batch(self) -> pa.RecordBatch:
-        """Return them as a batch."""
+        """The rows as a batch."""
         if self._batch is None:
             values = self.values
             message = None if _read_encoder is None else _read_encoder.encode(values)
@@ -217,7 +220,7 @@ class NumberedRows:
 
     @property
     def pairs(self) -> Pairs:
-        """Return the instant and the number of each row; the same arrays each time."""
+        """The due time and number of each row. Each call returns the same arrays."""
         if self._pairs is None:
             if self._values is None:
                 seqs = self._seqs
@@ -229,44 +232,44 @@ class NumberedRows:
         return self._pairs
 
     def filter(self, keep: BoolArray) -> NumberedRows:
-        """Return some of the rows."""
+        """Select the rows for which `keep` is true."""
         kept = np.flatnonzero(keep).tolist()
         if self._values is not None:
             return NumberedRows([self._values[at] for at in kept])
         return self.of(self._message, [self._seqs[at] for at in kept], [self._which[at] for at in kept])
 
 
-# A row by itself: its instant and number, about how many bytes its large texts have, the message that it stands in, and
-# where; or the row and -1. Of texts and numbers alone, so that the collector of garbage does not look at thousands.
+# One row: due time, number, approximate bytes of its large texts, then its message and its position in it; or the row's
+# values and -1. It contains only texts and numbers, so that the garbage collector does not visit thousands of objects.
 Entry: TypeAlias = tuple[int, int, int, Any, int]
 ReadRows: TypeAlias = "pa.RecordBatch | NumberedRows"
 
 
 def read_batch(rows: ReadRows) -> pa.RecordBatch:
-    """Return rows of READ_SCHEMA as a batch."""
+    """Convert rows of READ_SCHEMA to a batch."""
     return rows.batch if isinstance(rows, NumberedRows) else rows
 
 
 def read_bytes(rows: ReadRows) -> int:
-    """Return about how much memory rows of READ_SCHEMA take."""
+    """Estimate the memory of rows of READ_SCHEMA, in bytes."""
     return rows.size_bytes if isinstance(rows, NumberedRows) else int(rows.nbytes)
 
 
 def pairs_of(rows: ReadRows) -> Pairs:
-    """Return instant and number of each row; all have an instant."""
+    """Extract the due time and number of each row. Every row must have a due time."""
     if isinstance(rows, NumberedRows):
         return rows.pairs
     return rows.column("due_ms").to_numpy(), rows.column("seq").to_numpy()
 
 
 def filtered(rows: ReadRows, keep: BoolArray) -> ReadRows:
-    """Return some of these rows."""
+    """Select the rows for which `keep` is true."""
     return rows.filter(keep if isinstance(rows, NumberedRows) else pa.array(keep))
 
 
 def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> ReadRows:
-    """Return some of these rows, by position, as READ_SCHEMA rows with these numbers."""
-    # Compiled: each value is of its column's type.
+    """Select rows by position (`which`) and give them these numbers, as READ_SCHEMA rows."""
+    # The compiled encoder accepted the rows, so each value has its column's type.
     is_compiled = LOG_ENCODER is not None and isinstance(rows.message, bytes)
     if is_compiled and len(which) <= HELD_ROWS_MAX and len(rows.message) <= HELD_BYTES_MAX:
         return NumberedRows.of(rows.message, seqs, which)
@@ -275,15 +278,15 @@ def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> ReadRows:
 
 
 def as_message(batch: pa.RecordBatch) -> Rows | bytes:
-    """Return rows as their message, in which one costs a fiftieth of a value from each column.
+    """Encode rows as one message: a single row is read from it at a fiftieth of the cost of reading each column.
 
-    Without a compiler they stay columns: nothing reads a row of a message then.
+    Without the compiled encoder the rows stay columns, because only that encoder can read a row of a message.
     """
     return batch if LOG_ENCODER is None else bytes(batch.serialize())
 
 
 def numbered_value(rows: Rows | bytes, at: int, seq: int) -> ReadRow:
-    """Return one of these rows with its number, a value for each column; `rows` may be what `as_message` returned."""
+    """Read one row with its number, a value for each column. `rows` may be the result of `as_message`."""
     if isinstance(rows, bytes):
         found: ReadRow = LOG_ENCODER.row(rows, at, seq)
         return found
@@ -297,7 +300,7 @@ def numbered_value(rows: Rows | bytes, at: int, seq: int) -> ReadRow:
 
 
 def builder_of(choice: CodecChoice) -> Build:
-    """Return what builds rows with this setting."""
+    """Choose the function that builds rows under this setting."""
     return build_compiled if MessageEncoder is not None and choice == "auto" else build_by_pyarrow
 
 
@@ -308,12 +311,13 @@ def _width(kind: pa.DataType) -> int:
 
 
 def encoder_of(schema: pa.Schema, sharing_rows_min: int = sys.maxsize) -> Any:
-    """Return a MessageEncoder for rows of this schema; None where there was no compiler."""
+    """Make a MessageEncoder for rows of this schema, or None where the compiled module is missing."""
     if MessageEncoder is None:
         return None
     return MessageEncoder(*form_of(schema), [_width(field.type) for field in schema], sharing_rows_min)
 
 
 LOG_ENCODER: Any
-# Frames alone share their zeros: what leaves the broker is laid out as clients of any make expect it.
+# Only frames of the log share their zeros. Batches that leave the broker have the layout that clients of any kind
+# expect.
 LOG_ENCODER, _read_encoder = encoder_of(LOG_SCHEMA, SHARING_ROWS_MIN), encoder_of(READ_SCHEMA)

@@ -1,8 +1,7 @@
 """The bytes of the log: a segment header, then frames.
 
-A *frame* is what one group commit (or a part of it) wrote: a fixed header and one Arrow IPC record batch
-message, padded with zeros to 64 bytes so that the columns of a mapped segment are aligned. Little-endian,
-as Arrow is.
+A *frame* is one group commit or a part of one: a fixed header and one Arrow IPC record batch message, padded with zeros
+to 64 bytes so that the columns of a mapped segment are aligned. Numbers are little-endian, as in Arrow.
 
     byte  0        4     6     8        12       16             24
           +--------+-----+-----+--------+--------+--------------+
@@ -17,17 +16,17 @@ as Arrow is.
           | payload| crc32c | synced_to    | Arrow IPC     | zeros   |
           +--------+--------+--------------+---------- … --+---- … --+
 
-`crc32c` covers the whole frame, header and padding included, with its own field zero. `span` is how many
-sequence numbers the frame uses up: its rows, or more when a TABLE row sets some aside. `synced_to` says that
-all bytes of the segment before that position were on disk when this frame was written (with `sync` durability:
-the start of its own commit). Recovery needs it to tell a torn commit (never acknowledged, may be cut) from
-damage to an acknowledged one (must be refused). A magic of zero is the end of the log.
+`crc32c` covers the whole frame, including header and padding, with the checksum field set to zero. `span` is the count
+of sequence numbers that the frame uses: its rows, or more when a TABLE row reserves some. `synced_to` states that all
+bytes of the segment before that position were on disk when this frame was written (with `sync` durability: the start of
+the frame's commit). Recovery needs it to distinguish a torn commit (never acknowledged, may be cut) from damage to an
+acknowledged one (must be refused). A magic of zero is the end of the log.
 
 Segment header, 64 bytes:
 
     | magic "TIMEBALL" 8 | version 4 | zero 4 | first_seq 8 | created_ms 8 | zero 28 | crc32c 4 |
 
-To change the format: add a version here, keep reading the old one, add files of it to tests/golden/, and
+To change the format: add a version here, keep reading the old one, add files of the new version to tests/golden/, and
 describe the change in docs/formats/commit-log.md. Version 1 is the first.
 """
 
@@ -54,15 +53,15 @@ FRAME = struct.Struct(
     "I"  # magic: zero means nothing was written here
     "H"  # version of LOG_SCHEMA and of this header
     "H"  # flags: zero, or SNAPSHOT
-    "I"  # length: the whole frame, so that the next one is found without decoding this one
+    "I"  # length of the whole frame, so that the next one is found without decoding this one
     "I"  # rows in the record batch
     "q"  # first_seq: sequence number of the first row
-    "q"  # span: sequence numbers used up
+    "q"  # span: sequence numbers that the frame uses
     "q"  # append_ms: wall clock at the commit; for people and for retention
-    "q"  # epoch: number of the writer's life; each start counts one more (segment.py)
+    "q"  # epoch: number of the writer's run; each start takes the next one (segment.py)
     "I"  # payload: bytes of the Arrow message, without padding
-    "I"  # crc32c over the whole frame
-    "Q"  # synced_to: position in the segment up to which all was on disk before this commit
+    "I"  # crc32c over the whole frame, with this field zero
+    "Q"  # synced_to: all bytes of the segment before this position were on disk before this commit
 )
 assert FRAME.size == ALIGN
 _CRC_OFFSET = 52
@@ -74,7 +73,7 @@ assert SEGMENT.size == ALIGN
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """A frame header, and where the frame lies in its segment."""
+    """A frame header and the frame's position in its segment. Positions and lengths are in bytes."""
 
     position: int
     length: int
@@ -89,18 +88,18 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def next_seq(self) -> int:
-        """Sequence number after this frame."""
+        """The first sequence number after this frame."""
         return self.first_seq + self.span
 
     @property
     def end(self) -> int:
-        """Position after this frame."""
+        """The position after this frame."""
         return self.position + self.length
 
 
 def encode_rows(rows: Rows) -> bytes | pa.Buffer:
-    """Return the rows as an Arrow message without its schema."""
-    # Every frame has LOG_SCHEMA, so a reader needs only the version in the header.
+    """Encode the rows as an Arrow message without its schema."""
+    # All frames have LOG_SCHEMA, so the version in the header is enough to read them.
     return rows.message if isinstance(rows, EncodedRows) else encode(rows)
 
 
@@ -116,9 +115,9 @@ def encode_frame(
     flags: int = 0,
     payload: bytes | pa.Buffer | None = None,
 ) -> tuple[Frame, list[bytes | pa.Buffer]]:
-    """Return the frame for `rows` at `position`, and its bytes as buffers to be written one after the other.
+    """Encode the frame for `rows` at `position`. Returns its header, and its bytes as buffers to be written in order.
 
-    `payload`: what `encode_rows` gave for these rows.
+    `payload` is the result of `encode_rows` for these rows, if there is one already.
     """
     assert span >= rows.num_rows > 0
     payload = encode_rows(rows) if payload is None else payload
@@ -132,7 +131,7 @@ def encode_frame(
             len(payload), crc, synced_to,
         )  # fmt: skip
 
-    # Extended part by part: to join header and payload first would copy every body.
+    # The checksum is extended part by part: joining header and payload first would copy every body.
     crc = google_crc32c.extend(google_crc32c.value(header(0)), payload)
     crc = google_crc32c.extend(crc, padding)
     frame = Frame(
@@ -142,14 +141,14 @@ def encode_frame(
 
 
 def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
-    """Return the checked frame at `position`, None where the log ends; raises Corrupt on a wrong checksum.
+    """Read and check the frame at `position`. Returns None at the end of the log, raises Corrupt on a wrong checksum.
 
-    `origin`: where in its segment the buffer begins, when it is a part of one.
+    `origin` is the position of the buffer in its segment, when the buffer is only a part of it.
     """
     frame = read_frame_header(segment, position, origin=origin)
     if frame is None:
         return None
-    # Only the header is copied, to blank its checksum; the payload is checked where it is mapped.
+    # Only the header is copied, to set its checksum to zero. The payload is checked in the mapping.
     stored = FRAME.unpack_from(segment, position)
     header = bytearray(segment.slice(position, ALIGN))
     header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
@@ -161,20 +160,21 @@ def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame |
 
 
 def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
-    """Return the frame at `position` as `read_frame` does, with only its header checked."""
+    """Read the frame at `position` as `read_frame` does, but check only its header."""
     if position + ALIGN > segment.size:
         return None
     magic, version, flags, length, rows, first_seq, span, append_ms, epoch, payload, _, synced_to = (
         FRAME.unpack_from(segment, position)
     )
     if magic == 0:
-        # A torn header may have lost its first sector and kept later ones (512 bytes, any order).
+        # A torn header may have lost its first sector of 512 bytes and kept later ones, since sectors are written in
+        # any order.
         if any(memoryview(segment.slice(position, ALIGN))):
             raise Corrupt(f"frame header at byte {position} is half written")
         return None
     if magic != FRAME_MAGIC or flags & ~SNAPSHOT:
         raise Corrupt(f"no frame at byte {position}")
-    # The length decides where the next frame is looked for and how much is read, so it is checked before the checksum.
+    # Checked before the checksum, because the length decides how much is read and where the next frame is looked for.
     sane = (
         ALIGN <= length <= limits.FRAME_BYTES_MAX
         and length % ALIGN == 0
@@ -185,7 +185,7 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
     )
     if not sane:
         raise Corrupt(f"frame header at byte {position} contradicts itself")
-    # After the checks above: damage must not be reported as a newer version.
+    # Checked last, so that damage is not reported as a newer version.
     if version != SCHEMA_VERSION:
         raise SetupError(
             f"frame of version {version}; this Timeball reads version {SCHEMA_VERSION}: use a newer one"
@@ -194,7 +194,7 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
 
 
 def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
-    """Return the rows of a checked frame in LOG_SCHEMA; columns are views of the mapped segment."""
+    """Decode the rows of a checked frame in LOG_SCHEMA. The columns are views of the mapped segment."""
     message = segment.slice(frame.position + ALIGN, frame.payload)
     rows = pa.ipc.read_record_batch(message, LOG_SCHEMA)
     if rows.num_rows != frame.rows:
@@ -205,7 +205,7 @@ def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
 
 
 def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
-    """Return the 64 bytes at the start of a segment."""
+    """Encode the 64 bytes at the start of a segment."""
     blank = SEGMENT.pack(SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, 0)
     return SEGMENT.pack(
         SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, google_crc32c.value(blank[:-4])
@@ -213,7 +213,7 @@ def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
 
 
 def read_segment_header(segment: pa.Buffer) -> int | None:
-    """Return a segment's first sequence number; None when it was prepared but never begun; raises Corrupt."""
+    """Read a segment's first sequence number, or None for a blank header (a prepared spare). Raises Corrupt."""
     if segment.size < ALIGN:
         return None
     raw = bytes(segment.slice(0, ALIGN))

@@ -1,14 +1,15 @@
-"""Where the frames of a sealed segment begin, as a file beside it: `log/0000000001.frames`.
+"""The frame index: a file beside a sealed segment with the positions of its frames, such as `log/0000000001.frames`.
 
     byte  0          8   16       24          32         40    48               56            56 + 8n
           +----------+---+--------+-----------+----------+-----+----------------+-- … --------+-- … -------+
           | "TBFRAME1"| n | crc32c | first_seq | next_seq | end | last_append_ms | n positions | n seqs     |
           +----------+---+--------+-----------+----------+-----+----------------+-- … --------+-- … -------+
 
-Little-endian, 8 bytes each; the checksum is that of all behind it. Written once, when the segment is sealed, and
-mapped: a start then need not read days of log, and a frame of it costs no memory. It is a cache. One that is
-missing, damaged or says something else than the segments around it is ignored, and the segment is read from end
-to end instead. The frames themselves are checked whenever they are decoded, here as anywhere.
+Numbers are little-endian, 8 bytes each. The checksum covers all bytes after it. The file is written once, when the
+segment is sealed, and then mapped: a start need not read days of log, and a sealed frame takes no heap memory.
+
+It is a cache. If the file is missing, damaged or contradicts the neighbouring segments, it is ignored and the segment
+is read from end to end instead. The frames themselves are still checked each time they are decoded.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from timeball.log.segment import FOLDER, Segment, Segments
 logger = logging.getLogger(__name__)
 
 MAGIC = b"TBFRAME1"
-HEADER = struct.Struct("<8sQQ")
+HEADER = struct.Struct("<8sQQ")  # magic, number of frames, crc32c of all bytes after it
 FACTS = struct.Struct("<QQQq")  # first_seq, next_seq, end, last_append_ms
 ARRAYS_AT = HEADER.size + FACTS.size
 assert ARRAYS_AT == 56
 
 
 def index_name(segment: Segment) -> str:
-    """Return the file name of a segment's frame index."""
+    """Build the file name of a segment's frame index."""
     return f"{FOLDER}/{segment.ordinal:010d}.frames"
 
 
 def save_sealed(files: Files, segments: Segments) -> int:
-    """Write the frame index of every sealed segment that has none, and use it; return how many. Blocking."""
+    """Write and load the frame index of every sealed segment that has none. Returns their number. Blocking."""
     todo = [segment for segment in segments.all[:-1] if not segment.is_indexed]
     for segment in todo:
         files.replace(index_name(segment), encode(segment))
-        # Read back, so that the arrays in memory are given up for the mapped ones; that is what the file is for.
+        # Loaded at once: the mapped arrays replace those in memory, which is the purpose of the file.
         load(files, segment, segment.next_seq)
     return len(todo)
 
 
 def encode(segment: Segment) -> bytes:
-    """Return the bytes of the index of a sealed segment."""
+    """Encode the frame index of a sealed segment."""
     payload = b"".join(
         [
             FACTS.pack(segment.first_seq, segment.next_seq, segment.end, segment.last_append_ms),
@@ -60,7 +61,7 @@ def encode(segment: Segment) -> bytes:
 
 
 def load(files: Files, segment: Segment, next_seq: int) -> bool:
-    """Give `segment` its frames from its index; false when there is none that fits a segment up to `next_seq`."""
+    """Load the frames of `segment` from its index. Returns false if none fits a segment that ends at `next_seq`."""
     name = index_name(segment)
     if not files.exists(name):
         return False
@@ -69,8 +70,7 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
         magic, count, crc = HEADER.unpack_from(data)
         if magic != MAGIC or data.size != ARRAYS_AT + 16 * count:
             raise ValueError("not a frame index: bad magic or length")
-        # Positions are used unchecked from here on, to slice the mapping; so all of the file is checked once, at the
-        # start.
+        # Positions are used unchecked afterwards to slice the mapping, so the whole file is checked once, here.
         if google_crc32c.value(data.slice(HEADER.size)) != crc:
             raise ValueError("wrong checksum")
         first_seq, found_next_seq, end, last_append_ms = FACTS.unpack_from(data, HEADER.size)

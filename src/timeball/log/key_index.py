@@ -1,9 +1,9 @@
-"""Rows of the log by message id or key, indexed at the first look-up.
+"""Index of the log's rows by message id and key, built at the first look-up.
 
-Cancels and queries by key are rare beside sends, so a commit pays nothing for them: the first look-up indexes
-what has been appended since the last one, in the calling thread. A sealed segment's index becomes a
-key run beside it and is mapped, so memory holds only the active segment's: a table of the newest rows, and sorted runs
-of those before.
+Cancels and queries by key are rare compared with sends, so a commit does no indexing. A look-up first indexes the rows
+appended since the last one, in the calling thread. The index of a sealed segment becomes a key run file beside it and
+is mapped. So memory contains only the active segment's index: a table of the newest rows, and sorted runs of the older
+rows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.message import Int64Array
 
-# Pairs of the active segment that are looked up in a table, before they become a sorted run: a look-up that follows a
-# cancel has one row to index, and to make and bisect a run costs ten times as much as to note it.
+# Pairs of the active segment in the table, before they become a sorted run. A look-up after a cancel has one row to
+# index, and building and searching a run for it costs ten times as much as adding it to the table.
 NEWEST_PAIRS_MAX = 4_096
 
 
 class KeyIndex:
-    """Look-ups over all kept segments. Thread safe; not for the event loop, since it may have to index."""
+    """Look-ups over all kept segments. Thread-safe, but not for the event loop, because a look-up may index first."""
 
     def __init__(self, files: Files, segments: Segments, reader: LogReader) -> None:
         self._files, self._segments, self._reader = files, segments, reader
         self._lock = threading.Lock()
         self._sealed: dict[int, KeyRun] = {}
-        # Of the active segment: its ordinal, the row that the next look-up indexes from, the runs made so far, each
-        # more than twice as long as the one behind it, and the rows behind them, by hash.
+        # State of the active segment: its ordinal, the first row not indexed yet, the sorted runs, and the rows after
+        # them by hash. Invariant: each run has more than twice as many pairs as the next one.
         self._active = -1
         self._indexed_to = 0
         self._runs: list[KeyRun] = []
@@ -42,7 +42,7 @@ class KeyIndex:
         segments.on_drop.append(self._forget)
 
     def find_rows(self, wanted: UInt64Array) -> Int64Array:
-        """Return the numbers of durable rows whose id or key has one of these hashes; the caller compares the text."""
+        """Find the numbers of durable rows whose id or key has one of these hashes. The caller compares the texts."""
         with self._lock:
             segments = self._segments.all
             parts = [self._find_sealed(segment, wanted) for segment in segments[:-1]]
@@ -61,7 +61,7 @@ class KeyIndex:
         try:
             return self._sealed_index(segment).find_numbers(wanted)
         except Corrupt:
-            # A cache: built again from the segment, which is the truth.
+            # The run is a cache: it is rebuilt from the segment, the source of truth.
             self._sealed.pop(segment.ordinal, None)
             self._files.remove(_name(segment))
             return self._sealed_index(segment).find_numbers(wanted)
@@ -79,7 +79,8 @@ class KeyIndex:
         return known
 
     def _index_active(self, segment: Segment) -> None:
-        # The log has rolled: what is indexed of the old segment is thrown away, since its run is made from the file.
+        # The log has rolled. The old segment's pairs in memory are dropped: its run is built from the segment when
+        # needed.
         if segment.ordinal != self._active:
             self._active, self._indexed_to, self._runs = segment.ordinal, segment.first_seq, []
             self._forget_newest()
@@ -99,7 +100,7 @@ class KeyIndex:
         keys, numbers = zip(*newest, strict=True) if newest else ((), ())
         run = KeyRun.build(*joined([(np.array(keys, np.uint64), np.array(numbers, np.int64)), pairs]))
         self._forget_newest()
-        # So each pair is sorted O(log n) times, and a look-up bisects O(log n) runs.
+        # Merging by this rule sorts each pair O(log n) times and leaves O(log n) runs to search.
         while self._runs and self._runs[-1].pairs <= 2 * run.pairs:
             run = KeyRun.build(*joined([self._runs.pop().columns(), run.columns()]))
         self._runs.append(run)
@@ -111,7 +112,7 @@ class KeyIndex:
     def _pairs(self, from_seq: int, to_seq: int) -> Pairs:
         parts = []
         if to_seq - from_seq <= FEW:
-            # As between two look-ups of a caller who cancels: a frame as it is costs a third of one that is joined.
+            # Usual between two look-ups of a caller who cancels: a single frame costs a third of a joined batch.
             for first_seq, rows in self._reader.frames(from_seq, to_seq):
                 hashes, positions = hash_keys(rows.column("unique_key"), rows.column("keys"))
                 parts.append((hashes, first_seq + positions))

@@ -1,11 +1,11 @@
-"""The newest visible rows of the log, as they were written: read on the event loop, without a thread or a frame.
+"""The newest visible rows of the log in memory, read on the event loop without a thread or a frame.
 
-Most messages are read right after they became visible. From the log such a read costs a hand-over to the reader thread
-and back, a frame that is mapped, checked and opened, and a value from each of its columns; the rows themselves are
-still in memory, from their commit.
+Most messages are read right after they become visible. Such a read from the log costs a hand-over to the reader thread
+and back, a frame that is mapped, checked and opened, and a value from each of its columns. But the rows are still in
+memory from their commit.
 
-A cache with a bound in bytes: what it does not hold the log says. It holds durable rows alone, so that no reader sees
-one that a power cut could take back. Belongs to the event loop.
+It is a cache with a bound in bytes: rows that it no longer contains are read from the log. It contains only durable
+rows, so that no reader sees a row that a power cut could take back. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ import pyarrow as pa
 from timeball.log.few_rows import EncodedRows, Rows, as_message, numbered_value
 from timeball.message import ReadRow
 
-BYTES_MAX = 8 * 1024 * 1024  # of all rows, with what their batches keep in memory besides
-# Of one append: larger ones would be kept from the memory that the next one is made in, which costs it a tenth.
+BYTES_MAX = 8 * 1024 * 1024  # of all rows, including the other memory that their batches hold
+# Limit for one append. If a larger one were kept, the next append could not reuse its memory, and would take a tenth
+# longer.
 APPEND_BYTES_MAX = 1024 * 1024
-COMMITTED_MAX = 4_096  # appends whose rows are held: of one row each takes some kilobytes
+# Appends kept at most: an append of one row takes some kilobytes of memory.
+COMMITTED_MAX = 4_096
 
 
 class NewestRows:
-    """Rows by number. Appends come in the order of their numbers."""
+    """Rows by number. Appends must come in the order of their numbers."""
 
     def __init__(self) -> None:
         self._first_seqs: list[int] = []
-        # How many they are, and their bytes. Columns become their message when one of them is asked for.
+        # (rows, number of rows, bytes) of each append. A batch is replaced by its message when one of its rows is first
+        # read.
         self._committed: deque[tuple[Rows | bytes, int, int]] = deque()
-        self._dropped = 0  # of the first numbers, those whose rows are gone
+        self._dropped = 0  # entries at the start of _first_seqs whose rows are gone
         self._size_bytes = 0
 
     def __len__(self) -> int:
-        """Return how many appends are held."""
+        """The number of appends kept."""
         return len(self._committed)
 
     def add(self, first_seq: int, rows: Rows) -> None:
-        """Hold the rows of an append that is durable."""
+        """Keep the rows of a durable append."""
         if isinstance(rows, EncodedRows):
             size_bytes = len(rows.message) * (2 if rows.values else 1)
         else:
@@ -53,13 +56,13 @@ class NewestRows:
         while self._size_bytes > BYTES_MAX or len(self._committed) > COMMITTED_MAX:
             self._size_bytes -= self._committed.popleft()[2]
             self._dropped += 1
-        # Cut when half of the list is of no use, or each row would move all of them.
+        # Cut only when half of the list is unused: cutting at each append would move all entries each time.
         if self._dropped > len(self._committed) + 16:
             del self._first_seqs[: self._dropped]
             self._dropped = 0
 
     def values_of(self, seqs: Sequence[int]) -> list[ReadRow] | None:
-        """Return the rows with these numbers, each a value for each column; None when one of them is not held."""
+        """Read the rows with these numbers, a value for each column, or None when one of them is no longer kept."""
         found: list[ReadRow] = []
         for seq in seqs:
             at = bisect_right(self._first_seqs, seq, lo=self._dropped) - 1

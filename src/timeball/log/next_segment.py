@@ -1,12 +1,12 @@
-"""Room for the frames to come: the next step of the segment being written, then the next segment.
+"""Disk space for coming frames: the next step of the segment being written, then the next segment.
 
-It is reserved before it is needed, so that no commit waits for it, or when much is about to be written (`make_ready`).
-A full disk is noticed by it, while releases and cancels still have room: half a segment's, kept free on the disk.
-`room_error` then says why new promises are refused.
+Space is reserved before it is needed, so that no commit waits for it, or when a large write is announced
+(`make_ready`). A full disk is noticed here, while releases and cancels still have space: half a segment is kept free on
+the disk for them. `room_error` then states why new scheduled messages are refused.
 
-A page of a file that was never written costs ten times as much as one that the system's cache has already: it has to
-be found, emptied, and on a virtual machine be fetched from the host. So what is known to come within seconds is
-*warmed*: its pages are made before (docs/decisions/0040-ready-for-a-burst.md).
+Writing a page of a file for the first time costs ten times as much as writing one that is already in the system's page
+cache: the system has to find and clear a page, and on a virtual machine fetch it from the host. So the pages of writes
+expected within seconds are *warmed*: they are brought into the cache ahead (docs/decisions/0040-ready-for-a-burst.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from timeball.log.segment import STEP_BYTES, SegmentFile, Segments, prepare, seg
 
 logger = logging.getLogger(__name__)
 
-# How often a full disk is tried again. Admission stays closed meanwhile, so a shorter pause would only fill the log.
+# Pause between two tries while the disk is full. Admission is closed meanwhile, so a shorter pause would only repeat
+# the warning more often.
 ROOM_RETRY_S = 2.0
 
 
 class NextSegment:
-    """Belongs to the event loop, but for what says that it runs in the disk thread."""
+    """Reserves space for the log. Belongs to the event loop, except for methods marked with "disk thread"."""
 
     def __init__(
         self,
@@ -39,57 +40,57 @@ class NextSegment:
         segment_bytes: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Call `on_failure` with what a full disk does not explain."""
+        """`on_failure` receives every error except a full disk."""
         self._files, self._segments, self._disk = files, segments, disk
         self._segment_bytes, self._on_failure = segment_bytes, on_failure
         self._loop = asyncio.get_running_loop()
-        # Both are replaced by the disk thread only, or a roll may miss the spare.
+        # Only the disk thread replaces these two, or a roll could miss the spare.
         self.current = current
         self.spare: SegmentFile | None = None
-        self.ahead_bytes = min(STEP_BYTES, segment_bytes // 2)  # reserved behind the last frame
-        self.is_over = False  # the log is closed, or has stopped: any thread sets it
+        self.ahead_bytes = min(STEP_BYTES, segment_bytes // 2)  # bytes reserved behind the last frame
+        self.is_over = False  # the log is closed or has stopped; set by any thread
         self._task: asyncio.Task[None] | None = None
         self.room_error: OverLimit | None = None
-        self._warm: dict[str, int] = {}  # name of a segment -> up to where it has been warmed
+        self._warm: dict[str, int] = {}  # segment name -> position up to which it is warmed
 
     def prepare(self) -> None:
-        """Get one more step, or the next segment, unless it is there or under way."""
+        """Reserve one more step, or the next segment, unless it exists or is being reserved."""
         if self._task is None and (self.spare is None or self.current.reserved_to < self.current.size_bytes):
             self._task = self._loop.create_task(self._get_room())
 
     async def make_ready(self, size_bytes: int) -> None:
-        """Make ready for so many bytes to be written soon: the room, and its pages."""
+        """Prepare for `size_bytes` to be written soon: reserve the space and warm its pages."""
         last = self._segments.last
         end = last.end + size_bytes
         await self._loop.run_in_executor(self._disk, self._reserve, last.ordinal, end)
         if end > last.buffer.size:
             self.prepare()
         await self._warm_up(last.name, last.end, min(end, last.buffer.size))
-        # Asked for behind the pause: it is a spare no more when the log has rolled into it meanwhile.
+        # Checked after the await: the log may have rolled into the spare meanwhile, and then it is a spare no more.
         if self.spare is not None and last is self._segments.last:
             await self._warm_up(segment_name(last.ordinal + 1), 0, end - last.buffer.size)
 
     def get_spare(self) -> None:
-        """Prepare the next segment before this one is full (disk thread); raise OverLimit."""
+        """Prepare the next segment before this one is full (disk thread). Raises OverLimit."""
         if self.spare is None and not self.is_over:
             self._check_free()
             self.spare = prepare(self._files, self.current.ordinal + 1, self._segment_bytes)
 
     def begin(self, needed_bytes: int) -> SegmentFile:
-        """Return the file to go on with (disk thread): the spare when there is one and it is large enough."""
+        """Take the file of the next segment (disk thread): the spare, enlarged if needed, or a new one."""
         spare, self.spare = self.spare, None
         ordinal, size = self.current.ordinal + 1, max(self._segment_bytes, needed_bytes)
         if spare is None:
             spare = prepare(self._files, ordinal, size)
         elif size > spare.size_bytes:
-            # One commit larger than a segment: the segment is made as large as the commit, never the commit split.
+            # A commit larger than a segment is never split. The segment is made as large as the commit.
             spare.file.allocate(size, reserved=False)
             spare.mapped = self._files.map_readonly(segment_name(ordinal))
         self.current = spare
         return spare
 
     async def stop(self) -> None:
-        """Prepare nothing more."""
+        """Cancel preparation for good."""
         self.is_over = True
         if self._task is not None:
             self._task.cancel()
@@ -104,21 +105,22 @@ class NextSegment:
         begin = max(begin, self._warm.get(name, 0))
         if begin >= end:
             return
-        # Of one segment that is full nothing is asked again: two names are all that count.
+        # Only the newest two names matter: a segment that is full is not warmed again.
         self._warm = {**dict(list(self._warm.items())[-1:]), name: end}
-        # Neither in the disk thread, where a commit would wait for it, nor in the reader's.
+        # In a thread of the default executor: in the disk thread a commit would wait for it, and in the reader thread a
+        # read.
         await self._loop.run_in_executor(None, self._files.warm, name, begin, end)
 
     def _reserve(self, ordinal: int, end: int) -> None:
-        """Reserve room up to `end` of a segment and behind it (disk thread), if there is as much."""
-        with suppress(OverLimit):  # said when it is needed indeed
+        """Reserve space up to `end` of a segment, continuing into the spare (disk thread), if the disk has enough."""
+        with suppress(OverLimit):  # reported when the space is needed
             if not self.is_over and self.current.ordinal == ordinal:
                 self.current.reserve(end)
                 if self.spare is not None:
                     self.spare.reserve(end - self.current.size_bytes)
 
     async def _get_room(self) -> None:
-        """Get the next step or segment before it is needed; a full disk closes admission until there is room."""
+        """Reserve the next step or segment ahead of need. A full disk closes admission until there is space."""
         try:
             while not self.is_over:
                 try:
@@ -136,7 +138,7 @@ class NextSegment:
             self._task = None
 
     def _reserve_next(self) -> None:
-        """Reserve one more step, and behind the last one prepare a spare (disk thread)."""
+        """Reserve one more step. When the segment is fully reserved, prepare a spare (disk thread)."""
         current = self.current
         if self.is_over:
             return
@@ -148,7 +150,7 @@ class NextSegment:
 
     def _check_free(self) -> None:
         free_bytes = self._files.free_bytes()
-        # What releases and cancels will need. Reserved as blocks it would count as the log's on every small broker.
+        # This space is for releases and cancels. Allocated blocks would count as the log's size on every small broker.
         if free_bytes < self._segment_bytes // 2:
             raise OverLimit(
                 f"disk full but for {free_bytes} bytes: free some space on this file system, then go on"

@@ -1,4 +1,4 @@
-"""An entry of the queue index: where a message of a queue stands, of RocketMQ's width and with its size and tag."""
+"""An entry of the queue index: the location of one message, in RocketMQ's width, with its size and tag."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ ENTRY = np.dtype(
         ("tag", ">i8"),  # tag hash or bits, or due time (ms) in a delay-level queue
     ]
 )
-assert ENTRY.itemsize == 20  # as RocketMQ's
+assert ENTRY.itemsize == 20  # the same as RocketMQ's
 EntryArray = npt.NDArray[np.void]

@@ -1,4 +1,4 @@
-"""The files of the queue index: each has the entries of all queues for one stretch of the log.
+"""The files of the queue index. Each file contains the entries of all queues for one range of the log.
 
     byte  0           8        16          24         32      40       48      56
           +-----------+--------+-----------+----------+-------+--------+-------+---------+
@@ -10,9 +10,9 @@
           | entries, run after run: seq, size, tag                                        |   20 bytes each, big-endian
           +-------------------------------------------------------------------------------+
 
-The first checksum covers what follows it up to the entries; it is checked when the file is opened. The entries of a
-block are checked at *every* read, so an entry that a bit flipped in is never used: with it a reader would be handed
-another row, or a filter would pass over one.
+The first checksum covers the bytes after it up to the entries, and is checked when the file is opened. The entries of a
+block are checked at *every* read, so an entry with a flipped bit is never used: it could direct a reader to another
+row, or make a filter skip a message.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SUFFIX = ".cq"
 MAGIC = b"TBQUEUE1"
 HEADER = struct.Struct("<8sQ6q")
 RUN = np.dtype([("name", "<u4"), ("queue", "<u4"), ("first_offset", "<i8"), ("count", "<i8")])
-BLOCK_ENTRIES = 256  # 5 KB: what a read of one entry checks, in 1 us
+BLOCK_ENTRIES = 256  # 5 KB: the unit of checking, 1 us for a read of one entry
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries of one queue that follow each other."""
+    """Consecutive entries of one queue."""
 
     topic: str
     queue_id: int
@@ -53,8 +53,8 @@ class Part:
 
 
 def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
-    """Return the file of the log's rows [first_seq, next_seq)."""
-    # numpy's concatenate gives native order back.
+    """Encode the file for the log's rows [first_seq, next_seq)."""
+    # Converted to the file's byte order, because numpy's concatenate returns the native one.
     data = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
     names: dict[str, int] = {}
     runs = np.empty(len(parts), RUN)
@@ -66,7 +66,7 @@ def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
         blocks += _checksums(entries)
     titles = msgspec.json.encode(list(names))
     tables = b"".join([runs.tobytes(), np.array(blocks, "<u4").tobytes(), titles])
-    # The counts are covered by the checksum too: with a wrong one a reader would look for tables in the entries.
+    # The checksum covers the counts too: with a wrong count, a reader would look for the tables among the entries.
     numbers = struct.pack(
         "<6q", first_seq, next_seq, len(runs), len(blocks), len(titles), sum(map(len, data)) // ENTRY.itemsize
     )
@@ -81,16 +81,17 @@ def _checksums(entries: bytes) -> Iterator[int]:
 
 
 class QueueFile:
-    """A file that has been opened: what its runs hold, checked at every read."""
+    """An opened file. Every read of its runs is checked."""
 
     def __init__(self, name: str, buffer: pa.Buffer | bytes) -> None:
-        """Raise Corrupt when its tables do not match their checksum or its length."""
+        """Open the file in `buffer`. Raises Corrupt if its tables do not match their checksum or the file's length."""
         self.name = name
         data = memoryview(buffer)
         try:
             magic, crc, self.first_seq, self.next_seq, *counts = HEADER.unpack_from(data)
             runs, blocks, names, entries = counts
-            # Before any count is used: these are bytes from a disk, and numpy takes a negative count to mean "all".
+            # Checked before any count is used: the bytes come from a disk, and numpy takes a negative count to mean
+            # "all".
             if min(counts) < 0 or magic != MAGIC:
                 raise ValueError("not a queue file: bad magic or counts")
             at_blocks = HEADER.size + runs * RUN.itemsize
@@ -107,22 +108,22 @@ class QueueFile:
         self._crcs = np.frombuffer(data, "<u4", blocks, at_blocks)
         self._entries = np.frombuffer(data, ENTRY, entries, at_entries)
         counts_of_runs = self.runs["count"].astype(np.int64)
-        # Where each run begins, from the counts alone: stored positions could contradict them.
+        # The start of each run is computed from the counts alone: stored positions could contradict them.
         self._first_entry = np.cumsum(counts_of_runs) - counts_of_runs
         blocks_of_runs = -(-counts_of_runs // BLOCK_ENTRIES)
         self._first_block = np.cumsum(blocks_of_runs) - blocks_of_runs
 
     def __len__(self) -> int:
-        """Number of entries."""
+        """The number of entries."""
         return len(self._entries)
 
     def queues(self) -> Iterator[tuple[int, str, int, int, int]]:
-        """Yield each run's number, topic, queue, first offset and end."""
+        """Yield each run's number, topic, queue, first offset and end offset (exclusive)."""
         for number, (name, queue_id, first, count) in enumerate(self.runs.tolist()):
             yield number, self.names[name], queue_id, first, first + count
 
     def read(self, run: int, begin: int, end: int) -> EntryArray:
-        """Return a copy of entries [begin, end) of a run, counted from its first; raises Corrupt."""
+        """Copy entries [begin, end) of a run, counted from its first entry. Raises Corrupt."""
         first, count = int(self._first_entry[run]), int(self.runs["count"][run])
         for block in range(begin // BLOCK_ENTRIES, -(-end // BLOCK_ENTRIES)):
             at, stop = block * BLOCK_ENTRIES, min(count, (block + 1) * BLOCK_ENTRIES)
@@ -134,7 +135,7 @@ class QueueFile:
         return np.array(self._entries[first + begin : first + end])
 
     def parts(self) -> list[Part]:
-        """Return the entries of all runs; raises Corrupt."""
+        """Read the entries of all runs. Raises Corrupt."""
         return [
             Part(topic, queue_id, first, self.read(number, 0, end - first))
             for number, topic, queue_id, first, end in self.queues()
@@ -146,21 +147,21 @@ class QueueFile:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Files that follow each other without a hole, and the entries of the newest one, for memory."""
+    """The usable files of the index, without gaps. The newest one is open: its entries (`tail`) go to memory."""
 
     sealed: list[QueueFile]
     tail: list[Part]
-    open_seq: int  # the row that the newest one begins with
-    covered_seq: int  # they hold what the rows below put into the queues
+    open_seq: int  # first row that the newest file covers
+    covered_seq: int  # the files and `tail` contain all entries of rows below it
 
 
 def file_name(first_seq: int) -> str:
-    """Return the name of the file that begins with this row."""
+    """Build the name of the file whose range begins with row `first_seq`."""
     return f"{FOLDER}/{first_seq:020d}{SUFFIX}"
 
 
 def write(files: Files, first_seq: int, next_seq: int, parts: list[Part]) -> str:
-    """Write and sync the file of the log's rows [first_seq, next_seq); return its name."""
+    """Write and sync the file for the log's rows [first_seq, next_seq). Returns its name."""
     name = file_name(first_seq)
     if not files.exists(FOLDER):
         files.make_dir(FOLDER)
@@ -169,28 +170,29 @@ def write(files: Files, first_seq: int, next_seq: int, parts: list[Part]) -> str
 
 
 def open_files(files: Files, first_seq: int, to_seq: int) -> Opened:
-    """Open the files that hold entries of the rows [first_seq, to_seq) of the log.
+    """Open the files that contain entries of the log's rows [first_seq, to_seq).
 
-    A file that does not follow the one before it is removed: the log says what was in it.
+    A file that does not continue the one before it is removed: its entries can be rebuilt from the log.
     """
     covered = first_seq
     usable: list[QueueFile] = []
     for file in _whole(files):
-        # The first may begin earlier: retention removes files whole, so one may reach back behind the log's first row.
+        # The first file may begin before the log's first row, because retention removes only whole files.
         follows = file.first_seq == covered if usable else file.first_seq <= covered
         if follows and covered < file.next_seq and covered < to_seq:
             usable.append(file)
             covered = min(file.next_seq, to_seq)
         else:
             files.remove(file.name)
-    # The newest file is read now, as its entries go to memory. A damaged one is left to the replay of the log.
+    # The newest file is read now, because its entries go to memory. If it is damaged, the replay of the log rebuilds
+    # them.
     while (tail := _newest(usable, to_seq)) is None:
         covered = max(first_seq, usable.pop().first_seq)
     return Opened(usable[:-1], tail, usable[-1].first_seq if usable else first_seq, covered)
 
 
 def remove_all(files: Files) -> None:
-    """Remove every file of the index."""
+    """Remove all files of the index."""
     for name in _names(files):
         files.remove(name)
 
@@ -200,7 +202,7 @@ def _names(files: Files) -> list[str]:
 
 
 def _whole(files: Files) -> list[QueueFile]:
-    """Return the files whose tables match their checksum, oldest first."""
+    """Open the files whose tables match their checksum, oldest first."""
     found = []
     for name in _names(files):
         try:
@@ -211,7 +213,7 @@ def _whole(files: Files) -> list[QueueFile]:
 
 
 def _newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
-    """Return what the newest file holds of rows below `to_seq`; None when it is damaged."""
+    """Read the newest file's entries of rows below `to_seq`, or None when the file is damaged."""
     try:
         parts = usable[-1].parts() if usable else []
     except Corrupt as error:

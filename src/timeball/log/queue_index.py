@@ -1,17 +1,18 @@
-"""Queue index: where the n-th message of every (topic, queue) stands in the log.
+"""Queue index: the log position of the n-th message of every (topic, queue).
 
-The newest entries of a queue are in memory; older ones lie in files that hold the entries of *all* queues for one
-stretch of the log (queue_file.py). So a queue costs neither a file nor a descriptor nor a sync of its own: a topic that
-is made on first use does no I/O, and a checkpoint writes and syncs one file however many queues got something.
+The newest entries of a queue are in memory. Older ones are in files, each with the entries of *all* queues for one
+range of the log (queue_file.py). So a queue needs no file, descriptor or sync of its own: creating a topic at first use
+does no I/O, and a checkpoint writes and syncs one file, regardless of the number of changed queues.
 
-    queues/<first seq>.cq    sealed   |  sealed   |  the open stretch: written again with every checkpoint
+    queues/<first seq>.cq    sealed   |  sealed   |  the open range: written again with every checkpoint
     memory                                        |  its entries
 
-The open stretch is sealed when it holds SEAL_ENTRIES: then its entries are read from the file and memory is free again.
+The open range is sealed when it contains SEAL_ENTRIES entries. Then they are read from the file and their memory is
+freed.
 
-A cache. `load` uses files as far as they follow each other without a hole from the log's first row on; recovery
-replays the log behind them. A file whose entries do not match their checksums when they are read is built again from
-its stretch of the log, there and then: a reader gets what the log says, never another row and never fewer.
+The index is a cache. `load` accepts the files that follow each other without a gap from the log's first row on, and
+recovery replays the log after them. If entries do not match their checksum at a read, the file is rebuilt from its
+range of the log during that read. A reader always gets the correct entries: never another row, and never fewer.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from timeball.message import Int64Array
 
 logger = logging.getLogger(__name__)
 
-SEAL_ENTRIES = 524_288  # 10 MB: what a checkpoint writes again at most, and what stays in memory
-FIRST_ALLOCATION = 8  # entries; a queue that is hardly used costs 160 bytes
+SEAL_ENTRIES = 524_288  # 10 MB: bounds the entries in memory, and the bytes that each checkpoint writes again
+FIRST_ALLOCATION = 8  # entries: a rarely used queue costs 160 bytes
 
 Lengths = dict[str, dict[int, tuple[int, int]]]  # topic -> queue -> (min_offset, max_offset)
-Rebuild = Callable[[int, int], list[Part]]  # what the log's rows of [first_seq, next_seq) put into the queues
+# Rebuilds the queue entries of the log's rows [first_seq, next_seq).
+Rebuild = Callable[[int, int], list[Part]]
 
 
 class _Run(NamedTuple):
-    """Entries [first, end) of a queue, and where they stand."""
+    """Entries [first, end) of a queue, and the file and run that contain them."""
 
     first: int
     end: int
@@ -51,11 +53,11 @@ class _Run(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The places of a queue's entries; replaced whole, so that other threads always see a consistent one."""
+    """The locations of a queue's entries. It is replaced whole, so that other threads always see a consistent state."""
 
     runs: tuple[_Run, ...]
     tail_first: int
-    tail: EntryArray  # from `tail_first` to the queue's end, and room behind
+    tail: EntryArray  # from `tail_first` to the queue's end, then spare capacity
 
 
 _NO_ENTRIES = np.empty(0, ENTRY)
@@ -63,49 +65,49 @@ _EMPTY = _State((), 0, _NO_ENTRIES)
 
 
 class QueueIndex:
-    """Entries of one queue. Positions are dense from `min_offset` to `max_offset` (exclusive)."""
+    """Entries of one queue. Offsets are dense from `min_offset` to `max_offset` (exclusive)."""
 
     __slots__ = ("_indexes", "_state", "max_offset", "min_offset", "queue_id", "topic")
 
     def __init__(self, indexes: QueueIndexes, topic: str, queue_id: int) -> None:
-        """Make an empty queue; QueueIndexes.queue does, which knows those that are not."""
+        """Make an empty queue. Use QueueIndexes.queue instead, which also finds queues that are not empty."""
         self._indexes, self.topic, self.queue_id = indexes, topic, queue_id
         self.min_offset = self.max_offset = 0
         self._state = _EMPTY
 
     def append(self, seqs: Int64Array, sizes: Int64Array, tags: Int64Array) -> None:
-        """Add entries behind `max_offset`. In memory alone: it cannot fail for want of a disk or a descriptor."""
+        """Add entries at `max_offset`. It changes only memory, so a lack of disk space or descriptors is no problem."""
         entries = np.empty(len(seqs), ENTRY)
         entries["seq"], entries["size"], entries["tag"] = seqs, sizes, tags
         self.extend(entries)
 
     def extend(self, entries: EntryArray) -> None:
-        """`append` for entries as they are, (seq, size, tag)."""
+        """Add entries of type ENTRY as `append` does."""
         count, begin = len(entries), self.max_offset - self._state.tail_first
         self._room(begin + count)[begin : begin + count] = entries
         self.max_offset += count
         self._indexes.unsealed += count
 
     def start_at(self, offset: int) -> None:
-        """Begin an empty queue at `offset`: what came before has been let go by retention."""
+        """Begin an empty queue at `offset`, because retention removed the entries before it."""
         assert self.min_offset == self.max_offset <= offset
         self.min_offset = self.max_offset = offset
         self._state = _State((), offset, _NO_ENTRIES)
         self._indexes.note_used(self)
 
     def read(self, offset: int, count: int, *, is_kept: bool = True) -> EntryArray:
-        """Return up to `count` entries from `offset` on, copied if they are to be kept; raises OutOfRange."""
+        """Read up to `count` entries from `offset` on, as a copy if `is_kept`. Raises OutOfRange."""
         low, high = self.min_offset, self.max_offset
         if not low <= offset <= high:
             raise OutOfRange(f"offset {offset}: this queue keeps {low} to {high}")
         end = min(offset + count, high)
         state = self._state
-        # One look at `_state`: the loop may seal between two, and then the tail begins elsewhere.
+        # `_state` is read once: between two reads of it the loop may seal, which changes where the tail begins.
         if offset >= state.tail_first:
             found = state.tail[offset - state.tail_first : end - state.tail_first]
             return found.copy() if is_kept else found
         parts = []
-        # Read anew in each round: a repair replaces the file, and a seal moves the tail's start further on.
+        # Read again in each round: a repair replaces the file, and a seal moves the tail's start forward.
         while offset < min(end, self._state.tail_first):
             part = self._from_file(offset, end)
             parts.append(part)
@@ -116,14 +118,14 @@ class QueueIndex:
         return np.concatenate(parts) if parts else _NO_ENTRIES.copy()
 
     def at(self, offsets: Int64Array) -> EntryArray:
-        """Return the entries at these offsets, each between `min_offset` and `max_offset`, copied."""
+        """Copy the entries at these offsets, each from `min_offset` up to but not including `max_offset`."""
         found = np.empty(len(offsets), ENTRY)
         _, tail_first, tail = self._state
         in_tail = offsets >= tail_first
         found[in_tail] = tail[offsets[in_tail] - tail_first]
         left = np.flatnonzero(~in_tail)
         left = left[np.argsort(offsets[left], kind="stable")]
-        while len(left):  # a block is checked once, however many of its entries are wanted
+        while len(left):  # each block is checked once for all its wanted entries
             offset = int(offsets[left[0]])
             first = offset - (offset - self._run(offset).first) % BLOCK_ENTRIES
             block = self._from_file(first, first + BLOCK_ENTRIES)
@@ -133,11 +135,11 @@ class QueueIndex:
         return found
 
     def hide(self, first_seq: int) -> None:
-        """Forget entries of rows before `first_seq`."""
+        """Drop the entries of rows before `first_seq`."""
         self.min_offset = self.first_at(first_seq)
 
     def first_at(self, seq: int, from_offset: int = 0) -> int:
-        """Return the first offset, from `from_offset` on, whose row is `seq` or a later one; else the queue's end."""
+        """Find the first offset from `from_offset` on whose row is `seq` or later. Without one: the queue's end."""
         low, high = max(from_offset, self.min_offset), self.max_offset
         if low >= high or int(self.read(low, 1, is_kept=False)["seq"][0]) >= seq:
             return min(low, high)
@@ -150,7 +152,7 @@ class QueueIndex:
         return low
 
     def _from_file(self, offset: int, end: int) -> EntryArray:
-        """Return entries from `offset` on as far as their file goes; a file that is damaged is built again."""
+        """Read entries from `offset` to `end` or to the end of their file. Rebuilds a damaged file."""
         run = self._run(offset)
         try:
             return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
@@ -167,10 +169,11 @@ class QueueIndex:
         return runs[at]
 
     def _room(self, entries: int) -> EntryArray:
-        """Return the tail, grown to hold `entries`."""
+        """Make the tail large enough for `entries` entries and return it."""
         tail = self._state.tail
         if len(tail) < entries:
-            # Doubled, so that n appends copy O(n). A new array, never resized in place: readers slice the old one.
+            # Doubled, so that n appends copy O(n) entries. A new array instead of a resize in place: readers slice the
+            # old one.
             grown = np.empty(max(FIRST_ALLOCATION, entries, 2 * len(tail)), ENTRY)
             with self._indexes.changing:
                 runs, first, tail = self._state
@@ -188,20 +191,20 @@ class QueueIndex:
         return self._state.tail_first
 
     def tail_part(self, end: int) -> Part:
-        """Return the entries in memory up to an offset."""
+        """The entries in memory before offset `end`."""
         _, first, tail = self._state
         return Part(self.topic, self.queue_id, first, tail[: end - first])
 
     def seal(self, run: _Run) -> bool:
-        """Read the entries of `run` from its file from now on; false when none are left in memory."""
+        """Read the entries of `run` from its file from now on. Returns false when none are left in memory."""
         runs, first, tail = self._state
         rest = tail[run.end - first : self.max_offset - first]
-        # Copied, or the view would keep the whole sealed array in memory.
+        # Copied, because a view would keep the whole sealed array in memory.
         self._state = _State((*runs, run), run.end, rest.copy() if len(rest) else _NO_ENTRIES)
         return bool(len(rest))
 
     def loaded(self, run: _Run) -> None:
-        """Add a run of a file that was there at the start; raises Corrupt when it does not follow."""
+        """Add a run of a file that exists at the start. Raises Corrupt if it leaves a gap."""
         if not self._state.runs:
             self.min_offset = self.max_offset = run.first
         _check_follows(self, run.first)
@@ -209,18 +212,18 @@ class QueueIndex:
         self.max_offset = run.end
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         self.min_offset = self.max_offset = 0
         self._state = _EMPTY
 
     def replace_runs(self, file: QueueFile, fresh: _Run | None) -> None:
-        """Replace the run in `file` with `fresh`."""
+        """Replace the run in `file` with `fresh`, or remove it if `fresh` is None."""
         runs, first, tail = self._state
         kept = tuple(fresh if run.file is file else run for run in runs)
         self._state = _State(tuple(run for run in kept if run is not None), first, tail)
 
     def forget_runs(self, gone: set[str]) -> None:
-        """Forget the entries in these files, the oldest."""
+        """Drop the entries in these files, which are the oldest."""
         runs, first, tail = self._state
         kept = tuple(run for run in runs if run.file.name not in gone)
         self._state = _State(kept, first, tail)
@@ -236,28 +239,29 @@ def _check_follows(index: QueueIndex, first_offset: int) -> None:
 
 @dataclass(slots=True)
 class Flush:
-    """The part of the open stretch that a checkpoint writes: made on the loop, written in a thread."""
+    """The part of the open range that a checkpoint writes: made on the loop, written in another thread."""
 
     files: Files
     first_seq: int
     next_seq: int
-    indexes: list[QueueIndex]  # that have entries in memory
-    ends: list[int]  # where each of them ended then
-    used: list[QueueIndex]  # all that have, or have had, entries
+    indexes: list[QueueIndex]  # queues with entries in memory
+    ends: list[int]  # the end offset of each of them when this was made
+    used: list[QueueIndex]  # all queues that have, or have had, entries
     seals: bool
     written: QueueFile | None = None
 
     @property
     def parts(self) -> list[Part]:
-        """The entries in memory as they were then (any thread)."""
+        """The entries in memory at the time of `flush` (any thread)."""
         return [index.tail_part(end) for index, end in zip(self.indexes, self.ends, strict=True)]
 
     def lengths(self) -> Lengths:
-        """Return where every queue began and ended then, for the checkpoint (any thread)."""
+        """Compute the first and end offset of every queue at the time of `flush`, for the checkpoint (any thread)."""
         found: Lengths = {}
         ends = dict(zip(self.indexes, self.ends, strict=True))
         for index in self.used:
-            # One that had nothing in memory then ended where its files end, even if entries have come since.
+            # A queue without entries in memory at that time ended where its files end, even if entries have been added
+            # since.
             end = ends.get(index, index.tail_first)
             if end:
                 found.setdefault(index.topic, {})[index.queue_id] = (min(index.min_offset, end), end)
@@ -271,21 +275,22 @@ class Flush:
 
 
 class QueueIndexes:
-    """All queues' entries, and the files they are in. Methods belong to the event loop unless they say otherwise."""
+    """The entries of all queues and their files. Methods belong to the event loop unless they state otherwise."""
 
     def __init__(self, files: Files, rebuild: Rebuild | None = None) -> None:
-        """`rebuild` reads a stretch of the log; without one damage is Corrupt for the reader."""
+        """`rebuild` reads a range of the log. Without it, damage raises Corrupt for the reader."""
         self._files, self.rebuild = files, rebuild
         self._sealed: list[QueueFile] = []
         self._used: dict[tuple[str, int], QueueIndex] = {}
-        self._open: dict[QueueIndex, None] = {}  # have entries in memory
-        self._first_seq = 1  # where the open stretch begins
-        self.unsealed = 0  # entries in memory
-        self.changing = threading.Lock()  # around every change of a queue's state
+        self._open: dict[QueueIndex, None] = {}  # queues with entries in memory, in order
+        self._first_seq = 1  # first row of the open range
+        self.unsealed = 0  # number of entries in memory
+        self.changing = threading.Lock()  # held during every change of a queue's state
+        # One repair at a time: other readers of the damaged file wait, and then find it repaired.
         self._repairing = threading.Lock()
 
     def queue(self, topic: str, queue_id: int) -> QueueIndex:
-        """Return the queue as it was loaded, or an empty one."""
+        """Get the queue, or a new empty one."""
         return self._used.get((topic, queue_id)) or QueueIndex(self, topic, queue_id)
 
     def used(self) -> Iterator[QueueIndex]:
@@ -293,19 +298,19 @@ class QueueIndexes:
         yield from self._used.values()
 
     def note_used(self, index: QueueIndex) -> None:
-        """Remember that this queue has, or has had, entries."""
+        """Record that this queue has, or has had, entries."""
         self._used[index.topic, index.queue_id] = index
 
     def note_open(self, index: QueueIndex) -> None:
-        """Remember that this queue has entries in memory."""
+        """Record that this queue has entries in memory."""
         self.note_used(index)
         self._open[index] = None
 
     def load(self, first_seq: int, to_seq: int) -> int:
-        """Open the files, before anything is appended; returns the row up to which they hold everything.
+        """Open the files, before anything is appended. Returns the row up to which they are complete.
 
-        The log is kept from `first_seq` on, and the checkpoint knows of the rows below `to_seq`. A file that does
-        not follow the one before it is removed: the log says what was in it.
+        The log is kept from `first_seq` on, and the checkpoint covers the rows below `to_seq`. A file that does not
+        continue the one before it is removed, because its entries can be rebuilt from the log.
         """
         found = queue_file.open_files(self._files, first_seq, to_seq)
         self._sealed, self._first_seq = found.sealed, found.open_seq
@@ -322,7 +327,7 @@ class QueueIndexes:
         return found.covered_seq
 
     def clear(self, first_seq: int) -> None:
-        """Forget everything, in memory and on the disk: the whole log follows, from `first_seq` on."""
+        """Drop all entries in memory and on disk, before a replay of the whole log from `first_seq` on."""
         queue_file.remove_all(self._files)
         for index in self._used.values():
             index.clear()
@@ -332,15 +337,15 @@ class QueueIndexes:
     # -- writing -------------------------------------------------------------------------------------------
 
     def flush(self, next_seq: int) -> Flush:
-        """Return the entries to be written before a checkpoint may vouch for the rows below `next_seq`."""
+        """Collect the entries that must be written before a checkpoint may cover the rows below `next_seq`."""
         seals = self.unsealed >= SEAL_ENTRIES
         ends = [index.max_offset for index in self._open]
         used = list(self._used.values())
         return Flush(self._files, self._first_seq, next_seq, list(self._open), ends, used, seals)
 
     def finish(self, flush: Flush) -> None:
-        """Read a stretch that was sealed from its file from now on, and free its memory."""
-        # The stretch was sealed or cleared while this flush was being written: its entries are elsewhere now.
+        """Read a sealed range from its file from now on, and free its memory."""
+        # The range was sealed or cleared while this flush was being written, so its entries are elsewhere now.
         if flush.written is None or flush.first_seq != self._first_seq:
             return
         with self.changing:
@@ -353,7 +358,7 @@ class QueueIndexes:
             self._first_seq = flush.next_seq
 
     def seal_if_large(self, next_seq: int) -> None:
-        """Write and seal the open stretch when it is large enough. Blocking: for recovery."""
+        """Write and seal the open range when it is large enough. Blocking: for recovery."""
         if self.unsealed >= SEAL_ENTRIES:
             flush = self.flush(next_seq)
             flush.write()
@@ -362,7 +367,7 @@ class QueueIndexes:
     # -- retention and damage ------------------------------------------------------------------------------
 
     def forget(self, first_seq: int) -> list[str]:
-        """Forget entries of rows before `first_seq`; returns the files that are no longer needed, to be removed."""
+        """Drop the entries of rows before `first_seq`. Returns the unneeded files' names, for the caller to remove."""
         gone = [file for file in self._sealed if file.next_seq <= first_seq]
         names = {file.name for file in gone}
         touched = {(topic, queue) for file in gone for _, topic, queue, _, _ in file.queues()}
@@ -370,7 +375,8 @@ class QueueIndexes:
             for key in touched:
                 self._used[key].forget_runs(names)
             self._sealed = self._sealed[len(gone) :]
-        # Files go whole. In the one that reaches across `first_seq`, and in memory, the offsets before it are hidden.
+        # Only whole files are dropped. In the file that contains `first_seq`, and in memory, the earlier offsets are
+        # hidden.
         partly = self._sealed[0] if self._sealed and self._sealed[0].first_seq < first_seq else None
         keys = [(topic, queue) for _, topic, queue, _, _ in partly.queues()] if partly else []
         behind = [self._used[key] for key in keys]
@@ -380,14 +386,15 @@ class QueueIndexes:
         return sorted(names)
 
     def repair(self, damaged: QueueFile, error: Corrupt) -> None:
-        """Build a file again from its stretch of the log; raises Corrupt without a log (any thread)."""
+        """Rebuild a damaged file from its range of the log. Raises Corrupt without a log to read (any thread)."""
         if self.rebuild is None:
             raise error
         with self._repairing:
             if damaged not in self._sealed:
-                return  # another reader has found the same
+                return  # another reader has repaired it
             logger.warning("queue index file built again from the log reason=%s", error)
-            # From the log, which checks its own frames; the rest of the damaged file is not trusted either.
+            # The whole file is rebuilt: its undamaged parts are not trusted either, while the log checks its own
+            # frames.
             first_seq, next_seq = damaged.first_seq, damaged.next_seq
             data = queue_file.encode(first_seq, next_seq, self.rebuild(first_seq, next_seq))
             try:

@@ -1,9 +1,9 @@
-"""Rows of the log by sequence number or by range, as column batches; safe in any thread.
+"""Rows of the log by sequence number or by range, as column batches. Safe in any thread.
 
-Every frame is checked against its checksum when it is decoded, however it got into the page cache: a row that
-rotted is an error (G8), never a message. Some decoded frames are kept, because consumers of a queue and gathers of
-neighbouring promises come back to the same ones; their bound is the memory of their objects, since a frame of one
-row costs as much as a frame of a thousand.
+Every frame is checked against its checksum when it is decoded, regardless of how it got into the page cache: a damaged
+row is an error (G8), never a message. Some decoded frames are cached, because consumers of a queue and loads of
+neighbouring scheduled messages return to the same frames. The bound of the cache is the memory of the frames' objects,
+since a frame of one row takes as much as a frame of a thousand.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
 from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
 
-# Bounds the heap objects of decoded frames. Their rows are views of the mapping and cost no heap.
+# Bounds the heap objects of decoded frames. Their rows are views of the mapping and take no heap.
 CACHE_BYTES_MAX = 32 * 1024 * 1024
-# What a decoded frame holds, however many its rows: the arrays and buffers of every column, all views of the mapping.
-# Measured 12.5 kB; a test weighs it again.
+# Heap of a decoded frame, independent of its rows: the array and buffer objects of every column, all views of the
+# mapping. Measured 12.5 kB. A test measures it again.
 FRAME_BYTES = 13 * 1024
 CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES
 
-_NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes as long as to read some
+# Made once, because making it takes as long as reading a few rows.
+_NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
 T = TypeVar("T")
 Place = tuple[int, int]  # ordinal of the segment, position of the frame in it
 
 
 class FrameCache(Generic[T]):
-    """Opened frames by their place, those used last; safe in any thread.
+    """Opened frames by their place, the least recently used one dropped first. Safe in any thread.
 
-    What is opened are views of the mapped segment, so those of a segment that retention has removed are forgotten: they
-    would keep its disk space used.
+    Opened frames are views of the mapped segment. When retention removes a segment, its frames are dropped from the
+    cache, because they would keep its disk space in use.
     """
 
     def __init__(self, segments: Segments, frames_max: int) -> None:
         self._frames: OrderedDict[Place, T] = OrderedDict()
         self._frames_max = frames_max
-        self._first_ordinal = 0  # of the segments that were not removed
+        self._first_ordinal = 0  # the oldest ordinal that retention has not removed
         self._lock = threading.Lock()
         segments.on_drop.append(self._forget)
 
     def __len__(self) -> int:
-        """Number of frames."""
+        """The number of cached frames."""
         return len(self._frames)
 
     def get(self, place: Place) -> T | None:
-        """Return the frame at a place, if it is kept."""
+        """Get the frame at a place, or None if it is not cached."""
         with self._lock:
             found = self._frames.get(place)
             if found is not None:
@@ -63,16 +64,16 @@ class FrameCache(Generic[T]):
             return found
 
     def keep(self, place: Place, frame: T) -> None:
-        """Keep a frame, in place of the one that was not used the longest."""
+        """Cache a frame. Drops the least recently used one when the cache is full."""
         with self._lock:
-            if place[0] < self._first_ordinal:  # removed while another thread read it
+            if place[0] < self._first_ordinal:  # retention removed it while this thread read it
                 return
             self._frames[place] = frame
             if len(self._frames) > self._frames_max:
                 self._frames.popitem(last=False)
 
     def _forget(self, gone: list[Segment]) -> None:
-        """Drop the frames of segments that were removed."""
+        """Drop the frames of removed segments."""
         ordinals = {segment.ordinal for segment in gone}
         with self._lock:
             self._first_ordinal = max(ordinals) + 1
@@ -81,7 +82,7 @@ class FrameCache(Generic[T]):
 
 
 class LogReader:
-    """Reads what the writer has made durable."""
+    """Reads the durable rows of the log."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
@@ -89,20 +90,21 @@ class LogReader:
 
     @property
     def first_seq(self) -> int:
-        """Oldest sequence number kept."""
+        """The oldest kept sequence number."""
         return self.segments.first_seq
 
     @property
     def next_seq(self) -> int:
-        """Sequence number after the last durable row."""
+        """The sequence number after the last durable row."""
         return self.segments.next_seq
 
     def frames(self, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield (first_seq, LOG_SCHEMA rows) of every frame that touches [from_seq, to_seq), whole, in order.
+        """Yield (first_seq, LOG_SCHEMA rows) of every frame that overlaps [from_seq, to_seq), whole and in order.
 
-        Raises OutOfRange when the range begins before the log's first row; it may end beyond the last durable one.
+        Raises OutOfRange when the range begins before the log's first row. The range may end after the last durable
+        row.
         """
-        # Read once: rows that become durable while a caller iterates are not part of this range.
+        # Read once: rows that become durable during the iteration do not belong to this range.
         to_seq = min(to_seq, self.next_seq)
         if from_seq >= to_seq:
             return
@@ -121,13 +123,13 @@ class LogReader:
         for i in range(max(0, segment.frame_at(from_seq)), len(seqs)):
             if seqs[i] >= to_seq:
                 return
-            # Not kept: a scan would push out the frames that consumers and gathers come back to.
+            # Not cached: a scan would push out the frames that consumers and loads return to.
             yield self._decode(segment, int(segment.frame_positions[i]), keep=False)
 
     def rows(
         self, from_seq: int, to_seq: int, kinds: Iterable[int] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield READ_SCHEMA rows of [from_seq, to_seq), a batch a frame, only of these kinds."""
+        """Yield READ_SCHEMA rows of [from_seq, to_seq) of these kinds (None: all), one batch per frame."""
         return self.coalesced(from_seq, to_seq, kinds, 1)
 
     def coalesced(
@@ -139,11 +141,12 @@ class LogReader:
         columns: Sequence[str] | None = None,
         placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Yield what `rows` does, in batches made of at least `coalesce_rows` rows of the log (the last one aside).
+        """Yield the rows of `rows` in batches made of at least `coalesce_rows` rows of the log (except the last batch).
 
-        A frame may hold ten rows: to decode one costs some 40 us, to make it a batch of its own three times that.
-        `columns`: only these of READ_SCHEMA, in this order; the others are not even copied. `placed`: only rows that
-        have a place in a queue (visible messages, promises of delay levels), or only those that have none.
+        A frame may contain only ten rows. Decoding one takes some 40 us, making a batch of it three times that.
+        `columns`: return only these columns of READ_SCHEMA, in this order. The others are not copied. `placed`: True
+        selects rows with a queue position (visible messages, and promises of delay levels), False selects rows without
+        one.
         """
         wanted = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
         schema = READ_SCHEMA if columns is None else pa.schema([READ_SCHEMA.field(name) for name in columns])
@@ -155,7 +158,7 @@ class LogReader:
         held: list[tuple[int, pa.RecordBatch]] = []
         count = 0
         for first_seq, rows in self.frames(from_seq, to_seq):
-            # `slice` clips at the rows there are: a frame that sets numbers aside has fewer rows than numbers.
+            # `slice` stops at the last row: a frame that reserves numbers has fewer rows than numbers.
             begin = max(0, from_seq - first_seq)
             part = rows.slice(begin, max(0, to_seq - first_seq - begin))
             held.append((first_seq + begin, part if columns is None else part.select(needed)))
@@ -166,7 +169,7 @@ class LogReader:
         yield from _joined(held, wanted, placed, schema)
 
     def row_bytes(self, from_seq: int, to_seq: int) -> int:
-        """Return the average bytes of a row in the frames that touch [from_seq, to_seq), without opening them."""
+        """Estimate the average bytes of a row in the frames that overlap [from_seq, to_seq), without opening them."""
         rows = size_bytes = 0
         if from_seq >= to_seq:
             return 0
@@ -186,10 +189,10 @@ class LogReader:
         return size_bytes // rows if rows else 0
 
     def read_rows(self, seqs: Int64Array) -> pa.RecordBatch:
-        """Return READ_SCHEMA rows with exactly these sequence numbers, in the order given; raises OutOfRange."""
+        """Read READ_SCHEMA rows with exactly these sequence numbers, in the given order. Raises OutOfRange."""
         if len(seqs) == 0:
             return _NO_ROWS
-        # Sorted, so that each frame is decoded once, however many of its rows are asked for, in any order.
+        # Sorted, so that each frame is decoded once for all its wanted rows.
         order = np.argsort(seqs, kind="stable")
         wanted = seqs[order]
         batches = []
@@ -201,14 +204,14 @@ class LogReader:
             if end == done:
                 raise OutOfRange(f"seq {wanted[done]} was set aside for a bulk attach and is not in the log")
             picked = wanted[done:end] - first_seq
-            # Neighbours are sliced, which copies nothing; pyarrow's `take` copies every body.
+            # Consecutive rows are sliced without a copy, while pyarrow's `take` copies every body.
             whole = len(picked) == picked[-1] - picked[0] + 1 and bool(np.all(np.diff(picked)))  # none twice
             part = rows.slice(int(picked[0]), len(picked)) if whole else rows.take(pa.array(picked))
             batches.append(part)
             done = end
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         result = pa.RecordBatch.from_arrays([pa.array(wanted), *rows.columns], schema=READ_SCHEMA)
-        # Most callers ask in order; then there is nothing to put back.
+        # Most callers pass sorted numbers. Then the order is right already.
         if np.array_equal(order, np.arange(len(order))):
             return result
         back = np.empty_like(order)
@@ -218,7 +221,7 @@ class LogReader:
     def open_frame(
         self, segment: Segment, position: int, decode: Callable[[pa.Buffer, fmt.Frame], T]
     ) -> tuple[int, T]:
-        """Return a frame's first row and what `decode` makes of it; raises Corrupt when its checksum is wrong."""
+        """Decode a frame with `decode`. Returns its first row and the result. Raises Corrupt on a wrong checksum."""
         try:
             frame = fmt.read_frame(segment.buffer, position)
             if frame is None:
@@ -238,9 +241,9 @@ class LogReader:
 
 
 def _numbers(parts: list[tuple[int, pa.RecordBatch]], count: int) -> Int64Array:
-    """Return the number of each row of these parts, which hold so many."""
+    """Compute the number of each row of these parts, `count` rows in total."""
     begin, (last_seq, last) = parts[0][0], parts[-1]
-    # Nearly always without a hole: only a frame that sets numbers aside has fewer rows than numbers.
+    # Usually there is no gap: only a frame that reserves numbers has fewer rows than numbers.
     if last_seq + last.num_rows - begin == count:
         return np.arange(begin, begin + count, dtype=np.int64)
     return np.concatenate([np.arange(first, first + part.num_rows, dtype=np.int64) for first, part in parts])
@@ -252,7 +255,7 @@ def _joined(
     placed: bool | None,
     schema: pa.Schema,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield parts of the log and their first sequence numbers as one batch in `schema`; none when no row is left."""
+    """Join (first number, rows) parts of the log into one batch in `schema`. Yields nothing when no row is left."""
     parts = [(first_seq, rows) for first_seq, rows in parts if rows.num_rows]
     if not parts:
         return
@@ -261,7 +264,7 @@ def _joined(
     columns = {"seq": pa.array(seq), **dict(zip(rows.schema.names, rows.columns, strict=True))}
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     keep = None
-    # Where each row has a place, as in a topic that is only written to, there is nothing to filter.
+    # If every row has a queue position, as in a log without scheduled messages, no filter is needed.
     if placed is not None and (columns["queue_offset"].null_count or not placed):
         keep = columns["queue_offset"].is_valid() if placed else columns["queue_offset"].is_null()
     if kinds is not None:

@@ -1,22 +1,22 @@
-"""Open the log after a clean stop, a kill or a power cut: cut a torn tail, refuse all other damage.
+"""Open the log after a clean stop, a kill or a power cut: cut a torn tail, and refuse all other damage.
 
-    1. Segments are taken in order of their ordinals, which must have no hole. Trailing files with an all-zero
+    1. Segments are taken in order of their ordinals, which must have no gap. Trailing files with an all-zero
        header are spares that were never begun.
     2. In every segment but the last begun one, frames must follow each other up to the first sequence number
-       of the next: a commit never spans segments, so all of it was acknowledged. Where a frame index
-       (frame_index.py) says so already, and no replay needs the rows, they are checked when they are read.
-    3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame behind it says
+       of the next segment: a commit never spans segments, so all of it was acknowledged. If a frame index
+       (frame_index.py) confirms this and no replay needs the rows, they are checked only when they are read.
+    3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame after it states
        (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
        recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
-    4. What lies behind the end is overwritten with zeros, so that an old frame can never follow a new one.
-    5. Names and bytes are synced before a row is shown. After a kill they may be in the page cache only:
-       shown today, gone with the power tomorrow, and the writer's `synced_to` would vouch for them meanwhile.
+    4. The bytes after the end are overwritten with zeros, so that an old frame can never follow a new one.
+    5. Names and bytes are synced before a row is shown. After a kill they may be only in the page cache. Such a
+       row could be shown and then be lost in a power cut, although the writer's `synced_to` covers it.
 
-Knowingly imperfect: damage to the very last commit looks like a torn one. `known_durable` (the checkpoint's
-sequence number) narrows that window: rows below it must be there.
+Known limit: damage to the very last commit looks like a torn commit. `known_durable` (the checkpoint's sequence number)
+narrows this: the rows below it must exist.
 
-Assumptions about the disk: a sync that returned is kept; a write in flight may be torn at 512 bytes, in any
-order; a synced block changes only by damage. SQLite and raft-wal assume the same.
+Assumptions about the disk: a sync that returned is permanent. A write in flight may be torn at 512 bytes, in any order.
+A synced block changes only through damage. SQLite and raft-wal assume the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The log, ready for a writer. `cut_bytes` of a torn tail were overwritten."""
+    """The log, ready for a writer. `cut_bytes` is the length of the torn tail that was overwritten."""
 
     segments: Segments
     file: SegmentFile
@@ -57,12 +57,12 @@ class Opened:
 
 
 def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: int = 0) -> Opened:
-    """Open or create the log below `files`; raises Corrupt, SetupError (newer format) or OverLimit (no space)."""
+    """Open or create the log below `files`. Raises Corrupt, SetupError (newer format) or OverLimit (no space)."""
     files.make_dir(FOLDER)
     begun, spares = _find(files)
     for ordinal in spares:
-        files.remove(segment_name(ordinal))  # cheaper to make again than to trust
-    files.sync_dir(FOLDER)  # also for names that a killed run has made or removed
+        files.remove(segment_name(ordinal))  # making a new one costs less than checking this one
+    files.sync_dir(FOLDER)  # also syncs names that a killed run has made or removed
     if not begun:
         if known_durable:
             raise Corrupt(
@@ -72,12 +72,13 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
         spare = prepare(files, 1, segment_bytes)
         return Opened(Segments([begin_segment(spare, 1, now_ms)]), spare, 0)
     for segment, following in itertools.pairwise(begun):
-        # Rows below `known_durable` are in the caches already: a start need not read the segments that hold only those.
+        # Rows below `known_durable` are in the caches, so a start need not read the segments that contain only such
+        # rows.
         is_needed = following.first_seq > known_durable
         if is_needed or not frame_index.load(files, segment, following.first_seq):
             _scan_sealed(segment, following)
     damage, written_end = _scan_last(begun[-1])
-    # A checkpoint is written after the log was synced, so a log that ends before it has lost acknowledged rows.
+    # A checkpoint is written after the log is synced, so a log that ends before it has lost acknowledged rows.
     if begun[-1].next_seq < known_durable:
         raise Corrupt(
             f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of "
@@ -86,17 +87,17 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: in
         )
     last, file = begun[-1], files.open(begun[-1].name)
     cut_bytes = _cut(file, last, written_end)
-    # Before the writer's first frame, whose `synced_to` claims that all bytes before it are on the disk.
+    # Synced before the writer's first frame, whose `synced_to` states that all bytes before it are on disk.
     file.sync()
     return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
 
 
 def read_replica(files: Files, *, batch_bytes: int) -> tuple[list[Segment], str]:
-    """Return the segments of a replica's log up to its end, or up to damage, and what the damage is (empty: none).
+    """Read the segments of a replica's log up to its end or to damage. Returns them and the damage ("" if none).
 
-    A replica syncs after `batch_bytes` at the latest, and its frames' `synced_to` is that of the leader's disk. So a
-    frame behind a hole proves damage only if it says that more than a batch behind the hole was on the disk. A replica
-    with damage is not refused: what stands behind is cut, and shipped to it again (docs/cluster-protocol.md).
+    A replica syncs after at most `batch_bytes`, and the `synced_to` of its frames refers to the leader's disk. So a
+    frame after a hole proves damage only if it states that more than a batch after the hole was on disk. A replica with
+    damage is not refused: the rest after the damage is cut and shipped to it again (docs/cluster-protocol.md).
     """
     files.make_dir(FOLDER)
     found: list[Segment] = []
@@ -125,7 +126,7 @@ def read_replica(files: Files, *, batch_bytes: int) -> tuple[list[Segment], str]
 
 
 def _read_frames(segment: Segment) -> str:
-    """Add all whole frames to `segment`; return what stands behind them."""
+    """Add all whole frames to `segment`. Returns a description of the bytes after them."""
     try:
         while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
             segment.add(_in_sequence(segment, frame))
@@ -135,7 +136,7 @@ def _read_frames(segment: Segment) -> str:
 
 
 def _find(files: Files) -> tuple[list[Segment], list[int]]:
-    """Return begun segments in order, and the ordinals of spares."""
+    """Find the begun segments, in order, and the ordinals of the spares."""
     ordinals = [int(n.removesuffix(SUFFIX)) for n in files.list_dir(FOLDER) if n.endswith(SUFFIX)]
     begun: list[Segment] = []
     spares: list[int] = []
@@ -145,7 +146,7 @@ def _find(files: Files) -> tuple[list[Segment], list[int]]:
         if first_seq is None:
             spares.append(ordinal)
             continue
-        # The log rolls from one segment to the next ordinal, so a blank one before a begun one has lost its header.
+        # The log rolls to the next ordinal, so a blank segment before a begun one has lost its header.
         if spares or (begun and begun[-1].ordinal + 1 != ordinal):
             raise Corrupt(
                 f"{segment_name(ordinal - 1)} is missing or was never begun, but {segment_name(ordinal)} exists: "
@@ -160,7 +161,7 @@ def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
         first_seq = fmt.read_segment_header(buffer)
     except Corrupt as error:
         if is_last and last_written(buffer, 0) <= fmt.ALIGN:
-            return None  # torn while it was being begun: its header is synced before any frame is written
+            return None  # torn while it was begun: the header is synced before any frame is written
         raise Corrupt(f"{name}: {error}; restore this file from a copy") from error
     if first_seq is None and last_written(buffer, 0) > fmt.ALIGN:
         raise Corrupt(f"{name} holds data but its header is blank: restore this file from a copy")
@@ -173,7 +174,7 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
             segment.add(_in_sequence(segment, frame))
     except Corrupt as error:
         raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
-    # Whole frames that end too early: the file was cut. A torn commit cannot be here, as none spans segments.
+    # Whole frames that end too early: the file was cut. It is no torn commit, because no commit spans segments.
     if segment.next_seq != following.first_seq:
         raise Corrupt(
             f"{segment.name} ends at seq {segment.next_seq} but {following.name} begins with {following.first_seq}: "
@@ -182,10 +183,10 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
 
 
 def _scan_last(segment: Segment) -> tuple[str, int]:
-    """Add all whole frames to `segment`; return what stands behind them, for error messages, and where that ends."""
+    """Add all whole frames to `segment`. Returns a description of the bytes after them, and the end of these bytes."""
     found = _read_frames(segment)
     end = last_written(segment.buffer, segment.end)
-    # Looked for after a clean end too: zeros in the middle of acknowledged frames look like the end of the log.
+    # Searched after a clean end too: zeros among acknowledged frames look like the end of the log.
     proof = proof_behind(segment.buffer, segment.end, segment.next_seq) if end > segment.end else None
     if proof is not None:
         raise Corrupt(
@@ -204,19 +205,19 @@ def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
 
 
 def proof_behind(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0) -> fmt.Frame | None:
-    """Return a whole frame behind `end` that says the bytes at `end` were on disk before it was written, or None.
+    """Find a whole frame after `end` which states that the bytes at `end` were on disk before it was written.
 
-    `batch_bytes`: so much behind `end` may have been written without a sync in between.
+    `batch_bytes`: up to this many bytes after `end` may have been written without a sync in between.
 
-    Its numbers come after `next_seq`, which the bytes at `end` have used up. So a body that holds a copy of an
-    older frame, in a commit that was torn, proves nothing.
+    The frame's numbers must come after `next_seq`, a number that the bytes at `end` used. So a copy of an older frame
+    in the body of a torn commit proves nothing.
     """
     frames = whole_frames(buffer, end + fmt.ALIGN)
     return next((f for f in frames if f.synced_to > end + batch_bytes and f.first_seq > next_seq), None)
 
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
-    """Yield every whole frame at or behind the aligned `position`; bytes between them are skipped."""
+    """Yield every whole frame at or after the aligned `position`. Skips the bytes between them."""
     end = last_written(buffer, position)
     while (position := _next_magic(buffer, position, end)) < end:
         frame = _frame_or_none(buffer, position)
@@ -228,28 +229,29 @@ def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
 def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
     try:
         return fmt.read_frame(buffer, position)
-    # Most places among torn or damaged bytes are no frame; those of a body may look like one of any version.
+    # Most positions among torn or damaged bytes are no frame, and the bytes of a body may look like a frame of any
+    # version.
     except (Corrupt, SetupError):
         return None
 
 
 def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
-    """Return the first aligned position >= `position` that carries a frame's magic, or `end`."""
-    # Frames begin at multiples of ALIGN, so one word in sixteen is compared.
+    """Find the first aligned position >= `position` with a frame's magic, or `end` if there is none."""
+    # Frames begin at multiples of ALIGN, so only one word in sixteen is compared.
     words = np.frombuffer(buffer, dtype="<u4", count=(buffer.size // fmt.ALIGN) * (fmt.ALIGN // 4))
     hits = np.flatnonzero(words[position // 4 : end // 4 : fmt.ALIGN // 4] == fmt.FRAME_MAGIC)
     return position + int(hits[0]) * fmt.ALIGN if len(hits) else end
 
 
 def last_written(buffer: pa.Buffer, start: int) -> int:
-    """Return the position after the last non-zero byte at or behind `start`; `start` when there is none."""
+    """Find the position after the last non-zero byte at or after `start`, or `start` if there is none."""
     view = np.frombuffer(buffer, dtype=np.uint8)
     step = 1 << 20
-    # From the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
+    # Searched from the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
     for end in range(buffer.size, start, -step):
         begin_at = max(start, end - step)
         part = view[begin_at:end]
-        # As words, of which there are fewer to look at: a start looks at nearly all of a segment.
+        # Compared as 8-byte words, which is faster: a start examines nearly all of a segment.
         odd = part.size % 8
         if part[:odd].any() or part[odd:].view(np.uint64).max(initial=0):
             # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
@@ -258,7 +260,7 @@ def last_written(buffer: pa.Buffer, start: int) -> int:
 
 
 def _cut(file: File, segment: Segment, end: int) -> int:
-    """Overwrite the torn tail, which ends there, with zeros, without a sync; return its length."""
+    """Overwrite the torn tail up to `end` with zeros, without a sync. Returns its length."""
     size = end - segment.end
     if size:
         logger.warning(

@@ -1,8 +1,8 @@
-"""The log, elsewhere too: what the writer asks of the other replicas of its log (cluster/ implements it).
+"""Replication of the log: the operations that the writer needs from the other replicas (cluster/ implements them).
 
-A commit is replicated by the thread that writes it: it leaves for the others before it is written here, so that all
-disks work at the same time, and `commit` returns when enough of them have it. What the writer shows, acknowledges and
-applies behind it is then as safe as the group promises.
+The thread that writes a commit also replicates it. The commit is sent to the other replicas before it is written here,
+so that all disks work at the same time. `commit` returns when enough replicas have it. Rows that the writer then shows,
+acknowledges and applies are as safe as the group promises.
 """
 
 from __future__ import annotations
@@ -16,43 +16,44 @@ from timeball.log.segment import SegmentFile
 
 
 class Extent(NamedTuple):
-    """The bytes of a commit, and their place: all of it stands in one segment."""
+    """The bytes of a commit and their position. A commit lies in one segment."""
 
-    file: SegmentFile  # of that segment, with room for the frames
+    file: SegmentFile  # of that segment, with space for the frames
     position: int
-    end_seq: int  # sequence number after the last row
+    end_seq: int  # the sequence number after the last row
     frames: bytes
-    begins: bool  # whether it is the first commit of its segment, whose header is on the disk already
+    # Whether it is the first commit of its segment. The segment's header is then on disk already.
+    begins: bool
 
 
 class Replication(Protocol):
-    """All methods belong to the disk thread."""
+    """Replicates commits. All methods belong to the disk thread."""
 
     @property
     def epoch(self) -> int:
-        """Return the epoch of the frames that this leader writes."""
+        """The epoch of the frames that this leader writes."""
 
     def commit(self, extent: Extent) -> None:
-        """Write, sync and replicate; return when it is committed. Raises NotLeader when it will never be, by this node.
+        """Write, sync and replicate. Returns when committed. Raises NotLeader when this node will never commit it.
 
-        After NotLeader the rows may be in the log of the next leader, or not: their senders are not answered.
+        After NotLeader the rows may or may not be in the next leader's log, so their senders get no answer.
         """
 
 
 class FileReplication(Protocol):
-    """The pending table's data files, elsewhere too. Its methods may be called in any thread."""
+    """Replicates the pending table's data files. Its methods may be called in any thread."""
 
     def ship(self, paths: Sequence[str]) -> Future[None]:
-        """Send data files, synced here, to the other replicas; done when enough of them have each on their disks.
+        """Send data files, already synced here, to the other replicas. Done when enough of them have all files on disk.
 
-        Only then may a row of the log name them: else the group could commit a row, and lose the one disk that has the
-        file. The future fails with NotLeader when this node leads no more.
+        Only then may a row of the log name the files. Otherwise the group could commit a row and lose the only disk
+        that has its file. The future fails with NotLeader when this node no longer leads.
         """
 
 
 class Leading(NamedTuple):
-    """A log that this process leads: what the broker's writer is given."""
+    """The parts of a log that this process leads, for the broker's writer."""
 
-    disk: Disk  # the replica's thread; it outlives the broker
+    disk: Disk  # the replica's thread, which outlives the broker
     replication: Replication
     files: FileReplication

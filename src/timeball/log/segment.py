@@ -1,25 +1,25 @@
-"""One mapped file of the commit log, and the row of them that is the log.
+"""One mapped file of the commit log (`Segment`), and the list of all of them, which is the log (`Segments`).
 
-A segment has its whole length from its beginning and is mapped once, so that reading it is slicing memory. Its room on
-the disk is reserved in steps ahead of the frames: reserved whole, a segment of a few frames would take 256 MiB.
-It is named by its ordinal and says itself which sequence number it begins with: a spare can be prepared, name and all,
-before anyone knows what its first row will be. The spare's header is zero until the log rolls into it.
+A segment file has its full length from the start and is mapped once, so that reading it is slicing memory. Its disk
+space is reserved in steps ahead of the frames: reserved at once, a segment of a few frames would take 256 MiB. The file
+is named by its ordinal, and its header contains its first sequence number. So a spare can be prepared and named before
+its first row is known. The spare's header is zero until the log rolls into it.
 
-Frames are known by two parallel arrays a segment. Only the event loop appends to them, after the commit is
-durable, and always position before sequence number, so that a reader thread that bisects the sequence
-numbers never finds one whose position is missing. Once a segment is sealed, the same numbers come from a mapped
-file instead (frame_index.py), so that memory does not grow with the log that is kept.
+Two parallel arrays per segment index the frames. Only the event loop appends to them, after the commit is durable, and
+always the position before the sequence number. So a reader thread that bisects the sequence numbers never finds one
+without a position. When a segment is sealed, a mapped file replaces the arrays (frame_index.py), so that memory does
+not grow with the kept log.
 
 Retention removes a segment that is older than the retention time and lies wholly below every position that is still
-needed (broker/upkeep.py gathers them): the watermark of the pending table, the checkpoint, the oldest open half
-message, the oldest row a backlog reads. The newest segment stays, so the log goes on in another one when the first rows
-of the newest are half as old as the retention time, however little it holds. A streaming job that lags further behind
-than the retention time has lost rows it never saw, and says so (OutOfRange).
+needed (gathered by broker/upkeep.py): the watermark of the pending table, the checkpoint, the oldest open half message,
+and the oldest row that a backlog reads. The newest segment is never removed. So that its rows can expire too, the log
+rolls when the first rows of the newest segment are half as old as the retention time, even if it is nearly empty. A
+streaming job that lags more than the retention time has missed rows, and gets OutOfRange.
 
-Each life of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so a new one is
-found by bisection, from a few headers however long the log is. Between the last frame of one life and the first of the
-next no broker ran: a promise that fell due there was late for that reason. A life that wrote nothing leaves no trace,
-and needs none.
+Each run of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so the starts of
+the log are found by bisection from a few headers, even in a long log. Between the last frame of one epoch and the first
+of the next, no broker ran: a message that became due in that time is late for that reason. A run that wrote nothing has
+no frame with its epoch, and needs none.
 """
 
 from __future__ import annotations
@@ -40,73 +40,73 @@ from timeball.wire import Start
 
 FOLDER = "log"
 SUFFIX = ".log"
-STEP_BYTES = 16 * 1024 * 1024  # room on the disk is reserved by so much; 20 us of the disk thread each time
+STEP_BYTES = 16 * 1024 * 1024  # disk space is reserved in these steps; each takes 20 us in the disk thread
 
 
 def segment_name(ordinal: int) -> str:
-    """File name of a segment; the ordinal is padded so that names sort."""
+    """Build the file name of a segment. The ordinal is padded so that names sort."""
     return f"{FOLDER}/{ordinal:010d}{SUFFIX}"
 
 
 def holds_log(files: Files) -> bool:
-    """Return whether the data folder holds a log of ours; other files may be missing."""
+    """Check whether the data folder contains a log of Timeball. Other files may be missing."""
     names = [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
     return any(bytes(files.map_readonly(name)[:8]) == fmt.SEGMENT_MAGIC for name in names)
 
 
 class Segment:
-    """A segment in use or sealed. `end` is where the next frame goes; `next_seq` what it starts with."""
+    """A segment, sealed or being written. The next frame goes to position `end` and begins with number `next_seq`."""
 
     def __init__(self, ordinal: int, first_seq: int, buffer: pa.Buffer) -> None:
         self.ordinal = ordinal
         self.first_seq = first_seq
         self.next_seq = first_seq
         self.buffer = buffer
-        self.end = fmt.ALIGN
+        self.end = fmt.ALIGN  # frames begin after the header
         self.last_append_ms = 0
+        # Parallel: byte position and first sequence number of each frame. Mapped arrays once the segment is sealed.
         self.frame_positions: array[int] | Int64Array = array("q")
         self.frame_seqs: array[int] | Int64Array = array("q")
 
     @property
     def name(self) -> str:
-        """File name, relative to the data folder."""
+        """File name relative to the data folder."""
         return segment_name(self.ordinal)
 
     def add(self, frame: fmt.Frame) -> None:
-        """Add a frame that is durable (or was found by recovery)."""
-        # Invariant: frames follow each other without a hole, in bytes and in numbers. Bisection relies on it.
+        """Add a frame that is durable, or that recovery found."""
+        # Invariant: frames follow each other without a gap, in bytes and in numbers. Bisection relies on it.
         assert frame.first_seq == self.next_seq and frame.position == self.end
         assert isinstance(self.frame_positions, array) and isinstance(self.frame_seqs, array)
-        # Position before number: a reader thread bisects the numbers, and must find a position for each (see the
-        # module).
+        # Position before number: a reader thread bisects the numbers, and must find a position for each one.
         self.frame_positions.append(frame.position)
         self.frame_seqs.append(frame.first_seq)
         self.end, self.next_seq, self.last_append_ms = frame.end, frame.next_seq, frame.append_ms
 
     @property
     def first_append_ms(self) -> int | None:
-        """Return when its first rows came; None while it is empty."""
+        """The time of the first append, or None while the segment is empty."""
         if not len(self.frame_positions):
             return None
         frame = fmt.read_frame_header(self.buffer, int(self.frame_positions[0]))
         return None if frame is None else frame.append_ms
 
     def frame_position_of(self, seq: int) -> int:
-        """Return the position of the frame that holds `seq`."""
+        """Find the position of the frame that contains row `seq`."""
         return int(self.frame_positions[self.frame_at(seq)])
 
     def frame_bytes(self, position: int) -> int:
-        """Return the length of the frame at `position`."""
+        """Read the length in bytes of the frame at `position`, or 0 if there is none."""
         frame = fmt.read_frame_header(self.buffer, position)
         return 0 if frame is None else frame.length
 
     def frame_at(self, seq: int) -> int:
-        """Return the number, within the segment, of the frame that holds `seq`; -1 below the first one."""
+        """Find the index, within the segment, of the frame that contains row `seq`, or -1 below the first frame."""
         return bisect_right(self.frame_seqs, seq) - 1
 
     @property
     def is_indexed(self) -> bool:
-        """Return whether the frames come from a mapped index."""
+        """True if the frames come from a mapped index."""
         return isinstance(self.frame_seqs, np.ndarray)
 
     def use_index(
@@ -118,17 +118,18 @@ class Segment:
 
 
 class Segments:
-    """The segments of the log, oldest first; the last one is being written.
+    """The segments of the log, oldest first. The last one is being written.
 
-    The list is replaced, never changed in place, so that a reader in another thread keeps a consistent view.
-    Two threads replace it, the event loop's when the log rolls and the reader's for retention, hence the lock:
-    a segment forgotten here would have its name given to the next one, and its rows overwritten.
+    The list is replaced, never changed in place, so that a reader in another thread keeps a consistent view. Two
+    threads replace it: the event loop when the log rolls, and the reader thread for retention. The lock prevents lost
+    updates: if a segment were lost from the list, the next one would get its name and overwrite its rows.
     """
 
     def __init__(self, segments: list[Segment]) -> None:
         self._segments = segments
         self._changing = threading.Lock()
-        # Called with segments that retention lets go, in its thread: a cache of them would keep their files' room.
+        # Called with the segments that retention removes, in its thread. A cached view of them would keep their disk
+        # space.
         self.on_drop: list[Callable[[list[Segment]], None]] = []
 
     @property
@@ -143,12 +144,12 @@ class Segments:
 
     @property
     def first_seq(self) -> int:
-        """Oldest sequence number kept."""
+        """The oldest kept sequence number."""
         return self._segments[0].first_seq
 
     @property
     def next_seq(self) -> int:
-        """Sequence number after the last durable row."""
+        """The sequence number after the last durable row."""
         return self._segments[-1].next_seq
 
     @property
@@ -157,19 +158,19 @@ class Segments:
         return sum(segment.end for segment in self._segments)
 
     def add(self, segment: Segment) -> None:
-        """Roll into a new segment."""
+        """Add a new segment, which is written from now on."""
         with self._changing:
             assert segment.first_seq == self.next_seq
             self._segments = [*self._segments, segment]
 
     def cut(self, kept: list[Segment]) -> None:
-        """Go on with the first of the segments; the last may have fewer frames. Behind them nothing was committed."""
+        """Keep only the first segments. The last of these may have lost frames. No row after them was committed."""
         with self._changing:
             assert kept == self._segments[: len(kept)] and kept
             self._segments = kept
 
     def drop(self, segments: list[Segment]) -> None:
-        """Remove segments that retention lets go from the list; they must be the oldest."""
+        """Remove expired segments from the list. They must be the oldest."""
         with self._changing:
             assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
             self._segments = self._segments[len(segments) :]
@@ -177,33 +178,33 @@ class Segments:
             forget(segments)
 
     def expired(self, *, now_ms: int, retention_ms: int, needed_from_seq: int) -> list[Segment]:
-        """Return the oldest segments that may go, in order."""
+        """List the oldest segments that retention may remove, in order."""
         found = []
         for segment in self._segments[:-1]:
             if segment.next_seq > needed_from_seq or segment.last_append_ms > now_ms - retention_ms:
-                # A hole in the log is damage to recovery, so the first segment that must stay keeps all behind it.
+                # Recovery takes a gap in the log for damage, so the first segment that must stay keeps all later ones.
                 break
             found.append(segment)
         return found
 
     def remove(self, files: Files, gone: list[Segment]) -> None:
-        """Drop `gone` from the log and from the disk, oldest first, so that a crash leaves no hole.
+        """Remove the segments `gone` from the list and the disk, oldest first, so that a crash leaves no gap.
 
-        Readers that hold a mapping keep it until they are done.
+        Readers with a mapping can use it until they are done.
         """
         if not gone:
             return
-        # Out of the list before the disk: a reader that asks meanwhile gets OutOfRange, never a file that has gone.
+        # List before disk: a reader that asks meanwhile gets OutOfRange, never a missing file.
         self.drop(gone)
         for segment in gone:
             files.remove(segment.name)
             for cache in ("keys", "frames"):
                 files.remove(f"{FOLDER}/{segment.ordinal:010d}.{cache}")
-            # Synced one by one: a later name must never be gone while an earlier one is back.
+            # Synced one by one: after a crash no later name may be gone while an earlier one is back.
             files.sync_dir(FOLDER)
 
     def holding(self, seq: int) -> Segment:
-        """Return the segment that holds `seq`; raises OutOfRange with the range that the log keeps."""
+        """Find the segment that contains row `seq`. Raises OutOfRange, naming the range that the log keeps."""
         segments = self._segments
         if not segments[0].first_seq <= seq < segments[-1].next_seq:
             raise OutOfRange(
@@ -220,15 +221,15 @@ class Segments:
 
 
 class SegmentFile:
-    """The file of a spare or of the segment being written: to begin it then needs no descriptor.
+    """The open file of a spare or of the segment being written, so that beginning a spare needs no descriptor.
 
-    Belongs to the disk thread; the event loop reads the numbers alone.
+    Belongs to the disk thread. The event loop reads only its numbers.
     """
 
     def __init__(self, ordinal: int, file: File, mapped: pa.Buffer, used_bytes: int) -> None:
         self.ordinal, self.file, self.mapped = ordinal, file, mapped
-        # Of a file that was written before, the step of its next frame has room: not asked for again, so that a
-        # broker starts on a full disk.
+        # A file with content has space for the step of its next frame. It is not reserved again, so that a broker can
+        # start on a full disk.
         self.reserved_to = self._step_end(used_bytes + 1) if used_bytes else 0
 
     @property
@@ -237,7 +238,7 @@ class SegmentFile:
         return int(self.mapped.size)
 
     def reserve(self, end: int) -> None:
-        """Reserve room up to `end` at least, by whole steps; raises OverLimit when the disk is full."""
+        """Reserve space up to at least `end`, in whole steps. Raises OverLimit when the disk is full."""
         end = self._step_end(end)
         if end > self.reserved_to:
             self.file.reserve(self.reserved_to, end)
@@ -248,9 +249,9 @@ class SegmentFile:
 
 
 def prepare(files: Files, ordinal: int, size_bytes: int) -> SegmentFile:
-    """A spare segment: named, durable, all zeros, with room for its first step.
+    """Create a spare segment: named, durable, all zeros, with space for its first step.
 
-    Raises OverLimit when the disk is full, or no descriptor is left.
+    Raises OverLimit when the disk is full or no descriptor is left.
     """
     file = files.create(segment_name(ordinal))
     try:
@@ -261,17 +262,17 @@ def prepare(files: Files, ordinal: int, size_bytes: int) -> SegmentFile:
         files.sync_dir(FOLDER)
         return spare
     except BaseException:
-        # Half a spare would look like a short segment to recovery; without the name it never was.
+        # Recovery would take half a spare for a short segment. Without its name it does not exist.
         file.close()
         files.remove(segment_name(ordinal))
         raise
 
 
 def begin_segment(spare: SegmentFile, first_seq: int, now_ms: int) -> Segment:
-    """Turn a spare into the segment being written; durable before its first frame.
+    """Turn a spare into the segment being written. It is durable before its first frame.
 
-    The header has a sync of its own: frames in a segment without a valid header are then always damage, and
-    never an interrupted roll.
+    The header has a sync of its own: so frames in a segment without a valid header are always damage, never an
+    interrupted roll.
     """
     spare.file.write_at(0, fmt.encode_segment_header(first_seq, now_ms))
     spare.file.sync()
@@ -282,7 +283,7 @@ def begin_segment(spare: SegmentFile, first_seq: int, now_ms: int) -> Segment:
 
 
 def last_epoch(segments: Segments) -> int:
-    """Return the epoch of the newest frame; 0 for a log without one."""
+    """Read the epoch of the newest frame, or 0 for an empty log."""
     for segment in reversed(segments.all):
         if len(segment.frame_positions):
             return frame_of(segment, len(segment.frame_positions) - 1).epoch
@@ -290,9 +291,9 @@ def last_epoch(segments: Segments) -> int:
 
 
 def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
-    """Return every start whose first row lies in [from_seq, to_seq), oldest first.
+    """List every start of the broker whose first row is in [from_seq, to_seq), oldest first.
 
-    The first start of a log does not count, and for the oldest frame that is kept it cannot be told. Raises Corrupt.
+    The first start of a log is not listed, and the start of the oldest kept frame is unknown. Raises Corrupt.
     """
     found: list[Start] = []
     before: fmt.Frame | None = None
@@ -301,8 +302,8 @@ def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
         at = 0
         while at < count:
             frame = frame_of(segment, at)
-            # `before` may stand in the segment before this one: a restart goes on in the same file, a roll in the
-            # same life.
+            # `before` may be in the previous segment: a restart continues the same file, and a roll continues the same
+            # epoch.
             if before is not None and frame.epoch != before.epoch and from_seq <= frame.first_seq < to_seq:
                 found.append(Start(frame.first_seq, frame.append_ms, before.append_ms))
             at = _end_of_epoch(segment, at, count, frame.epoch)
@@ -311,7 +312,7 @@ def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
 
 
 def epoch_ends(segment: Segment) -> list[fmt.Frame]:
-    """Return the last frame of each epoch in a segment, oldest first. Raises Corrupt."""
+    """List the last frame of each epoch in a segment, oldest first. Raises Corrupt."""
     found, at, count = [], 0, len(segment.frame_positions)
     while at < count:
         at = _end_of_epoch(segment, at, count, frame_of(segment, at).epoch)
@@ -320,8 +321,8 @@ def epoch_ends(segment: Segment) -> list[fmt.Frame]:
 
 
 def _end_of_epoch(segment: Segment, low: int, high: int, epoch: int) -> int:
-    """Return the number of the first frame in (low, high) of a later epoch; `high` when there is none."""
-    # The usual case, a whole segment of one life, costs one header.
+    """Find the first frame in (low, high) of a later epoch, or `high` if there is none."""
+    # The usual case, a whole segment of one epoch, costs one header.
     if frame_of(segment, high - 1).epoch == epoch:
         return high
     while high - low > 1:
@@ -334,7 +335,7 @@ def _end_of_epoch(segment: Segment, low: int, high: int, epoch: int) -> int:
 
 
 def frame_of(segment: Segment, number: int) -> fmt.Frame:
-    """Return the header of a segment's frame."""
+    """Read the header of frame `number` of a segment."""
     position = int(segment.frame_positions[number])
     frame = fmt.read_frame_header(segment.buffer, position)
     if frame is None:

@@ -1,11 +1,12 @@
-"""Group commit: all rows that have arrived when the disk becomes idle are one write and one fdatasync.
+"""Group commit: all rows that have arrived when the disk becomes idle share one write and one fdatasync.
 
-`append` gives out sequence numbers at once, on the event loop, so that the order of calls is the order of the log and
-every decision (a cancel against a release) is settled by it; the future it returns is done when the rows are on disk.
-One commit is in flight at a time, in the disk thread, and a commit never spans two segments: both are what recovery
-relies on to tell a torn commit from damage.
+`append` assigns sequence numbers at once, on the event loop. So the order of calls is the order of the log, and it
+settles every decision (such as a cancel against a release). The future that `append` returns is done when the rows are
+on disk. At most one commit is in flight, in the disk thread, and a commit never spans two segments: recovery relies on
+both to distinguish a torn commit from damage.
 
-Stops at the first failed write or sync: the page cache may show what the disk lacks (decision 0003, G9).
+The log stops at the first failed write or sync, because the page cache may then show bytes that are not on disk
+(decision 0003, G9).
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, 
 
 logger = logging.getLogger(__name__)
 
-# What `async` durability may lose with the power: about the last second.
+# A power cut loses at most about the last second with `async` durability.
 ASYNC_SYNC_INTERVAL_S = 1.0
-ENCODE_AHEAD_BYTES = 1 << 20  # less is encoded in the time that the hand-over to another thread takes
+ENCODE_AHEAD_BYTES = 1 << 20  # a smaller entry is encoded faster than it is handed to another thread
 
 
 class LogWriter:
-    """Appends to the log. All methods belong to the event loop; only `_write` runs in the disk thread."""
+    """Appends to the log. Methods belong to the event loop, except those marked with "disk thread"."""
 
     def __init__(
         self,
@@ -61,43 +62,44 @@ class LogWriter:
         self._segment_bytes, self._durability = segment_bytes, durability
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
-        # The next number to give out. It runs ahead of `segments.next_seq`, which knows durable rows only.
+        # The next number to assign. It is ahead of `segments.next_seq`, which counts only durable rows.
         self.next_seq = segments.next_seq
-        self._replication = replication  # None: this log is the only one
-        self._epoch = replication.epoch if replication else last_epoch(segments) + 1  # of this life
+        self._replication = replication  # None: this log has no other replicas
+        # The epoch identifies this run of the writer in its frames.
+        self._epoch = replication.epoch if replication else last_epoch(segments) + 1
         self._pending: list[Entry] = []
         self._committing: list[Entry] = []
         self._pending_bytes = 0
         self._busy = False
-        self._starting: asyncio.Handle | None = None  # of the next commit, while it is scheduled
+        self._starting: asyncio.Handle | None = None  # the next commit, while it is scheduled
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.next_segment = NextSegment(files, segments, file, disk, segment_bytes, partial(self._stop, []))
-        self._ended: Segment | None = None  # goes on in another one with the next commit
+        self._ended: Segment | None = None  # a segment to be ended: the next commit begins another
         self.newest = NewestRows()
+        # One thread, because at most one entry is encoded ahead.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        self._broken = False  # disk thread only: set by the first failed write or sync, for good
+        self._broken = False  # disk thread only: set for good by the first failed write or sync
         self.failed: BaseException | None = None
         self.statistics = WriterStatistics(Durations(clock), Durations(clock))
         self._unsynced = False
-        # Recovery trusts `synced_to` of a frame as proof that all bytes before it were acknowledged. So it may lag
-        # behind the disk, and must never run ahead of it.
+        # Recovery takes a frame's `synced_to` as proof that all bytes before it were acknowledged. So it may lag behind
+        # the disk, but must never be ahead of it.
         self._written_to = self._synced_to = segments.last.end  # disk thread only
-        self._writing = (
-            segments.last
-        )  # disk thread only; the log knows a new one when its first commit has ended
+        # Disk thread only. `segments` gets a new segment when its first commit has ended.
+        self._writing = segments.last
 
     @property
     def no_room(self) -> str:
-        """Return why new promises and messages are refused for lack of disk space, or the empty text."""
+        """The reason why new messages are refused for lack of disk space, or "" if they are not."""
         return str(self.next_segment.room_error or "")
 
     def check_room(self) -> None:
-        """Raise OverLimit when new promises or messages should not be accepted now."""
+        """Raise OverLimit if new messages should not be accepted now."""
         if self.no_room:
             raise OverLimit(self.no_room)
-        # Only admission asks here: releases and cancels that were refused would make a promise late.
+        # Only admission checks this: refusing releases and cancels would make messages late.
         if self._pending_bytes > limits.APPEND_BYTES_IN_FLIGHT_MAX:
             raise OverLimit(f"{self._pending_bytes} bytes wait for the disk; try again in a moment")
 
@@ -109,24 +111,26 @@ class LogWriter:
         on_durable: DurableCallback | None = None,
         flags: int = 0,
     ) -> tuple[int, asyncio.Future[int]]:
-        """Append `rows` (LOG_SCHEMA); return their first sequence number, and a future that is done when durable.
+        """Append `rows` (LOG_SCHEMA).
 
-        `span` sets numbers aside beyond the rows; `flags` are a frame's of their own. `on_durable` runs on the loop, in
-        log order, right before the future is set: caches must have seen a row before its acknowledgement.
+        Returns their first sequence number and a future that is done when they are durable.
+
+        `span` reserves numbers beyond the rows. Rows with `flags` get a frame of their own. `on_durable` runs on the
+        loop, in log order, right before the future is set: caches must have a row before it is acknowledged.
         """
         if self.failed is not None:
             raise refusal(self.failed)
         if self._closing:
             raise Unavailable("the broker is stopping")
-        # Refused here, where it is one caller's mistake; in the disk thread it would stop the log.
+        # Checked here, where it fails one caller. In the disk thread it would stop the log.
         assert rows.num_rows > 0 and (span is None or span >= rows.num_rows)
         is_encoded = isinstance(rows, EncodedRows)
         size_bytes = len(rows.message) if is_encoded else pa.ipc.get_record_batch_size(rows)
         if size_bytes > limits.FRAME_BYTES_MAX - 2 * fmt.ALIGN:
             raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.FRAME_BYTES_MAX}: split it")
         first_seq, span = self.next_seq, rows.num_rows if span is None else span
-        # Given out before the write, so that callers can decide on the order now. A failed write stops the log, so no
-        # number that was written follows one that was not.
+        # Assigned before the write, so that callers can rely on the order now. A failed write stops the log, so no
+        # written number follows an unwritten one.
         self.next_seq += span
         entry = Entry(rows, first_seq, span, size_bytes, self._loop.create_future(), on_durable, flags)
         self._pending.append(entry)
@@ -135,13 +139,13 @@ class LogWriter:
         if not self._busy:
             self._busy = True
             self._idle.clear()
-            # The end of this loop iteration, so that all that has just been read from sockets shares the commit.
+            # At the end of this loop iteration, so that all rows just read from sockets share the commit.
             self._starting = self._loop.call_soon(self._start_commit)
         return first_seq, entry.done
 
     def _encode_ahead(self) -> None:
-        """Let another thread encode the first of what waits, if it is large, while the disk writes what came before."""
-        # Of one entry alone: what waits for the disk may be hundreds of megabytes, which must not be twice in memory.
+        """Encode the first pending entry, if it is large, in another thread while the disk writes a commit."""
+        # Only one entry: those that wait for the disk may be hundreds of megabytes, which must not be in memory twice.
         if self._busy and self._pending:
             entry = self._pending[0]
             is_large = entry.size_bytes >= ENCODE_AHEAD_BYTES and not isinstance(entry.rows, EncodedRows)
@@ -149,30 +153,30 @@ class LogWriter:
                 entry.payload = self._encoder.submit(fmt.encode_rows, entry.rows)
 
     def commit(self) -> None:
-        """Begin the commit now, if the disk is idle: for rows that were gathered over a turn of the loop already."""
+        """Begin the commit now, if the disk is idle: for rows that were already gathered over a loop iteration."""
         if self._starting is not None:
             self._starting.cancel()
             self._start_commit()
 
     async def flushed(self) -> None:
-        """Return when everything appended so far is durable; raises what stopped the log."""
+        """Wait until all rows appended so far are durable. Raises the error that stopped the log."""
         if self.failed is not None:
             raise refusal(self.failed)
         if self._pending or self._busy:
             last = self._pending[-1] if self._pending else self._committing[-1]
             if last.flushed is None:
                 last.flushed = self._loop.create_future()
-            # One future for all who wait here: a caller that is cancelled must not cancel it for the others.
+            # One shielded future for all callers: cancelling one caller must not cancel it for the others.
             await asyncio.shield(last.flushed)
 
     async def roll(self) -> None:
-        """Let the next commit begin a new segment; raise OverLimit when the disk has no room for one."""
+        """Make the next commit begin a new segment. Raises OverLimit when the disk has no space for one."""
         segment = self._segments.last
         await self._loop.run_in_executor(self._disk, self.next_segment.get_spare)
         self._ended = segment
 
     async def synced(self) -> None:
-        """Return when all rows are synced, in `async` mode too: before a file is written that relies on them."""
+        """Wait until all rows are synced, also in `async` mode: called before a file is written that relies on them."""
         await self.flushed()
         if self._durability == "async":
             await self._loop.run_in_executor(self._disk, self._sync)
@@ -183,15 +187,15 @@ class LogWriter:
         for entry in self._pending:
             rows += entry.rows.num_rows
             size_bytes += entry.size_bytes
-            # Half of the bound, so that the joined batch and its padding fit into one frame.
-            # A single entry may be larger, and is then a frame of its own.
+            # Half of the bound, so that the joined batch and its padding fit into one frame. A single larger entry
+            # becomes a frame of its own.
             if taken and (rows > limits.FRAME_ROWS_MAX or size_bytes > limits.FRAME_BYTES_MAX // 2):
                 break
             taken += 1
         entries, self._pending = self._pending[:taken], self._pending[taken:]
         self._committing = entries
         self._encode_ahead()
-        # Not `run_in_executor`: its two futures cost a commit two turns of the loop.
+        # Not `run_in_executor`, whose two futures cost each commit two iterations of the loop.
         self._disk.post(partial(self._write_and_report, entries))
 
     def _write_and_report(self, entries: list[Entry]) -> None:
@@ -199,36 +203,38 @@ class LogWriter:
         try:
             with self._until_broken():
                 outcome = self.statistics.commit_durations.time(self._write, entries)
-        except BaseException as error:  # of any kind: the loop stops the log and tells all that wait
+        except BaseException as error:  # of any kind: the loop stops the log and fails all callers
             outcome = error
-        with suppress(RuntimeError):  # the loop is closed: nothing waits for this commit
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits for this commit
             self._loop.call_soon_threadsafe(self._finish_commit, entries, outcome)
 
     @contextmanager
     def _until_broken(self) -> Iterator[None]:
-        """Guard a write or a sync in the disk thread: after the first failure, refuse all later ones."""
+        """Guard a write or a sync in the disk thread: after the first failure, all later ones are refused."""
         if self._broken:
             raise StorageError("the log has stopped")
         try:
             yield
-        except BaseException:  # the disk may no longer hold what we think
+        except BaseException:  # the state of the disk is unknown now
             self._broken = self.next_segment.is_over = True
             raise
 
     def _write(self, entries: list[Entry]) -> Commit:
         """Encode, write and sync one commit (disk thread)."""
         segment = self._writing
-        # An entry alone is the frame that it was going to be.
+        # A single entry is used as its own frame.
         groups: Sequence[Entry | Group] = entries if len(entries) == 1 else frames_of(entries)
         needed = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
-        # Rolled before the first byte: a commit that spanned two segments could not be told from damage (recovery.py).
+        # Rolled before the first byte: recovery could not distinguish a commit that spans two segments from damage
+        # (recovery.py).
         if segment.end + needed > segment.buffer.size or self._ends_before(segment):
             segment = self._writing = self._roll(groups[0].first_seq, needed)
-        # More than was reserved ahead.
+        # The commit is larger than the space reserved ahead.
         if segment.end + needed > self._file.reserved_to:
             self._file.reserve(segment.end + needed)
         commit, position, now_ms = Commit(segment), segment.end, self._clock.wall_ms()
         replicated: list[bytes | pa.Buffer] = []
+        # In `sync` mode all earlier commits are synced.
         if self._durability == "sync":
             self._synced_to = position
         for group in groups:
@@ -253,8 +259,8 @@ class LogWriter:
         return commit
 
     def _ends_before(self, segment: Segment) -> bool:
-        """Return whether the next segment was asked for (disk thread)."""
-        # With a spare alone: else a full disk would stop the log here, and not only put the roll off.
+        """Check whether `roll` asked for the next segment (disk thread)."""
+        # Only with a spare: without one, a full disk would stop the log here instead of only delaying the roll.
         return self._ended is segment and self.next_segment.spare is not None
 
     def _replicate(self, replication: Replication, segment: Segment, commit: Commit, frames: bytes) -> None:
@@ -264,7 +270,7 @@ class LogWriter:
 
     def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
         if sum(len(part) for part in parts) <= 65_536:
-            self._file.file.write_at(position, b"".join(parts))  # one call costs less than the copy saves
+            self._file.file.write_at(position, b"".join(parts))  # one call costs more than the copy
             return
         for part in parts:
             if len(part):
@@ -273,8 +279,8 @@ class LogWriter:
 
     def _roll(self, first_seq: int, needed: int) -> Segment:
         """Begin the next segment (disk thread)."""
-        # In `sync` mode every commit has been synced; in `async` mode the old segment must be whole before the new
-        # one says (by existing) that all of the old one was acknowledged.
+        # In `sync` mode every commit is synced already. In `async` mode the old segment is synced first, because the
+        # existence of the new one states that all of the old one was acknowledged.
         if self._durability != "sync":
             self._file.file.sync()
         spare = self.next_segment.begin(needed + fmt.ALIGN)
@@ -289,8 +295,8 @@ class LogWriter:
             self._stop(entries, outcome if isinstance(outcome, BaseException) else self.failed)
             return
         commit = outcome
-        # A segment and its frames become visible to readers here, on the loop, after the sync: readers never see a row
-        # that a power cut could take back.
+        # A segment and its frames become visible to readers here, on the loop, after the sync. So readers never see a
+        # row that a power cut could take back.
         if commit.segment is not self._segments.last:
             self._segments.add(commit.segment)
             self.statistics.rolls += 1
@@ -307,12 +313,12 @@ class LogWriter:
             if entry.on_durable is not None:
                 try:
                     entry.on_durable()
-                # The rows are on disk, but a cache has not taken them: only a recovery puts that right.
+                # The rows are on disk, but a cache has not taken them. Only recovery can repair that.
                 except Exception as error:
                     self._stop(entries, error)
                     return
-            # The caches have the row (on_durable), so the caller may be told. A caller that has gone cancelled its
-            # future.
+            # The caches have the rows now (on_durable), so the caller may be answered. A caller that is cancelled has
+            # cancelled its future.
             if not entry.done.done():
                 entry.done.set_result(entry.first_seq)
             if entry.flushed is not None:
@@ -323,7 +329,7 @@ class LogWriter:
         if self._durability == "async" and not self._unsynced:
             self._unsynced = True
             self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._sync_later)
-        # Ahead of the need, so that a full disk is noticed while releases and cancels still have room.
+        # Reserved ahead, so that a full disk is noticed while releases and cancels still have space.
         if last.end + self.next_segment.ahead_bytes > self.next_segment.current.reserved_to:
             self.next_segment.prepare()
         if self._pending:
@@ -333,7 +339,7 @@ class LogWriter:
             self._idle.set()
 
     def _sync_later(self) -> None:
-        """Bound what `async` durability may lose to about a second."""
+        """Sync now: this bounds the loss with `async` durability to about a second."""
         self._unsynced = False
         if self.failed is None and not self._closing:
             task = self._loop.run_in_executor(self._disk, self._sync)
@@ -349,21 +355,22 @@ class LogWriter:
             self._stop([], done.exception())
 
     def _stop(self, entries: list[Entry], error: BaseException | None) -> None:
-        """Stop for good: fail all that waits and all that comes; only a restart, which reads the disk anew, helps."""
+        """Stop for good: fail all pending and later calls. Only a restart helps, because it reads the disk again."""
         assert error is not None
         is_first = self.failed is None
         if is_first:
             self.failed = error
             self.next_segment.is_over = True
             logger.critical("log stopped reason=%s", error)
-        # Those in flight fail too: whether their bytes reached the disk is known only to the next start.
+        # Entries in flight fail too: only the next start can find out whether their bytes reached the disk.
         waiting, self._pending = [*entries, *self._pending], []
         typed = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
         for entry in waiting:
             for future in (entry.done, entry.flushed):
                 if future is not None and not future.done():
                     future.set_exception(typed)
-                    # Some callers have gone; the failure is reported once, through on_failure.
+                    # Retrieved so that asyncio does not report it for callers that are gone; on_failure reports it
+                    # once.
                     future.exception()
         self._idle.set()
         if is_first and self._on_failure is not None:
@@ -378,7 +385,7 @@ class LogWriter:
         self._encoder.shutdown()
 
     def _close_file(self) -> None:
-        # After a failed sync a second one may answer OK for bytes that were lost (decision 0003), so it is not asked.
+        # No sync after a failed one: it may succeed although bytes were lost (decision 0003).
         if not self._broken:
             self._file.file.sync()
         self._file.file.close()
@@ -386,7 +393,7 @@ class LogWriter:
 
 
 def _is_visible(rows: Rows) -> bool:
-    """Return whether consumers can ask for any of these rows."""
+    """Check whether consumers can read any of these rows."""
     if isinstance(rows, EncodedRows):
         return rows.is_visible
     return bool(rows.column("queue_offset").null_count < rows.num_rows)

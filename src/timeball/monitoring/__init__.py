@@ -1,1 +1,1 @@
-"""What a broker says of itself to what watches it: metrics, how quickly its event loop turns, and systemd's states."""
+"""Monitoring of a broker from outside: metrics, traces, the lag of the event loop, and the states for systemd."""

@@ -1,4 +1,4 @@
-"""Histograms as Prometheus has them, of counts by bounds."""
+"""Prometheus histograms from counts per bucket."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from timeball.clock import BOUNDS_NS, Durations
 
 
 def durations(name: str, text: str, found: Durations) -> HistogramMetricFamily:
-    """Return how long something took, in seconds."""
+    """Build a histogram of durations, in seconds."""
     return histogram(name, text, [bound / 1e9 for bound in BOUNDS_NS], found.counts, found.sum_ns / 1e9)
 
 
 def histogram(
     name: str, text: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float
 ) -> HistogramMetricFamily:
-    """Return counts by bounds as a histogram without labels."""
+    """Build a histogram without labels. `counts` has the number of values up to each bound, above the one before it."""
     return HistogramMetricFamily(name, text, buckets=buckets(bounds_s, counts), sum_value=sum_s)
 
 
 def buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Return what is at or below each bound; the last count has none.
+    """Sum the counts at or below each bound. The last count has no bound.
 
     >>> buckets([0.5, 1.0], [1, 2, 3])
     [('0.5', 1), ('1.0', 3), ('+Inf', 6)]

@@ -1,4 +1,4 @@
-"""How late the event loop is for what it has planned: the first sign of a broker that has too much to do."""
+"""The lag of the event loop behind its timers: the first sign of an overloaded broker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_S = 0.25
 
 
 class LoopLag:
-    """Sleeps again and again, and counts how much longer than planned that took."""
+    """Sleeps again and again, and counts how much longer than planned each sleep took."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,10 +1,10 @@
-"""The broker's figures as Prometheus metrics; docs/metrics.md lists them.
+"""The broker's figures as Prometheus metrics. docs/metrics.md lists them.
 
-Each figure is read where it is kept, when it is asked for: nothing is counted twice, and a message costs nothing more.
-Reading takes place on the event loop, in shares of topics and of groups (broker/shares.py), and making text of it in
-another thread. Topics and groups are bounded: of more than SERIES_MAX the largest are shown and the others are one
-series, so a client that makes up topics does not fill the memory of what scrapes. Those that the caller may not look at
-are among the others, too.
+Each figure is read from its owner when the metrics are requested. So nothing is counted twice, and a message costs
+nothing more. Figures are read on the event loop, in shares of topics and groups (broker/shares.py), and converted to
+text in another thread. The number of series is limited: beyond SERIES_MAX the largest topics and groups are shown, and
+the others are one series. So a client that invents topics does not fill the memory of the scraper. Topics and groups
+that the caller may not look at are also among the others.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ BY_TOPIC = (Stat.TOPIC_PUT_NUMS, Stat.RELEASED_NUMS, Stat.CANCELLED_NUMS, Stat.R
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Labels = TypeVar("Labels", bound=tuple[str, ...])
-HORIZONS = (("1m", MINUTE_MS), ("1h", HOUR_MS), ("1d", DAY_MS))
+HORIZONS = (("1m", MINUTE_MS), ("1h", HOUR_MS), ("1d", DAY_MS))  # of timeball_due_messages
 
 
 class Metrics:
-    """Reads a broker. `free_bytes` and `connections` (by edge) are asked for with each reading."""
+    """Reads a broker. Each reading calls `free_bytes` and `connections` (by edge)."""
 
     def __init__(
         self,
@@ -58,25 +58,25 @@ class Metrics:
     ) -> None:
         self._broker, self._version, self._loop_lag = broker, version, loop_lag
         self._free_bytes, self._connections = free_bytes, connections
-        self.replica = replica  # of a node of a cluster
+        self.replica = replica  # set on a node of a cluster
         self._process = ProcessCollector(registry=None)
-        self.push: dict[str, PushFigures] = {}  # by subscription, written by the edge that delivers
+        self.push: dict[str, PushFigures] = {}  # by subscription; the push edge writes these figures
 
     async def text(self, caller: Caller) -> bytes:
-        """Return all metrics in Prometheus' text format, without names that the caller may not look at.
+        """Build all metrics in Prometheus' text format. Names that the caller may not look at are left out.
 
-        Raise Forbidden, Unauthorized.
+        Raises Forbidden and Unauthorized.
         """
         self._broker.policy.allow(caller, Verb.LOOK)
         may_see, found = _Sight(self._broker.policy, caller), list[Metric]()
         async for metric in self._collect(may_see):
             found.append(metric)
-            await asyncio.sleep(0)  # the loop has other work
+            await asyncio.sleep(0)  # lets the event loop do its other work
         found += await pipeline_metrics.read(self._broker)
         return await asyncio.to_thread(as_text, found)
 
     async def _collect(self, may_see: _Sight) -> AsyncIterator[Metric]:
-        """Yield each metric; on the event loop."""
+        """Yield each metric. Runs on the event loop."""
         async for metric in self._messages(may_see):
             yield metric
         for read in (self._waiting, self._log):
@@ -109,7 +109,7 @@ class Metrics:
             for key, count in rates.totals(Stat.DEAD_NUMS).items()
             for topic, _, group in (key.partition("@"),)
         }
-        # Promises are counted by RocketMQ's timer topic until they are released into their own.
+        # Scheduled messages count for RocketMQ's timer topic until they are released into their own topics.
         yield _largest(
             CounterMetricFamily(
                 "timeball_accepted_messages", "Messages that entered a topic.", labels=["topic"]
@@ -304,7 +304,7 @@ class Metrics:
             "Granted after the lease had ended: sent again.",
             labels=["subscription"],
         )
-        # At most PUSH_SUBSCRIPTIONS_MAX, made by administrators: those that send the most are shown.
+        # At most PUSH_SUBSCRIPTIONS_MAX, made by administrators. Those that send the most are shown.
         names = self.push if may_see.is_all else self.push.keys() & self._broker.push.all(may_see.caller)
         shown = sorted(names, key=lambda name: -sum(self.push[name].durations.counts))[:SERIES_MAX]
         for name in shown:
@@ -350,7 +350,7 @@ class Metrics:
 
 
 class _Read(Collector):
-    """Metrics that have been read."""
+    """A collector of metrics that were read before."""
 
     def __init__(self, found: Sequence[Metric]) -> None:
         self._found = found
@@ -360,14 +360,14 @@ class _Read(Collector):
 
 
 def as_text(found: Sequence[Metric]) -> bytes:
-    """Return metrics that have been read in Prometheus' text format."""
+    """Format metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Read(found))
     return generate_latest(registry)
 
 
 class _Sight:
-    """The rights of a caller to look at topics and groups, by the labels of a series."""
+    """The rights of a caller to look at topics and groups, checked by the labels of a series."""
 
     def __init__(self, policy: Policy, caller: Caller) -> None:
         self._policy, self.caller = policy, caller
@@ -377,7 +377,7 @@ class _Sight:
         return self.is_all or self._policy.allows(self.caller, Verb.LOOK, topic=labels[0])
 
     def group(self, labels: tuple[str, ...]) -> bool:
-        """Labels of a group, and of a topic behind it where there is one."""
+        """Check the labels of a group, and of a topic after it if there is one."""
         group, topic = labels[0], labels[1] if len(labels) > 1 else None
         return self.is_all or self._policy.allows(self.caller, Verb.LOOK, topic=topic, group=group)
 
@@ -389,8 +389,8 @@ def _of_groups(
 
 
 def _largest(family: Family, counts: Mapping[Labels, int], may_see: Callable[[Labels], bool]) -> Family:
-    """Add a series for each of the largest counts that may be seen, by its labels, and one for the others."""
-    # Not sorted: of a hundred thousand, a few are shown.
+    """Add a series for each of the largest counts that the caller may see, and one for the sum of all others."""
+    # A heap, because only a few of up to a hundred thousand are shown.
     shown = heapq.nlargest(SERIES_MAX, filter(may_see, counts), key=counts.__getitem__)
     for labels in shown:
         family.add_metric(list(labels), counts[labels])

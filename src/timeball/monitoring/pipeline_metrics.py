@@ -1,8 +1,7 @@
-"""Metrics of what moves scheduled messages from the log into tables: compaction, the pipeline's jobs, an object store.
+"""Metrics of the path of scheduled messages from the log into tables: compaction, the pipeline's jobs, an object store.
 
-Jobs are processes of their own: what is known of them is in the reports that they leave (broker/job_reports.py). How
-far they are behind is reckoned here and now, by the position of the latest report, so that the lag of a job that has
-died grows.
+Jobs are separate processes, known by the reports that they leave (broker/job_reports.py). The lag of a job is computed
+here from the position in its latest report. So the lag of a job that has died grows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from timeball.table.file_cache import FileCache
 
 
 async def read(broker: Broker) -> list[Metric]:
-    """Return the metrics; reads the reports, and single rows of the log, in the reader thread."""
+    """Read the metrics. The reader thread reads the reports, and single rows of the log."""
     lag_ms = await broker.job_reports.compaction_lag_ms() if broker.mover.tail_count.rows else 0
     compaction, cache = _compaction(broker.mover.compactions, lag_ms), broker.parts.cache
     stored = [] if cache is None else _stored(cache)
@@ -55,7 +54,7 @@ def _compaction(figures: Figures, lag_ms: int) -> list[Metric]:
 
 
 def _stored(cache: FileCache) -> list[Metric]:
-    """Return metrics of a pending table in an object store."""
+    """Build the metrics of a pending table in an object store."""
     return [
         GaugeMetricFamily(
             "timeball_store_up", "1 if the object store has answered last.", int(not cache.problem)

@@ -1,6 +1,6 @@
-"""How the deliveries of a push subscription have gone since the start.
+"""The outcomes of a push subscription's deliveries since the start.
 
-The edge that delivers writes them; metrics and people read them.
+The push edge writes them. Metrics and the HTTP API read them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from timeball.clock import Clock, Durations
 Outcome = Literal[
     "delivered",  # a 2xx
     "client_error",  # a 4xx
-    "server_error",  # a 5xx, or a status that there is not
-    "redirect",  # a 3xx: not followed
+    "server_error",  # a 5xx, or a status that does not exist
+    "redirect",  # a 3xx, which is not followed
     "timeout",
     "unreachable",  # no name, no connection, no trusted certificate
-    "broken",  # the connection ended, or what came is no HTTP
-    "forbidden_address",  # its name leads to an address that may not be connected to
-    "failed",  # a fault of ours: the log says more
+    "broken",  # the connection ended, or the answer is not HTTP
+    "forbidden_address",  # the name leads to an address that may not be connected to
+    "failed",  # an internal fault: the log says more
 ]
 
 
@@ -27,10 +27,10 @@ class PushFigures:
 
     def __init__(self, clock: Clock) -> None:
         self.outcomes: dict[Outcome, int] = {}
-        self.durations = Durations(clock)  # of each request, however it ended
-        self.late_acks = 0  # granted after the lease had ended: these messages come again
+        self.durations = Durations(clock)  # of each request with any outcome
+        self.late_acks = 0  # acknowledged after the lease had ended, so these messages are delivered again
         self.in_flight = 0
-        self.failures = 0  # in a row
+        self.failures = 0  # failures since the last success
         self.is_held = False
         self.last_failure = ""
 
@@ -41,10 +41,10 @@ class PushFigures:
 
     @property
     def delivered(self) -> int:
-        """Return how many requests were answered 2xx."""
+        """The number of requests that were answered 2xx."""
         return self.outcomes.get("delivered", 0)
 
     @property
     def failed(self) -> int:
-        """Return how many requests ended in any other way."""
+        """The number of requests with any other outcome."""
         return sum(self.outcomes.values()) - self.delivered

@@ -1,4 +1,4 @@
-"""The figures of one replica of a cluster, which a node reports to its operators; their metrics are beside."""
+"""The figures of one replica of a cluster, for its operators. replica_metrics.py makes metrics of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ class PeerFigures(msgspec.Struct, frozen=True):
     """Another replica, as the leader sees it."""
 
     replica: str
-    acked_seq: int  # rows below are on its disk
-    clock_offset_ms: float | None = None  # that its wall clock is ahead of the leader's
+    acked_seq: int  # rows below this number are on its disk
+    clock_offset_ms: float | None = None  # by which its wall clock is ahead of the leader's
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True):
-    """One replica at one instant. Fields that a newer version has added are passed over."""
+    """One replica at one time. Fields that a newer version has added are ignored."""
 
     group: str
     replica: str
     role: str
-    leader: str  # the node that leads, as far as this one knows; empty: none
-    epoch: int = 0  # that it leads or stands in
+    leader: str  # the leader that this node knows of, or "" for none
+    epoch: int = 0  # the epoch in which it leads or is a candidate
     promised: int = 0
-    log_seq: int = 0  # after its last row, as are the next two
+    log_seq: int = 0  # the number after its last row, as are the next two
     committed_seq: int = 0
     applied_seq: int = 0
-    since_ms: int = 0  # by its wall clock: when it entered its role
+    since_ms: int = 0  # when it entered its role, by its wall clock
     connections: int = 0  # with other replicas
     version: str = ""
-    peers: dict[str, PeerFigures] = {}  # by node; of a leader alone
+    peers: dict[str, PeerFigures] = {}  # by node; only a leader has them

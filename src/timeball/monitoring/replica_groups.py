@@ -1,4 +1,4 @@
-"""The groups of a cluster as they are shown: by `timeball cluster status`, over HTTP, on the dashboard."""
+"""The groups of a cluster as `timeball cluster status`, the HTTP API and the dashboard show them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """One replica of a group; figures that are not known are None."""
+    """One replica of a group. Unknown figures are None."""
 
     node: str
     replica: str
-    role: str  # as it reports, or `gone`, or `silent`
+    role: str  # as it reports, or `gone` or `silent`
     is_in_record: bool
-    log_seq: int | None = None  # after its last row, as are the next two
+    log_seq: int | None = None  # the number after its last row, as are the next two
     committed_seq: int | None = None
     applied_seq: int | None = None
     lag_rows: int | None = None
@@ -30,18 +30,18 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
     """One group."""
 
     group: str
-    leader: str  # empty: none
+    leader: str  # "" for none
     epoch: int
     generation: int
     replicas: list[ReplicaState]
-    asked: str  # of the leader, in words; empty: nothing
+    asked: str  # the operation requested of the leader, in words, or "" for none
     problems: list[str]
 
 
 class ReplicaReadOuts(NamedTuple):
-    """The read-outs of a node of a cluster: its own replica's, and what the coordinator says of all groups and nodes.
+    """A cluster node's information: the figures of its replica, and a survey of all groups and nodes.
 
-    `survey` raises Unavailable while the coordinator does not answer.
+    The survey comes from the coordinator. `survey` raises Unavailable while the coordinator does not answer.
     """
 
     figures: Callable[[], ReplicaFigures]

@@ -1,6 +1,6 @@
 """The metrics of one replica of a cluster.
 
-A follower has these metrics and no others: the broker's are its leader's.
+A follower only has these metrics. The metrics of the broker are those of the leader.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Spans of messages, exported by OpenTelemetry: sent, released, received, acknowledged. Off unless `--traces`.
+"""Spans of messages, exported by OpenTelemetry: sent, released, received, acknowledged. Off unless `--traces` is set.
 
-    send      child of the context in the message's properties; without one a root, if the sampler says so, and the
-              message then carries its context
-    release   child of that; from the instant the message was due to the moment its release is on disk
-    receive   child of that, for each message that a group is handed
+    send      child of the context in the message's properties. Without a context it is a root, if the sampler decides
+              so, and the message then carries its context
+    release   child of that; from the due time of the message until its release is on disk
+    receive   child of that, for each message that a group receives
     ack       child of the receive, as is dead_letter
 
-Where to, how many and as what: the OTEL_* variables say, as OpenTelemetry's specification has them. Exporting is its
-own batch processor's, in a thread of that, with a bounded queue: a collector that is slow or gone costs spans and
-nothing else.
+The OTEL_* variables set the destination, the sampling and the attributes, as OpenTelemetry's specification defines.
+OpenTelemetry's batch processor exports, in a separate thread with a bounded queue. A collector that is slow or gone
+costs spans and nothing else.
 
-A span costs the event loop 25 to 90 microseconds, so each operation has an allowance a second, and what goes beyond
-it is counted and left out. No message is slower for the spans that others have; rows that are looked at are columns.
+A span costs the event loop 25 to 90 microseconds. So each operation has an allowance of spans per second, and further
+spans are counted and left out. Spans of some messages make no other message slower, because rows are examined as
+columns.
 
 Prior art for names: OpenTelemetry's semantic conventions for messaging.
 """
@@ -51,8 +52,8 @@ from timeball.trace_context import has_context, have_context, with_contexts
 
 SPANS_PER_S = 500  # of each operation
 SPANS_AT_ONCE = 100  # up to ten milliseconds of the event loop
-ROOTS_LOOKED_AT = SMALL_ROWS  # of a batch: only the first may begin a trace
-LEASES_MAX = 10_000  # messages handed out whose acknowledgement will be a child of their receipt
+ROOTS_LOOKED_AT = SMALL_ROWS  # only the first rows of a batch may begin a trace
+LEASES_MAX = 10_000  # messages handed out whose acknowledgement becomes a child of their receive
 STOP_S = 3.0  # for spans that wait to be exported
 
 OPERATIONS = ("send", "release", "receive", "settle")
@@ -64,7 +65,7 @@ _TOPIC, _PROPERTIES = SEND_NAMES.index("topic"), SEND_NAMES.index("properties")
 
 
 class _Leased(NamedTuple):
-    """The receipt of a message that is handed out, and what its acknowledgement says."""
+    """The receive span's context of a message that is handed out, and the attributes of its acknowledgement."""
 
     context: Context
     topic: str
@@ -78,24 +79,25 @@ class Traces:
         _check_protocol()
         self._clock, self._offset_ns = clock, 0
         self._allowances = {name: _Allowance(clock) for name in OPERATIONS}
+        # by receipt, without its last part; the oldest one is dropped first
         self._leased: OrderedDict[tuple[object, ...], _Leased] = OrderedDict()
         self._propagator = TraceContextTextMapPropagator()
         self.left_out = dict.fromkeys(OPERATIONS, 0)
         self.counts = {"recorded": 0, "exported": 0, "failed": 0}
-        # Not the process's own provider: a program that runs a broker may have one for itself.
+        # A separate provider: a program that runs a broker may have a global one for its own spans.
         self._provider = TracerProvider(resource=_resource(version), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_Counted(OTLPSpanExporter(), self.counts)))
         self._tracer = self._provider.get_tracer("timeball", version)
 
     async def close(self) -> None:
-        """Export the rest, for STOP_S at most: a collector that is gone must not hold up the end."""
+        """Export the remaining spans, for at most STOP_S: a collector that is gone must not delay the end."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
             self._provider.shutdown()
             loop.call_soon_threadsafe(ended.set)
 
-        # No executor's thread: those are waited for when the process ends.
+        # Not a thread of an executor, because Python waits for those when the process ends.
         threading.Thread(target=_quietly, args=(shut_down,), name="traces-stop", daemon=True).start()
         try:
             await asyncio.wait_for(ended.wait(), STOP_S)
@@ -103,7 +105,7 @@ class Traces:
             pass
 
     def now_ns(self) -> int:
-        """Return the instant since 1970, finer than the wall clock's milliseconds."""
+        """The time since 1970 in nanoseconds, finer than the wall clock's milliseconds."""
         wall_ns, monotonic_ns = self._clock.wall_ms() * _MS_NS, self._clock.monotonic_ns()
         if not wall_ns <= self._offset_ns + monotonic_ns < wall_ns + _MS_NS:
             self._offset_ns = wall_ns - monotonic_ns
@@ -112,17 +114,17 @@ class Traces:
     # -- send ----------------------------------------------------------------------------------------------------
 
     def send(self, batch: SendBatch, accept: Callable[[SendBatch], Accepting[R]]) -> Accepting[R]:
-        """Accept a batch, with a span for each message that is traced; a new trace's context goes into its message."""
+        """Accept a batch, with a span for each traced message. A new trace's context is added to its message."""
         begin_ns = self.now_ns()
         spans, contexts = self._begin_sends(batch, begin_ns)
-        # A batch that is refused has no spans: it may be begun again in parts.
+        # A refused batch gets no spans, because it may be tried again in parts.
         answer, durable = accept(with_contexts(batch, contexts))
         if spans:
             durable.add_done_callback(partial(self._end_sends, spans))
         return answer, durable
 
     def _begin_sends(self, batch: SendBatch, begin_ns: int) -> tuple[list[Span], list[str | None]]:
-        """Return the spans of these sends, and the contexts that messages without one are to carry."""
+        """Begin the spans of these sends. Returns the spans, and the contexts to add to messages without one."""
         if isinstance(batch, list):
             count, given = len(batch), [at for at, row in enumerate(batch) if has_context(row[_PROPERTIES])]
         else:
@@ -141,7 +143,7 @@ class Traces:
                 continue
             if not allowance.room():
                 break
-            # Most may not be sampled: their columns are not looked at.
+            # Most messages are not sampled, so their other columns are not read.
             topic = batch[at][_TOPIC] if isinstance(batch, list) else batch.column("topic")[at].as_py()
             span = self._begin("send", SpanKind.PRODUCER, Context(), begin_ns, topic)
             if span.is_recording():
@@ -163,11 +165,11 @@ class Traces:
     # -- release, receive, ack ---------------------------------------------------------------------------------------
 
     def released(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        """Record the releases of READ_SCHEMA promises that are durable now."""
+        """Record the releases of rows in READ_SCHEMA of scheduled messages, which are durable now."""
         for at in self._allowed("release", _given(promises)):
             row = _row(promises, at)
             due_ms = row["due_ms"]
-            # An instant may have passed long before the message was sent.
+            # The due time may have passed long before the message was sent.
             begin_ns = max(due_ms, row["store_ms"]) * _MS_NS
             parent = self._context_of(row["properties"])
             span = self._begin("release", SpanKind.INTERNAL, parent, begin_ns, row["topic"])
@@ -180,7 +182,10 @@ class Traces:
                 self._end(span, max(begin_ns, now_ms * _MS_NS))
 
     def received(self, group: str, rows: pa.RecordBatch, receipts: Sequence[tuple[object, ...]]) -> None:
-        """Record the receipts of READ_SCHEMA rows by a group; an instant each, since most wait for their messages."""
+        """Record the receive of rows in READ_SCHEMA by a group.
+
+        The spans have no length, because most receives wait for their messages.
+        """
         now_ns = self.now_ns()
         for at in self._allowed("receive", _given(rows)):
             row = _row(rows, at)
@@ -200,7 +205,10 @@ class Traces:
     def settled(
         self, operation: str, receipts: Sequence[tuple[object, ...]], valid: Sequence[bool], begin_ns: int
     ) -> None:
-        """Record the ends of leases by their receipts, of which the last part may have changed meanwhile."""
+        """Record the ends of leases by their receipts.
+
+        The last part of a receipt may have changed meanwhile, so it is ignored.
+        """
         if not self._leased:
             return
         now_ns = self.now_ns()
@@ -215,7 +223,7 @@ class Traces:
     # -- spans -------------------------------------------------------------------------------------------------------
 
     def _allowed(self, operation: str, wanted: list[Any]) -> list[Any]:
-        """Return those that the operation's allowance has room for, and count the others."""
+        """Select the items that the operation's allowance permits, and count the others as left out."""
         if not wanted:
             return wanted
         count = self._allowances[operation].take(len(wanted))
@@ -246,7 +254,7 @@ def _of(operation: str, kind: str) -> dict[str, str]:
 
 _OF_OPERATION = {
     "send": _of("send", "send"),
-    "release": _of("release", ""),  # of the conventions' few types none is a release's
+    "release": _of("release", ""),  # none of the few types in the conventions fits a release
     "receive": _of("receive", "receive"),
     "ack": _of("ack", "settle"),
     "dead_letter": _of("dead_letter", "settle"),
@@ -254,20 +262,20 @@ _OF_OPERATION = {
 
 
 def _given(rows: pa.RecordBatch) -> list[int]:
-    """Return which rows carry a context."""
+    """Find the rows that carry a context."""
     at = rows.schema.get_field_index("properties")
-    # Of a send they may be anything: admission comes later.
+    # In a send the column may have any type, because it is checked later.
     if at < 0 or rows.schema.field(at).type != pa.string():
         return []
     properties = rows.column(at)
-    if rows.num_rows <= SMALL_ROWS:  # a kernel costs more than they do
+    if rows.num_rows <= SMALL_ROWS:  # a vectorized kernel costs more than so few rows
         return [i for i, text in enumerate(properties.to_pylist()) if has_context(text)]
     found: list[int] = np.flatnonzero(np.asarray(have_context(properties))).tolist()
     return found
 
 
 def _row(batch: SendBatch, at: int) -> dict[str, Any]:
-    """Return by name those values of a row that spans tell; each costs a microsecond or two."""
+    """Extract the values of a row that spans use, by name. Each one costs a microsecond or two."""
     if isinstance(batch, list):
         return dict(zip(SEND_NAMES, batch[at], strict=True))
     return {name: batch.column(i)[at].as_py() for i, name in enumerate(batch.schema.names) if name in _TOLD}
@@ -278,26 +286,26 @@ def _of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_send(row: Mapping[str, Any]) -> dict[str, Any]:
-    # As the sender has said it: a delay becomes an instant by the clock of the admission, which comes later.
+    # The values are those that the sender gave: a delay becomes a due time later, by the clock of the admission.
     given = {f"timeball.{name}": row.get(name) for name in ("due_ms", "delay_ms", "delay_level")}
     return _of_row(row) | {name: value for name, value in given.items() if value is not None}
 
 
 class _Allowance:
-    """How many spans may be made now: SPANS_PER_S, and SPANS_AT_ONCE after a pause."""
+    """The number of spans that may be made now: SPANS_PER_S, and up to SPANS_AT_ONCE after a pause."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._room, self._at_ns = clock, float(SPANS_AT_ONCE), clock.monotonic_ns()
 
     def room(self) -> int:
-        """Return how many."""
+        """Compute how many spans may be made now."""
         now_ns = self._clock.monotonic_ns()
         gained = (now_ns - self._at_ns) / 1e9 * SPANS_PER_S
         self._room, self._at_ns = min(float(SPANS_AT_ONCE), self._room + gained), now_ns
         return int(self._room)
 
     def take(self, wanted: int) -> int:
-        """Use up to `wanted` of them; return how many."""
+        """Use up to `wanted` spans of the allowance, and return their number."""
         taken = min(wanted, self.room())
         self._room -= taken
         return taken
@@ -310,13 +318,13 @@ class _Counted(SpanExporter):
         self._exporter, self._counts = exporter, counts
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export, and count."""
+        """Export spans and count the outcome."""
         result = self._exporter.export(spans)
         self._counts["exported" if result is SpanExportResult.SUCCESS else "failed"] += len(spans)
         return result
 
     def shutdown(self) -> None:
-        """Give up exports under way."""
+        """Abandon exports that are under way."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
@@ -335,7 +343,7 @@ def _check_protocol() -> None:
 
 
 def _resource(version: str) -> Resource:
-    """Return the attributes of this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before ours."""
+    """Build the attributes of this process. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the name."""
     given = Resource.create()
     is_named = not str(given.attributes.get("service.name", "unknown_service")).startswith("unknown_service")
     ours = Resource({"service.version": version} | ({} if is_named else {"service.name": "timeball"}))
@@ -346,4 +354,4 @@ def _quietly(call: Callable[[], None]) -> None:
     try:
         call()
     except RuntimeError:
-        pass  # the loop has not waited
+        pass  # the event loop has closed already, so it no longer waits

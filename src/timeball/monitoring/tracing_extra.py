@@ -1,4 +1,4 @@
-"""Spans need OpenTelemetry, which an extra brings: a broker without it says so when it is asked for spans."""
+"""The optional extra for spans: a broker without OpenTelemetry reports this when spans are requested."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from timeball.errors import SetupError
 
 
 def open_traces(clock: Clock, version: str) -> Tracing:
-    """Return what makes and exports spans; raises SetupError without the extra."""
+    """Create the tracing that makes and exports spans. Raises SetupError without the extra."""
     try:
         from timeball.monitoring.traces import Traces
     except ModuleNotFoundError as error:

@@ -1,11 +1,13 @@
-"""Append rows to a Delta table exactly once: tasks write Parquet files, one commit adds them with a mark.
+"""Append rows to a Delta table exactly once: tasks write Parquet files, and one commit adds them with a mark.
 
-The mark is Delta's application version. A table whose mark for this application is already there stays as it is. The
-caller chooses it; for the ledger it is the row of the log up to which the table has events, so the table itself knows
-where to go on. With `since` the rows are refused (OutOfRange) unless the table stands there: another writer was at work
-meanwhile. The table must exist.
+The mark is Delta's application version, and the caller chooses it. If the table already has this mark for the
+application, the append changes nothing. The ledger's mark is the row of the log up to which the table has events, so
+the table itself stores where the next append begins.
 
-Who runs the tasks is of no matter: Spark's executors, or one process without Spark, write the same files and marks.
+With `since`, the append raises OutOfRange unless the table's mark is `since`. A different mark shows that another
+writer has appended meanwhile. The table must exist.
+
+Spark's executors and a process without Spark write the same files and marks.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ LOG = logging.getLogger("timeball.pipeline")
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """One Parquet file of a task; no rows, no file."""
+    """One Parquet file of a task. With 0 rows the file does not exist."""
 
     path: str
     size_bytes: int
@@ -40,12 +42,15 @@ class DeltaFile:
 
 
 def table_schema(table: DeltaTable) -> pa.Schema:
-    """Return the table's columns as Arrow has them."""
+    """Return the table's columns as an Arrow schema."""
     return pa.schema(table.schema().to_arrow())
 
 
 def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> DeltaFile:
-    """Write all batches as one file of the table at `uri`, which no version of it names yet."""
+    """Write all batches as one new Parquet file below `uri`. No version of the table contains it before the commit.
+
+    Without rows no file is written. Raises StorageError.
+    """
     path = f"{uuid.uuid4().hex}.parquet"
     files, root = places.arrow(uri)
     rows, sink = 0, None
@@ -65,7 +70,10 @@ def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -
 
 
 def append_once(uri: str, app_id: str, since: int | None, version: int, written: Sequence[DeltaFile]) -> None:
-    """Commit files, and the mark `version`, once; not at all when the table has that mark already."""
+    """Commit the files together with the mark `version`, unless the table already has this mark or a later one.
+
+    Raises OutOfRange when the table's mark is not `since`, or when another writer of `app_id` commits at the same time.
+    """
     table = open_table(uri)
     reached = app_version(table, app_id) or 0
     if reached >= version > 0:
@@ -86,11 +94,11 @@ def append_once(uri: str, app_id: str, since: int | None, version: int, written:
             commit_properties=CommitProperties(app_transactions=[Transaction(app_id, version)]),
         )
     except (OutOfRange, CommitFailedError) as error:
-        # Delta itself refuses two commits of one application side by side, and that is the same case.
+        # Delta refuses concurrent commits of one application: another writer was faster here, too.
         raise OutOfRange(f"another writer of {app_id} was at work: {error}; planned again") from error
 
 
 def app_version(table: DeltaTable, app_id: str) -> int | None:
-    """Return the version that `app_id` has reached in this table."""
+    """Return the mark of `app_id` in this table, or None if it has never written here."""
     version = table.transaction_version(app_id)
     return None if version is None else int(version)

@@ -1,11 +1,13 @@
-"""The calls that Spark's processes make to a broker, over the client's connection (client/calls.py).
+"""The calls that the pipeline's processes make to a broker, over the client's connection (client/calls.py).
 
-Each may be repeated without harm and is repeated for `patience_s`: attach carries its own job and epoch, and a number
-that is reserved twice is only a hole. Errors come back as the types the broker raised; a broker that cannot be reached
-is `Unavailable`, so that a runner can tell "wait" from "give up".
+Every call is safe to repeat, and is repeated for up to `patience_s` seconds. An attach contains its job and epoch, by
+which the broker recognises a repeat. A repeated reserve only leaves unused sequence numbers. An error has the type that
+the broker raised. A broker that cannot be reached is `Unavailable`, so that a runner can distinguish "wait" from "give
+up".
 
-An endpoint may be confined to one group of a cluster (groups.py). Its first call asks the node that is named which
-group it keeps, and goes on to the group's own nodes when that is another one: no call reaches a group not meant.
+An endpoint may be confined to one group of a cluster (groups.py). Before its first call it asks the named node which
+group it keeps. If that is another group, it connects to the nodes of the requested group instead. So no call reaches a
+wrong group.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ LOG = logging.getLogger("timeball.pipeline")
 
 CALL_TIMEOUT_MS = 60_000
 LONG_CALL_TIMEOUT_MS = 1_800_000
-PATIENCE_S = 20.0  # a broker that restarts with a million rows in its tail is back within seconds
-LEASE_LOOK_S = 0.1
-COMPACTED = "hour_log"  # the strategy whose promises move to the pending table
+PATIENCE_S = 20.0  # a broker with a million rows in its tail restarts within seconds
+LEASE_LOOK_S = 0.1  # how often a lease that is not held checks whether it is needed
+COMPACTED = "hour_log"  # the only strategy whose promises move to the pending table
 
 
 class Endpoint:
-    """One broker: of a cluster the leader of one group. Not shared between processes; cheap to open in each task."""
+    """A connection to one broker, or to the leader of one group of a cluster.
+
+    Processes do not share it: each task opens its own, which is cheap.
+    """
 
     def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
         self.uri = uri
@@ -52,7 +57,7 @@ class Endpoint:
 
     @property
     def _calls(self) -> Calls:
-        """The connection, to a node of the group that is meant."""
+        """The connection to a node of the requested group. The first access checks the group of the dialled node."""
         if not self._is_there:
             status = self._ask_status(self._dialled)
             if status.group != self._group:
@@ -69,11 +74,11 @@ class Endpoint:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._dialled.close()
 
     def status(self) -> wire.Status:
-        """Return where log, watermark and table stand now."""
+        """Return the broker's status: the ends of its log, its watermark and the version of its table."""
         return self._ask_status(self._calls)
 
     @staticmethod
@@ -81,23 +86,23 @@ class Endpoint:
         return calls.action("status", wire.Nothing(), wire.Status)
 
     def reserve(self, rows: int) -> int:
-        """Set aside `rows` sequence numbers; return the first."""
+        """Reserve `rows` consecutive sequence numbers, and return the first."""
         return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: att.Attachment) -> wire.Attached:
-        """Make files part of the pending table; a repeated attach is answered with `repeated`."""
+        """Make files part of the pending table. The answer to a repeated attach has `repeated` set."""
         return self._calls.action("attach", attachment, wire.Attached)
 
     def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> wire.RangesCancelled:
-        """End what waits of these numbers of a bulk job, (first_seq, rows); may be repeated.
+        """Cancel the pending messages in these ranges (first_seq, rows) of a bulk job. Safe to repeat.
 
-        Some hundred thousand a second, so it may take minutes.
+        The broker cancels some hundred thousand messages per second, so this may take minutes.
         """
         body = wire.CancelRange(ranges=list(ranges), reason=reason)
         return self._calls.action("cancel_range", body, wire.RangesCancelled, LONG_CALL_TIMEOUT_MS)
 
     def campaigns(self, campaign: str | None = None) -> list[wire.Campaign]:
-        """Return one campaign with its ranges, or all without; NotFound when there is none of this id."""
+        """Return one campaign with its ranges, or all campaigns without ranges. Raises NotFound for an unknown id."""
         body = wire.Campaigns(campaign=campaign)
         return self._calls.action("campaigns", body, dict[str, list[wire.Campaign]])["campaigns"]
 
@@ -111,31 +116,37 @@ class Endpoint:
         shift: bool = False,
         groups: Sequence[str] = (),
     ) -> wire.Campaign:
-        """Plan, pause, resume or cancel a campaign; may be repeated. A resume writes all that it holds again."""
+        """Plan, pause, resume or cancel a campaign. Safe to repeat.
+
+        A resume writes all messages again that the pause holds back, so it may take minutes.
+        """
         body = wire.ChangeCampaign(
             campaign=campaign, change=change, rows=rows, at_ms=at_ms, shift=shift, groups=list(groups)
         )
         return self._calls.action("campaign", body, wire.Campaign, LONG_CALL_TIMEOUT_MS)
 
     def drain(self, heir: str, *, dry_run: bool = False) -> wire.Drained:
-        """Hand over all that waits in this group to another one; return how far that is. May be repeated."""
+        """Move all pending messages of this group to the group `heir`, and return the progress. Safe to repeat."""
         return self._calls.action("drain", wire.Drain(heir=heir, dry_run=dry_run), wire.Drained)
 
     def starts(self, from_seq: int, to_seq: int) -> list[wire.Start]:
-        """Return when the log was taken up again, of the starts whose first row lies in [from_seq, to_seq)."""
+        """Return the times of the broker's starts, of those whose first row is in from_seq <= seq < to_seq."""
         body = wire.Starts(from_seq=from_seq, to_seq=to_seq)
         return self._calls.action("starts", body, dict[str, list[wire.Start]])["starts"]
 
     def lease_dispatcher(self, lease_ms: int) -> None:
-        """Tell the broker that a dispatcher brings due promises for the next `lease_ms`; 0: it has stopped."""
+        """Announce to the broker that a dispatcher brings due promises for the next `lease_ms`. 0 ends the lease."""
         self._calls.action("dispatcher", wire.DispatcherLease(lease_ms=lease_ms), dict[str, Any])
 
     def lease_compactor(self, lease_ms: int) -> None:
-        """Tell the broker that an outside compactor is at work for the next `lease_ms`."""
+        """Announce to the broker that an external compactor is at work for the next `lease_ms`."""
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
     def release(self, batches: Iterable[pa.RecordBatch]) -> list[wire.ReleaseAnswer]:
-        """Bring batches of TABLE_SCHEMA rows that are due; one answer each. The batches may be slow to come."""
+        """Send batches of due rows (TABLE_SCHEMA) for release, and return one answer per batch.
+
+        `batches` may take its time to yield the next batch: the stream stays open.
+        """
         answers: list[wire.ReleaseAnswer] = []
         with translated(self.uri):
             descriptor = flight.FlightDescriptor.for_path(*wire.RELEASE_PATH)
@@ -161,7 +172,7 @@ class Endpoint:
     ) -> Iterator[pa.RecordBatch]:
         """Yield rows from_seq <= seq < to_seq of these kinds, in order, as batches of `columns` of READ_SCHEMA.
 
-        `placed`: only rows that have a place in a queue, or only those that have none.
+        `placed`: True for only rows with a queue position, False for only rows without one, None for both.
         """
         yield from self._rows(
             wire.ReadLog(
@@ -175,13 +186,13 @@ class Endpoint:
         )
 
     def queues(self, topic: str) -> dict[int, tuple[int, int]]:
-        """Return of each queue of a topic the first offset that is kept and the next one; NotFound without a topic."""
+        """Return {queue: (first kept offset, next offset)} of a topic. Raises NotFound if there is no such topic."""
         body = wire.Queues(topic=topic)
         found = self._calls.action("queues", body, dict[str, dict[int, wire.QueueRange]])["queues"]
         return {queue: (each.min, each.max) for queue, each in found.items()}
 
     def read_queue(self, topic: str, queue_id: int, begin: int, end: int) -> Iterator[pa.RecordBatch]:
-        """Yield rows begin <= offset < end of a queue, in order, in READ_SCHEMA; OutOfRange if it is shorter."""
+        """Yield rows begin <= offset < end of a queue, in order, in READ_SCHEMA. Raises OutOfRange if it is shorter."""
         while begin < end:
             rows, count = min(end - begin, PULL_ROWS_MAX), 0
             for batch in self._rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=begin, rows=rows)):
@@ -198,7 +209,7 @@ class Endpoint:
 
 
 def group_statuses(endpoint: str, *, patience_s: float = PATIENCE_S) -> list[tuple[Group, wire.Status]]:
-    """Return the groups to be read at an endpoint, and the status of each; one call where there is one group."""
+    """Return the groups to read at an endpoint with the status of each. One group costs only one call."""
     with Endpoint(endpoint, patience_s=patience_s) as broker:
         status = broker.status()
     groups = groups_of(status, endpoint)
@@ -212,24 +223,27 @@ def group_statuses(endpoint: str, *, patience_s: float = PATIENCE_S) -> list[tup
 
 
 def read_groups(endpoint: str) -> list[Group]:
-    """Return the groups to be read at an endpoint."""
+    """Ask a node for the groups to read at an endpoint."""
     with Endpoint(endpoint) as broker:
         return groups_of(broker.status(), endpoint)
 
 
 # ---- a read that goes on --------------------------------------------------------------------------------------
 
-# Rows of the log and of queues are numbered and never change, so a reader that remembers the last number can read on
-# when the broker restarts meanwhile, and yield every row once. It waits as long as any call does.
+# Rows of the log and of queues have numbers and never change. So a reader that stores the last number can continue
+# after the broker's restart, and yields every row exactly once. It waits for the broker as long as every call does.
 
 READ_TRIES = 3
 
-Read = Callable[[int], Iterator[pa.RecordBatch]]  # rows from a position on, in order
-After = Callable[[pa.RecordBatch, int], int]  # the position behind a batch that began at one
+Read = Callable[[int], Iterator[pa.RecordBatch]]  # position -> the rows from there on, in order
+After = Callable[[pa.RecordBatch, int], int]  # (batch, its first position) -> the position after the batch
 
 
 def retrying_read(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
-    """Yield all batches of `read(position)`; Unavailable when the broker stays away."""
+    """Yield all batches of `read(position)`, and resume after each interruption.
+
+    Raises Unavailable when the broker stays away, or after READ_TRIES retries without a batch between them.
+    """
     broken = 0
     while True:
         try:
@@ -244,16 +258,16 @@ def retrying_read(endpoint: Endpoint, read: Read, position: int, after: After) -
             LOG.warning(
                 "read broke off broker=%s at_seq=%d try=%d reason=%s", endpoint.uri, position, broken, error
             )
-            endpoint.status()  # returns once the broker is back
+            endpoint.status()  # blocks until the broker is back, or raises
 
 
 def behind_last_seq(batch: pa.RecordBatch, _: int) -> int:
-    """Return the position behind rows of the log, which must have their number."""
+    """Return the position after rows of the log, which must have the column `seq`."""
     return int(batch.column("seq")[-1].as_py()) + 1
 
 
 def behind_rows(batch: pa.RecordBatch, position: int) -> int:
-    """Return the position behind rows of a queue, which has one at each offset."""
+    """Return the position after rows of a queue. Queues have a row at each offset."""
     return position + int(batch.num_rows)
 
 
@@ -261,27 +275,27 @@ def behind_rows(batch: pa.RecordBatch, position: int) -> int:
 
 
 class Connections:
-    """Connections to all groups at an endpoint, kept open; each look asks anew which groups there are."""
+    """Open connections to all groups at an endpoint. Each query asks again which groups exist."""
 
     def __init__(self, endpoint: str) -> None:
         self._uri = endpoint
         self._opened: dict[str, Endpoint] = {}
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         for endpoint in self._opened.values():
             endpoint.close()
         self._opened = {}
 
     def broker(self, uri: str | None = None) -> Endpoint:
-        """Return the connection: to the endpoint that was named, or to a group's own."""
+        """Return the connection to `uri`, by default to the endpoint itself. Opens it on first use."""
         uri = uri or self._uri
         if uri not in self._opened:
             self._opened[uri] = Endpoint(uri)
         return self._opened[uri]
 
     def statuses(self) -> list[tuple[Group, wire.Status]]:
-        """Return the groups there are now, and the status of each; one call where there is one group."""
+        """Return the current groups with the status of each. One group costs only one call."""
         status = self.broker().status()
         groups = self._groups_of(status)
         if len(groups) == 1:
@@ -289,17 +303,17 @@ class Connections:
         return [(group, self.broker(group.endpoint).status()) for group in groups]
 
     def groups(self) -> list[Group]:
-        """Return the groups there are now."""
+        """Return the current groups."""
         return self._groups_of(self.broker().status())
 
     def _groups_of(self, status: wire.Status) -> list[Group]:
         groups = groups_of(status, self._uri)
         for uri in self._opened.keys() - {self._uri, *(group.endpoint for group in groups)}:
-            self._opened.pop(uri).close()  # its group has another leader
+            self._opened.pop(uri).close()  # its group has another leader, and so another endpoint
         return groups
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tasks receive a copy; a connection is of no use to them.
+        # Spark sends a copy to each task. Tasks open connections of their own.
         return {**self.__dict__, "_opened": {}}
 
 
@@ -307,7 +321,7 @@ class Connections:
 
 
 class Lease:
-    """Tells a broker every few seconds that a job is at work, for as long as `needed` says so."""
+    """Keeps a lease at a broker while `needed()` is true, from a thread of its own. Use as a context manager."""
 
     def __init__(
         self,
@@ -320,7 +334,10 @@ class Lease:
         renew_s: float,
         is_returned: bool = False,
     ) -> None:
-        """`grant`: Endpoint.lease_compactor or its like. `is_returned`: the broker is told when none is needed."""
+        """`grant` renews the lease, as Endpoint.lease_compactor does.
+
+        `is_returned`: end the lease with a duration of 0 when it is no longer needed, instead of letting it expire.
+        """
         self._endpoint, self._job, self._grant, self._needed = endpoint, job, grant, needed
         self._lease_ms, self._renew_s, self._is_returned = lease_ms, renew_s, is_returned
         self._stopped = threading.Event()
@@ -351,5 +368,5 @@ class Lease:
             with Endpoint(self._endpoint, patience_s=0) as broker:
                 self._grant(broker, lease_ms)
         except TimeballError as error:
-            # Harmless: the broker does the work by itself once the lease has run out.
+            # Harmless: the broker does the work itself after the lease has expired.
             LOG.warning("lease not renewed job=%s reason=%s", self._job, error)

@@ -1,14 +1,14 @@
-"""The groups of a cluster, as the pipeline reads them: one address is named, and all groups are read.
+"""The groups of a cluster in the pipeline: the user gives one address, and the pipeline reads all groups.
 
-    grpc://a:7400               the broker there; of a cluster, all its groups
-    grpc://a:7400,b:7400        the same, through whichever of these nodes answers
-    grpc://a:7400#g2            one group alone, wherever it is led; what the option `group` makes of an endpoint
+    grpc://a:7400               this broker; if it is in a cluster, all groups of the cluster
+    grpc://a:7400,b:7400        the same, through any of these nodes that answers
+    grpc://a:7400#g2            only the group g2, on any node; the option `group` produces this form
 
-A node of a cluster says which groups there are and which nodes keep each (wire.Status.groups). So a group that is added
-is seen by the next look, and each group is read from its own leader; a node that follows forwards to it. Numbers of
-rows, table and versions are a group's own: what names one must name its group as well.
+The status of a node lists the cluster's groups and the nodes of each (wire.Status.groups). So the next query sees a new
+group. Each group is read from its leader: a follower forwards requests to it. Each group has its own row numbers, table
+and versions, so a row number or version is meaningful only together with its group.
 
-With one group, and with a broker that is in no cluster, everything is as if there were no groups.
+With one group, and with a broker that is in no cluster, users see nothing of groups.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from timeball.errors import NotFound, SetupError, Unavailable
 from timeball.wire import ClusterGroup, Status
 
 GROUP = "group"  # the column, and the option
-PLACEHOLDER = "{group}"  # in the URI of a table that each group has one of
+PLACEHOLDER = "{group}"  # replaced by the group's name in the URI of a table that each group has
 
 
 class Group(NamedTuple):
-    """One group, and the endpoint at which it is read. A broker that is in no cluster is a group without a name."""
+    """One group, and the endpoint at which it is read. A broker that is in no cluster has the group name ""."""
 
     name: str
     endpoint: str
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return the addresses of an endpoint, and the group that it is confined to: empty for all."""
+    """Split an endpoint into its addresses and the group that it is confined to: "" for all groups."""
     addresses, _, group = endpoint.partition("#")
     return addresses, group
 
@@ -42,20 +42,20 @@ def pin(endpoint: str, group: str) -> str:
 
 
 def query_name(job: str, endpoint: str) -> str:
-    """Return the name of a job's query: each group that has one of its own has another name."""
+    """Return the name of a job's query. An endpoint confined to a group adds the group's name."""
     _, group = split_endpoint(endpoint)
     return f"{job}-{group}" if group else job
 
 
 def known_groups(status: Status) -> list[ClusterGroup]:
-    """Return the groups that a broker names; raise Unavailable while it does not know them."""
+    """Return the groups in a broker's status. Raises Unavailable while the broker has not read them yet."""
     if status.groups is None:
         raise Unavailable("the broker leads, and has not read yet which other groups there are; try again")
     return status.groups
 
 
 def endpoint_of(endpoint: str, group: str, groups: Sequence[ClusterGroup]) -> str:
-    """Return the endpoint of a group: all nodes that keep it; raise NotFound for one that is not there."""
+    """Return the endpoint of a group, with the addresses of all its nodes. Raises NotFound for an unknown group."""
     for each in groups:
         if each.group == group:
             scheme = endpoint.partition("://")[0]
@@ -66,9 +66,9 @@ def endpoint_of(endpoint: str, group: str, groups: Sequence[ClusterGroup]) -> st
 
 
 def groups_of(status: Status, endpoint: str) -> list[Group]:
-    """Return the groups to be read at an endpoint whose broker answers this, its own group first.
+    """Return the groups to read at an endpoint, given the status of its broker. The broker's group comes first.
 
-    One group that is all there is, is read as it was named.
+    If there is only one group, its endpoint is the address that the user gave.
     """
     addresses, confined = split_endpoint(endpoint)
     groups = known_groups(status)
@@ -81,9 +81,9 @@ def groups_of(status: Status, endpoint: str) -> list[Group]:
 
 
 def place_of(name: str, uri: str | None, group: str, groups: int) -> str | None:
-    """Return the URI of a group's table, `{group}` replaced; raise SetupError where `groups` would share one.
+    """Return the URI of a group's table, with `{group}` replaced. `name` is the option's name, for the error.
 
-    `name`: of the option, for the error.
+    Raises SetupError if there are several groups but no `{group}`: they would share one table.
     """
     if uri is None:
         return None

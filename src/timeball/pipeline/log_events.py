@@ -1,16 +1,17 @@
-"""Events in a promise's life: their schema, and those that do not stand in the log as one row each.
+"""The events of promises: their schema, and how they are derived from rows of the log.
 
     event       one row for                                          first_seq, rows
     accepted    a PROMISE row, the MOVED row that commits a          its own numbers; a range may be long
                 half message, or one range of a bulk attach
-    moved       a MOVED row to another instant, which is due_ms       the promise it moves, 1
-    released    a RELEASE row                                        the promise it keeps, 1
-    cancelled   a CANCEL row                                         the promise it ends, 1
-    started     the log was taken up again; lateness_ms: for how     its first row of that life, 0
-                long the broker was down
+    moved       a MOVED row to another due time, in due_ms           the promise that it moves, 1
+    released    a RELEASE row                                        the promise that it releases, 1
+    cancelled   a CANCEL row                                         the promise that it cancels, 1
+    started     a start of the broker; lateness_ms is how long       the first row after the start, 0
+                the broker was down
 
-A half message has no instant and is no promise yet: its first move accepts it, and a row without an instant ends no
-promise. A row that moves a promise to another place is no event.
+A half message has no due time, so it does not count as a promise yet: its first move is its acceptance. A row without a
+due time that ends a half message is no event. A move that keeps the due time (to another position in the storage) is no
+event.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from timeball.message import NO_INSTANT_MS, READ_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint, behind_last_seq, retrying_read
 from timeball.table import attachment as att
 
-LEDGER_APP_ID = (
-    "timeball-ledger"  # the ledger's mark in its Delta table: the row up to which it has the events
-)
+# Application id of the ledger's mark in its Delta table: the row of the log up to which it has events.
+LEDGER_APP_ID = "timeball-ledger"
 EVENT_SCHEMA = pa.schema(
     [
         ("event", pa.string()),
@@ -41,17 +41,17 @@ EVENT_SCHEMA = pa.schema(
         ("queue_id", pa.int32()),
         ("queue_offset", pa.int64()),
         ("attempt", pa.int32()),  # reconsume_times + 1
-        ("event_seq", pa.int64()),  # the row of the log that says so
-        # Of a release: the promised instant, if a step of the clock has shifted it to due_ms.
+        ("event_seq", pa.int64()),  # the row of the log that records the event
+        # Releases: the promised due time, if a clock step has shifted it to due_ms. Otherwise null.
         ("from_due_ms", pa.int64()),
     ]
 )
 
-# What passed, as the archive job keeps it: the log's columns, and the day it is filed under.
+# The rows of the archive: the log's columns, and the day by which the table is partitioned.
 ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 
 
-# The kinds of rows that are events of one promise, and the columns that say which.
+# The kinds of rows that are events of one promise, and the columns from which the events are built.
 _KINDS = (Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL)
 _COLUMNS = (
     "seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
@@ -61,7 +61,7 @@ _EVENTS = pa.array(["accepted", "moved", "released", "cancelled"])
 
 
 def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
-    """Yield the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
+    """Yield the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA: first those of `read_spans`."""
     spans = read_spans(broker, from_seq, to_seq)
     yield from (batch for batch in spans.to_batches() if batch.num_rows)
 
@@ -76,7 +76,7 @@ def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.Rec
 
 
 def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the events of these rows of the log, each of one promise."""
+    """Convert rows of the log (of _KINDS, in _COLUMNS) to events of one promise each."""
     moved = pc.equal(rows.column("kind"), int(Kind.MOVED))
     is_event = pc.or_(pc.invert(moved), rows.column("from_due_ms").is_valid())
     rows = rows.filter(pc.and_(is_event, rows.column("due_ms").is_valid()))
@@ -85,7 +85,7 @@ def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
     accepted_by_move = pc.fill_null(pc.equal(from_due_ms, NO_INSTANT_MS), False)
     kinds = np.where(accepted_by_move.to_numpy(zero_copy_only=False), int(Kind.PROMISE), kind.to_numpy())
     which = np.searchsorted([int(each) for each in (Kind.PROMISE, Kind.MOVED, Kind.RELEASE)], kinds)
-    # As message.lateness_ms: from its acceptance on, if it was due before.
+    # As in message.lateness_ms: lateness counts from the acceptance if the promise was already due then.
     begin_ms = pc.max_element_wise(rows.column("due_ms"), rows.column("accepted_ms"))
     lateness_ms = pc.max_element_wise(pc.subtract(rows.column("store_ms"), begin_ms), 0)
     attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
@@ -108,7 +108,7 @@ def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:
-    """Read the events of rows from_seq <= seq < to_seq that are no single promise's: bulk attaches and starts."""
+    """Read the events of rows from_seq <= seq < to_seq that concern no single promise: bulk attaches and starts."""
     if from_seq >= to_seq:
         return EVENT_SCHEMA.empty_table()
     found = [
@@ -122,8 +122,8 @@ def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:
 
 
 def attach_events(rows: pa.RecordBatch) -> Iterator[dict[str, object]]:
-    """Yield an event for each range of numbers that a bulk attach among these TABLE rows used."""
-    for row in rows.to_pylist():  # one for each change of the table
+    """Yield an `accepted` event for each range of numbers of the bulk attaches among these TABLE rows."""
+    for row in rows.to_pylist():  # few rows: one per change of the table
         change = att.decode_change(row["body"])
         if not isinstance(change, att.Attachment) or change.job != "bulk":
             continue

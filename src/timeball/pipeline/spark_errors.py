@@ -1,10 +1,10 @@
-"""Turn Spark's failures into one sentence.
+"""Convert Spark's failures to Timeball's errors, with a message of one sentence.
 
-A failure inside Spark arrives as a page of two languages' stack traces, with our own error somewhere in it. This
-module finds it. The page stays chained as the cause, for the log; a user sees the sentence first.
+Spark reports a failure as a page of stack traces of two languages, with our own error somewhere in it. This module
+finds that error. Spark's exception stays chained as the cause, for the log. The user sees the sentence first.
 
-A failure that is not known to need the operator is Unavailable: a JVM or a worker that was killed, a connection that
-broke. A new start may mend it, and the runner tries again.
+A failure becomes Unavailable unless it is known to need the operator. Examples are a killed JVM or worker, and a broken
+connection. A new start may help, so the runner tries again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
 
 
 def plain(error: BaseException) -> TimeballError:
-    """Return our error for what Spark raised; an error of ours comes back as it is."""
+    """Convert an exception of Spark to one of our errors. Returns an error of ours unchanged."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)
@@ -84,7 +84,7 @@ def plain(error: BaseException) -> TimeballError:
             f"Spark's Python workers cannot import {missing.group(1)}: install it on every executor, or name the "
             "Python that has it with PYSPARK_PYTHON."
         )
-    # The last line of a Python traceback from a worker says more than Spark's first.
+    # The last line of a worker's Python traceback is more specific than the first line of Spark's message.
     raised = _RAISED.findall(text)
     if raised:
         return Unavailable(f"Spark failed in a Python worker: {raised[-1]}")
@@ -96,8 +96,8 @@ def plain(error: BaseException) -> TimeballError:
 
 @contextmanager
 def spark_errors() -> Iterator[None]:
-    """Raise Spark's failures as ours, with Spark's own as the cause."""
+    """Convert exceptions of Spark in the body to our errors, with Spark's exception as the cause."""
     try:
         yield
-    except (PySparkException, Py4JError, ConnectionError) as error:  # the last one, when the JVM has gone
+    except (PySparkException, Py4JError, ConnectionError) as error:  # ConnectionError: the JVM has ended
         raise plain(error) from error

@@ -1,8 +1,9 @@
-"""Files of the pending table as an executor sees them: put, remove, list, read.
+"""Read and write files of the pending table from any process, such as a Spark executor.
 
-An executor may run on another machine, so the table is a URI, and the file system is Arrow's (timeball/places.py). A
-file that is never attached is no part of the table: writing needs no protocol, and a dead task leaves only bytes, which
-the broker sweeps. The broker makes files durable: it syncs what it attaches.
+An executor may run on another machine, so the table is named by a URI, and all access goes through Arrow's file systems
+(timeball/places.py). A file belongs to the table only after the broker has attached it. So writing needs no protocol,
+and a task that dies leaves only unused files, which the broker deletes later. The broker makes files durable: it syncs
+them when it attaches them.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from timeball.wire import Status
 
 LOG = logging.getLogger("timeball.pipeline")
 
-Due = tuple[int | None, int | None]  # low <= due_ms < high; None is open
+Due = tuple[int | None, int | None]  # low <= due_ms < high; None means no bound
 ALWAYS: Due = (None, None)
-FILE_TIME_MS = 1_000
+FILE_TIME_MS = 1_000  # `as_of`: the time in a commit may be this much later than the time of its file
 CHUNK_ROWS = 1_000_000
-CHUNK_BYTES = 256 * 1024 * 1024  # with its sorted copy and the encoder's pages: under 1 GB in a worker
+CHUNK_BYTES = 256 * 1024 * 1024  # with the sorted copy and the encoder's pages, a worker needs less than 1 GB
 
 
 class Store:
-    """The folder of a table. OS errors become StorageError with the name of the file."""
+    """The folder of a table. Operating system errors become StorageError with the file's name."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -48,7 +49,7 @@ class Store:
         self._folders: set[str] = set()
 
     def put(self, path: str, data: bytes) -> None:
-        """Write one file; `path` is relative to the table."""
+        """Write one file. `path` is relative to the table's folder."""
         target = f"{self._root}/{path}"
         folder = target.rpartition("/")[0]
         try:
@@ -61,7 +62,7 @@ class Store:
             raise StorageError(f"cannot write {path} of {self.uri}: {error}") from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Delete files that were never attached. What cannot be deleted is only waste: logged, not raised."""
+        """Delete files that were never attached. A failure is only logged: the file wastes space, but does no harm."""
         for path in paths:
             try:
                 self._files.delete_file(f"{self._root}/{path}")
@@ -71,9 +72,9 @@ class Store:
                 LOG.warning("file not removed file=%s reason=%s", path, error)
 
     def put_rows(self, rows: pa.Table, now_ms: int) -> Iterator[FileEntry]:
-        """Cut sorted rows of TABLE_SCHEMA into files and write each; yields its entry once it is written.
+        """Cut sorted rows of TABLE_SCHEMA into files, write them, and yield each file's entry after it is written.
 
-        Behind the last one come their keys, for the broker's look-ups (table/key_index.py).
+        After the last file it writes their key run, with which the broker finds messages by key (table/key_index.py).
         """
         keys = FileKeys()
         for entry, data in cut_files(rows, now_ms, keys):
@@ -88,7 +89,10 @@ class Store:
 
 @dataclass(frozen=True)
 class TableFile:
-    """One file of the pending table: its path below the table's URI, and what its statistics say."""
+    """One file of the pending table: its path below the table's URI, and its statistics in the Delta log.
+
+    A bound is None when the statistics do not contain it.
+    """
 
     path: str
     rows: int
@@ -99,7 +103,7 @@ class TableFile:
     max_seq: int | None = None
 
     def may_hold(self, due: Due) -> bool:
-        """Return False when the statistics rule out a row due within these bounds."""
+        """Check whether the file can contain rows due within these bounds. Missing statistics count as yes."""
         low, high = due
         above = low is not None and self.max_due_ms is not None and self.max_due_ms < low
         below = high is not None and self.min_due_ms is not None and self.min_due_ms >= high
@@ -107,7 +111,10 @@ class TableFile:
 
 
 def open_version(uri: str, version: int | None = None) -> DeltaTable:
-    """Open one version, or the newest, of the pending table; NotFound, or SetupError when the table is out of reach."""
+    """Open one version of the pending table, by default the newest.
+
+    Raises NotFound for an unknown version, and SetupError when this process cannot reach the table.
+    """
     try:
         return open_table(uri, version)
     except NotFound as error:
@@ -119,9 +126,9 @@ def open_version(uri: str, version: int | None = None) -> DeltaTable:
 
 
 def table_files(uri: str, version: int) -> list[TableFile]:
-    """Return the files of one version of the pending table; raises as open_version does."""
+    """List the files of one version of the pending table. Raises the errors of `open_version`."""
     if version == 0:
-        return []  # the broker makes the table before anything lies in it
+        return []  # the broker creates the table empty, as version 0
     actions = pa.table(open_version(uri, version).get_add_actions(flatten=True))
     return [
         TableFile(
@@ -138,7 +145,7 @@ def table_files(uri: str, version: int) -> list[TableFile]:
 
 
 def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
-    """Return files of the pending table as one Arrow dataset, empty for no files; OutOfRange when one has gone."""
+    """Open files of the pending table as one Arrow dataset, which may be empty. Raises OutOfRange if one is deleted."""
     if not paths:
         return ds.dataset(TABLE_SCHEMA.empty_table())
     files, root = places.arrow(uri)
@@ -152,11 +159,14 @@ def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
 def read_files(
     uri: str, paths: Sequence[str], columns: Sequence[str], rows: ds.Expression
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows of files of the table that match a filter; row groups that cannot match are not read."""
+    """Read the rows that match a filter from files of the table. Skips row groups that cannot match.
+
+    Raises OutOfRange for a deleted file, StorageError for other failures.
+    """
     if not paths:
         return
     try:
-        # Little is read ahead: bodies may be large, and a file is a day's promises.
+        # Small read-ahead limits the memory: bodies may be large, and a file may have a whole day's promises.
         yield from files_dataset(uri, paths).to_batches(
             columns=list(columns), filter=rows, batch_size=65_536, batch_readahead=4, fragment_readahead=2
         )
@@ -167,14 +177,17 @@ def read_files(
 
 
 def files_gone(uri: str, error: Exception) -> OutOfRange:
-    """Return the error for a file of a version that the broker has removed since."""
+    """Build the error for a file that the broker has deleted since the version was listed."""
     return OutOfRange(
         f"a file of the pending table at {uri} has gone meanwhile, or this version was cleaned up: {error}"
     )
 
 
 def open_table(uri: str, version: int | None = None) -> DeltaTable:
-    """Open the Delta table at `uri`; NotFound when there is none, or not that version."""
+    """Open the Delta table at `uri`. Raises NotFound if there is no table or no such version.
+
+    Raises Unavailable for a negative version, which the broker's status has while its object store does not answer.
+    """
     if version is not None and version < 0:
         raise Unavailable(
             f"the pending table at {uri} is behind the broker's log until its object store answers"
@@ -185,7 +198,7 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
     except TableNotFoundError as error:
         raise NotFound(f"no Delta table at {uri}") from error
     except DeltaError as error:
-        if version is None:  # a store that does not answer has said nothing about the table
+        if version is None:  # the store does not answer, so it is unknown whether the table exists
             raise StorageError(f"cannot read the Delta table at {uri}: {error}") from error
         raise NotFound(f"no version {version} of the Delta table at {uri}: {error}") from error
     except OSError as error:
@@ -193,7 +206,7 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
 
 
 def create_table(uri: str, schema: pa.Schema, **how: Any) -> DeltaTable:
-    """Create a Delta table at `uri`; `how` is what DeltaTable.create takes."""
+    """Create a Delta table at `uri`. `how` is passed on to DeltaTable.create. Raises StorageError."""
     place, options = places.delta(uri)
     try:
         return DeltaTable.create(place, schema, storage_options=options, **how)
@@ -202,11 +215,14 @@ def create_table(uri: str, schema: pa.Schema, **how: Any) -> DeltaTable:
 
 
 def as_of(table: DeltaTable, instant_ms: int) -> DeltaTable:
-    """Go to the version that was current at an instant; NotFound when the table is younger, or its log shorter."""
+    """Load the version that was current at `instant_ms` into `table`, and return it.
+
+    Raises NotFound when the table is younger, or when its log no longer reaches back so far.
+    """
     table.load_as_version(datetime.fromtimestamp(instant_ms / SECOND_MS, UTC))
     made_ms = int(table.history(1)[0]["timestamp"])
-    # Asked for something older, delta-rs answers with the oldest version it has. It goes by the time of the file, which
-    # may lie some milliseconds before the time in it.
+    # For a time before the oldest version, delta-rs loads the oldest version. It compares the file's modification time,
+    # which may be some milliseconds before the time stored in the file.
     if made_ms > instant_ms + FILE_TIME_MS:
         oldest = datetime.fromtimestamp(made_ms / SECOND_MS, UTC).isoformat(timespec="milliseconds")
         raise NotFound(
@@ -216,15 +232,15 @@ def as_of(table: DeltaTable, instant_ms: int) -> DeltaTable:
 
 
 def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
-    """Return the rows of one version in these columns, and in those it is partitioned by, read by Arrow alone.
+    """Open one version as an Arrow dataset with the columns of `schema`, partition columns included.
 
-    delta-rs brings a file system of its own for this, whose threads may abort a process that ends.
+    Arrow's file system reads the files: threads of delta-rs's own file system may abort a process that ends.
     """
     return dataset_of(table.file_uris(), schema, table.metadata().partition_columns)
 
 
 def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequence[str]) -> ds.Dataset:
-    """Return the rows of some files of a Delta table, as `as_dataset` does."""
+    """Open some files of a Delta table as an Arrow dataset. Hive-style folder names supply the partition columns."""
     if not uris:
         return ds.dataset(schema.empty_table())
     files, paths = places.arrow_all(uris)
@@ -234,14 +250,15 @@ def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequen
 
 
 def sibling(uri: str, name: str) -> str:
-    """Return the URI of a folder next to the table: the ledger and the jobs' checkpoints live there."""
+    """Return the URI of a folder next to the table. Ledger, archive and the jobs' checkpoints are such folders."""
     return uri.rstrip("/").rpartition("/")[0] + "/" + name
 
 
 def beside(name: str, table_uri: str, status: Status) -> str:
-    """Return the URI of the ledger or the archive of the group that answered `status`, where no option names it.
+    """Return the default URI of the ledger or the archive (`name`) of the group that answered `status`.
 
-    TIMEBALL_LEDGER and TIMEBALL_ARCHIVE say it once for every command and for Spark's readers.
+    The environment variables TIMEBALL_LEDGER and TIMEBALL_ARCHIVE set it for every command and for Spark's readers.
+    Without them it is the folder next to the table.
     """
     variable = f"TIMEBALL_{name.upper()}"
     named = place_of(variable, os.environ.get(variable) or None, status.group, len(status.groups or ()))
@@ -254,8 +271,8 @@ def beside(name: str, table_uri: str, status: Status) -> str:
 def chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Gather batches into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes.
 
-    A task has a stream of batches without a bound on their number, and a file should have as many sorted rows as memory
-    allows.
+    The number of a task's batches has no bound, so they cannot all be held. But a file should have as many sorted rows
+    as memory allows.
     """
     held: list[pa.RecordBatch] = []
     rows = size = 0

@@ -1,17 +1,17 @@
-"""Which columns a stream may have: an Arrow schema is checked once per stream, each batch in full. Does no I/O.
+"""The columns of a stream: its Arrow schema is checked once, and each batch in full. Does no I/O.
 
-A send's columns are found by name, in any order, and only `topic` and `body` must be there. A column we do not know is
-refused by its name: a producer that writes `delay` for `delay_ms` must not see its messages delivered at once.
-ACCEPTED lists the types of each column. Types that mean the same (large strings, wider or narrower integers) are
-converted, and a value that does not fit refuses its batch. A batch whose values take more room than a message may have
-is refused: with shared buffers a few kilobytes can name one value a hundred times.
+The columns of a send are found by name, in any order. Only `topic` and `body` are required. An unknown column is
+refused by its name: a producer that writes `delay` for `delay_ms` must not see its messages delivered at once. ACCEPTED
+lists the types of each column. Types with the same meaning (large strings, wider or narrower integers) are converted,
+and a value that does not fit refuses its batch. A batch is also refused if its values take more bytes than a request
+may have: with shared buffers, a few kilobytes can contain one value a hundred times.
 
-A release's rows are TABLE_SCHEMA, all columns, in any order: who brings them has read them from a file of ours.
+The rows of a release have all columns of TABLE_SCHEMA, in any order, because the client has read them from the table.
 
-A batch from a socket is only a claim about buffers: `validate(full=True)` proves offsets, lengths and UTF-8
-before anything reads through them. It does so for the types of ACCEPTED, and not for all that Arrow has: a view column
-passes it and then breaks a cast. The topics are checked first, and the caller is asked for its right to send to them
-before another column is read or converted.
+A batch from a socket is only a claim about buffers. `validate(full=True)` proves offsets, lengths and UTF-8 before any
+code reads through them. The proof covers the types of ACCEPTED, but not all types of Arrow: a view column passes it and
+then breaks a cast. Before another column is read or converted, the topics are validated and the caller's right to send
+to them is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from timeball.errors import InvalidMessage, OverLimit
 from timeball.log.few_rows import encoder_of
 from timeball.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
 
-# Without RocketMQ's delay levels, and without a host, which admission fills in.
+# Without RocketMQ's delay levels, and without the born host, which admission sets.
 SEND_SCHEMA = pa.schema(
     [(name, kind) for name, kind in SEND_COLUMNS.items() if name not in ("born_host", "delay_level")]
 )
@@ -41,8 +41,8 @@ _TEXTS = (pa.string(), pa.large_string())
 _INTEGERS = (
     pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()
 )  # fmt: skip
-# The types that a column may have, by the type that it becomes: exactly these, so that a new type of Arrow's is none of
-# them. A body may also be fixed_size_binary of any width, and a column without any value may be null.
+# The accepted types of a column, by the type that it is converted to. The list is exact, so that a new type of Arrow is
+# refused. A body may also be fixed_size_binary of any width, and a column without any value may be null.
 ACCEPTED: dict[pa.DataType, tuple[pa.DataType, ...]] = {
     pa.string(): (*_TEXTS, pa.null()),
     pa.binary(): (pa.binary(), pa.large_binary(), *_TEXTS, pa.null()),
@@ -55,12 +55,12 @@ RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
 
 class SendColumns:
-    """The columns of one send stream, with the conversion each needs."""
+    """The columns of one send stream, and the conversions that they need."""
 
     rows_min = 1
 
     def __init__(self, schema: pa.Schema, codec: CodecChoice = "python") -> None:
-        """Check names and types; raises InvalidMessage naming the column. `codec`: what reads rows (`rows`)."""
+        """Check names and types. Raises InvalidMessage naming the column. `codec` selects the reader for `rows`."""
         names = list(schema.names)
         unknown = sorted({repr(name[:80]) for name in names if name not in SEND_SCHEMA.names})
         if unknown:
@@ -78,14 +78,14 @@ class SendColumns:
         self._target = pa.schema([SEND_SCHEMA.field(name) for name in names])
         self._exact = all(field.type == SEND_SCHEMA.field(field.name).type for field in schema)
         self._required = [names.index(name) for name in REQUIRED]
-        # A row has no relative delay: what is due a while after admission goes as columns.
+        # A row has no relative delay, so a stream with delays is sent as columns.
         is_of_rows = self._exact and codec == "auto" and "delay_ms" not in names
         self._reader = _reader_of(tuple(names)) if is_of_rows else None
         self._has_due = "due_ms" in names
         self._order = [names.index(name) if name in names else -1 for name in SEND_NAMES]
 
     def rows(self, header: memoryview, body: Sequence[bytes | memoryview]) -> list[SendRow] | None:
-        """Return the rows of a small sound batch (the event loop's thread); None for what `adopt` is to judge."""
+        """Return the rows of a small sound batch (event loop's thread), or None for a batch that `adopt` must check."""
         if self._reader is None or len(header) + sum(map(len, body)) > FEW_BYTES_MAX:
             return None
         found: list[SendRow] | None = self._reader.sent_rows(
@@ -97,12 +97,12 @@ class SendColumns:
             or all(row[_DUE_MS] is None or row[_DUE_MS] >= limits.DUE_MS_MIN for row in found)
         ):
             return found
-        return None  # `adopt` names the row
+        return None  # `adopt` raises the error that names the row
 
     def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
-        """The batch with the types of SEND_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden.
+        """Return the batch with the types of SEND_SCHEMA, proven sound. Raises InvalidMessage, OverLimit, Forbidden.
 
-        `allow`: decides about the topics before other columns are read; None when that is decided already.
+        `allow` decides about the topics before other columns are read. None: that is decided already.
         """
         if not self.rows_min <= batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
             _refuse_rows(batch.num_rows)
@@ -132,7 +132,7 @@ class SendColumns:
 
 
 class SourceColumns(SendColumns):
-    """The columns of one stream from a source, whose records may become no message at all."""
+    """The columns of one stream from a source. Its records need not become messages, so a batch may be empty."""
 
     rows_min = 0
 
@@ -141,7 +141,7 @@ class ReleaseColumns:
     """The columns of one release stream."""
 
     def __init__(self, schema: pa.Schema) -> None:
-        """Check names and types; raises InvalidMessage naming the column."""
+        """Check names and types. Raises InvalidMessage naming the column."""
         for field in TABLE_SCHEMA:
             if schema.names.count(field.name) != 1 or schema.field(field.name).type != field.type:
                 raise InvalidMessage(
@@ -152,7 +152,7 @@ class ReleaseColumns:
             raise InvalidMessage(f"unknown column {unknown[0][:80]!r}; the table has {TABLE_SCHEMA.names}")
 
     def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
-        """The batch in TABLE_SCHEMA, proven sound; raises InvalidMessage, OverLimit, Forbidden."""
+        """Return the batch in TABLE_SCHEMA, proven sound. Raises InvalidMessage, OverLimit, Forbidden."""
         if allow is not None:
             allow(Verb.ADMIN)
         if not 0 < batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
@@ -174,7 +174,7 @@ class ReleaseColumns:
 
 @lru_cache(maxsize=64)
 def _reader_of(names: tuple[str, ...]) -> Any:
-    """Return what reads rows of these columns; None where there was no compiler."""
+    """Return the compiled reader of rows with these columns, or None without a compiler at the build."""
     return encoder_of(pa.schema([SEND_SCHEMA.field(name) for name in names]))
 
 
@@ -192,12 +192,12 @@ def _check_type(field: pa.Field) -> None:
 
 
 def _convert(column: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """Safe conversion: an integer that does not fit, or an offset beyond 32 bits, raises."""
+    """Convert safely: an integer that does not fit, or an offset beyond 32 bits, raises."""
     return column if column.type == wanted else pc.cast(column, wanted)
 
 
 def check_bytes(size_bytes: int) -> None:
-    """Raise OverLimit for a batch whose values take more than a message may have."""
+    """Raise OverLimit for a batch whose values take more bytes than a message may have."""
     if size_bytes > limits.BATCH_BYTES_MAX:
         raise OverLimit(
             f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: send smaller batches"
@@ -205,14 +205,14 @@ def check_bytes(size_bytes: int) -> None:
 
 
 def size_of(batch: pa.RecordBatch) -> int:
-    """Return how many bytes a sound batch holds; raise OverLimit for one that may not be sent."""
+    """Return the number of bytes of a sound batch. Raises OverLimit if it may not be sent."""
     size_bytes: int = batch.get_total_buffer_size()
-    if size_bytes > limits.BATCH_BYTES_MAX:  # it counts padding, and values that a slice leaves out
+    if size_bytes > limits.BATCH_BYTES_MAX:  # includes padding, and values outside a slice
         check_bytes(size_bytes := batch.nbytes)
     return size_bytes
 
 
 def _is_small(batch: pa.RecordBatch) -> bool:
-    """Return whether the values of these columns cannot take too much, also if they share a buffer."""
+    """Return whether the values of the columns cannot exceed the bound, even if columns share a buffer."""
     size_bytes: int = batch.get_total_buffer_size()
     return bool(size_bytes * batch.num_columns <= limits.BATCH_BYTES_MAX)

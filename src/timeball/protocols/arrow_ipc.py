@@ -1,13 +1,14 @@
-"""Arrow IPC messages: a header (a flatbuffer) and a body, apart as Flight carries them, or in a stream. Does no I/O.
+"""Arrow IPC messages: a header (a flatbuffer) and a body, separate as in Flight, or in a stream. Does no I/O.
 
 Arrow's C++ code decodes a message before it validates it, and its validation does not cover everything that a later
-cast reads. So a client's bytes meet it only in a form that has been checked here:
+cast reads. So a client's bytes reach it only after these checks:
 
-    schema    read in Python, by a list of types. Arrow never sees the schema that a client wrote: columns of views,
-              lists, dictionaries, unions, extension types and all others are refused before a buffer is looked at
-    rows      a header that names more rows than a request may have is refused: a column without values needs no bytes
-    length    a compressed body says itself how long it becomes, a dictionary gives each row a value of any length.
-              Both are refused, so the bound on a message is a bound on the batch: its columns are views of the body
+    schema    read in Python, against a list of types. Arrow never sees a client's own schema. Columns of views, lists,
+              dictionaries, unions, extension types and all others are refused before a buffer is read
+    rows      a header with more rows than a request may have is refused: a column without values needs no bytes
+    length    a compressed body states its own decompressed length, and a dictionary gives each row a value of any
+              length. Both are refused. So the bound on a message also bounds the batch: its columns are views of the
+              body
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from timeball import flatbuffer as fb
 from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 
-SCHEMA_BYTES_MAX = 16 * 1024  # the widest schema of ours takes 3 KiB
+SCHEMA_BYTES_MAX = 16 * 1024  # Timeball's widest schema takes 3 KiB
 HEADER_BYTES_MAX = 64 * 1024
 COLUMNS_MAX = 64
 
-# What Arrow raises for bytes that it cannot decode: some of its errors are Python's own.
+# Arrow's errors for bytes that it cannot decode. Some of them are Python's own.
 _DECODING = (pa.ArrowException, ValueError, TypeError, LookupError, OSError, MemoryError)
 _CONTINUATION = b"\xff\xff\xff\xff"
 _ALIGN = 8
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _LITTLE_ENDIAN = 0
 
-# Kinds of types by their number in Schema.fbs's union, as pyarrow calls them.
+# The kinds of types, in the order of their numbers in Schema.fbs's union, under pyarrow's names.
 _KINDS = (
     "none", "null", "int", "float", "binary", "string", "bool", "decimal", "date", "time", "timestamp", "interval",
     "list", "struct", "union", "fixed_size_binary", "fixed_size_list", "map", "duration", "large_binary",
@@ -58,7 +59,7 @@ _INTEGERS = {
 
 
 def schema(header: memoryview) -> pa.Schema:
-    """Return the schema that a stream begins with, without its metadata; raises InvalidMessage, OverLimit."""
+    """Return the schema that a stream begins with, without its metadata. Raises InvalidMessage, OverLimit."""
     if len(header) > SCHEMA_BYTES_MAX:
         raise OverLimit(
             f"a schema of {len(header)} bytes; at most {SCHEMA_BYTES_MAX}: leave its metadata out"
@@ -72,7 +73,7 @@ def schema(header: memoryview) -> pa.Schema:
 
 
 def _fields(header: memoryview) -> Iterator[pa.Field]:
-    """Yield the columns of a schema; raise InvalidMessage for a type that none may have."""
+    """Yield the columns of a schema. Raises InvalidMessage for a type that is not accepted."""
     table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
     endianness, fields = (fb.field(header, table, n) for n in (fb.SCHEMA_ENDIANNESS, fb.SCHEMA_FIELDS))
     if endianness is not None and struct.unpack_from("<h", header, endianness)[0] != _LITTLE_ENDIAN:
@@ -120,7 +121,7 @@ def _int32(header: memoryview, table: int, number: int) -> int:
 def batch(
     header: memoryview, body: memoryview | Sequence[bytes | memoryview], of: pa.Schema
 ) -> pa.RecordBatch:
-    """Return a batch of the stream's schema, not yet proven sound; raises InvalidMessage, OverLimit.
+    """Return a batch of the stream's schema, not yet proven sound. Raises InvalidMessage, OverLimit.
 
     Its columns are views of a copy of `body`, or of its parts.
     """
@@ -146,7 +147,7 @@ def batch(
 
 
 def messages(stream: bytes) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield header and body of each message of a stream, as views; raises InvalidMessage."""
+    """Yield header and body of each message of a stream, as views. Raises InvalidMessage."""
     data, at = memoryview(stream), 0
     while at < len(data):
         try:
@@ -173,8 +174,8 @@ def schema_header(of: pa.Schema) -> memoryview:
 
 
 def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield header and body of each part of a batch, so that a part has at most about so many bytes, or one row."""
-    # Not of its buffers: columns of the log share their zeros, and a message has them once more for each.
+    """Yield header and body of each part of a batch. A part has about `size_bytes_max` bytes at most, or one row."""
+    # Not the size of its buffers: columns of the log share their zeros, and a message contains them once per column.
     if pa.ipc.get_record_batch_size(batch) <= size_bytes_max:
         yield parts_of(batch.serialize())
         return
@@ -191,7 +192,7 @@ def _encapsulated(header: memoryview, body: memoryview | Sequence[bytes | memory
 
 
 def parts_of(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
-    """Return header and body of a whole message."""
+    """Split a whole message into header and body."""
     view = memoryview(message).cast("B")
     begin = 2 * len(_CONTINUATION)
     end = begin + struct.unpack_from("<i", view, len(_CONTINUATION))[0]
@@ -199,7 +200,7 @@ def parts_of(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
 
 
 def _kind(header: memoryview) -> tuple[int, bool, int]:
-    """Return the kind of a message; of a batch whether it is compressed, and its rows; raises InvalidMessage."""
+    """Return the kind of a message, and for a batch whether it is compressed and its rows. Raises InvalidMessage."""
     try:
         root = fb.target(header, 0)
         fields = (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER_TYPE, fb.MESSAGE_HEADER)
@@ -207,7 +208,7 @@ def _kind(header: memoryview) -> tuple[int, bool, int]:
         if version is None or kind is None or inner is None:
             raise InvalidMessage("not an Arrow message: it has no header")
         if struct.unpack_from("<h", header, version)[0] < fb.VERSION_5:
-            # Version 4 has another way to say that a body is compressed, which Arrow still reads.
+            # Version 4 has another field for a compressed body, which Arrow still reads.
             raise InvalidMessage("an Arrow message of a version before 1.0; write it with a later one")
         if header[kind] != _BATCH:
             return header[kind], False, 0

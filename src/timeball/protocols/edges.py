@@ -1,14 +1,14 @@
-"""The edges of one broker, and all that they import: a third of a second, which no promise that is due must wait for.
+"""The edges of one broker. Their imports take a third of a second, and due messages must not wait for them.
 
-The node imports this module in a thread, after its ticker has begun to release.
+So the node imports this module in a thread, after its ticker has begun to release messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-# Not needed by name, but soon: the first subscription must not hold up what is due, nor must the table of promises; and
-# the first status must be given while strangers have all descriptors.
+# Imported early, because each is needed soon. The first subscription and the table of pending messages must not delay
+# due messages by an import. And the first status must work while unknown clients hold all descriptors.
 import psutil  # noqa: F401
 
 import timeball.broker.filters.sql_grammar
@@ -28,7 +28,7 @@ from timeball.security import Security
 
 
 class Edges:
-    """Starts and closes them together. Belongs to the broker's event loop."""
+    """Starts and closes the edges together. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security) -> None:
         self.flight = FlightEdge(broker, status, security)
@@ -40,7 +40,7 @@ class Edges:
     async def start(self, recovering: Recovering) -> None:
         """Listen on all ports, on HTTP's in place of `recovering`, and begin to deliver to URLs.
 
-        Raises SetupError when a port is taken, and listens on none.
+        If a port is taken, listens on none and raises SetupError.
         """
         try:
             for edge in (self.flight, self.remoting, self.grpc):
@@ -56,12 +56,13 @@ class Edges:
     async def close(self) -> None:
         """Stop listening, and let the last answers leave."""
         await self.push.close()
-        # All at once: each waits for the last answers of its own clients, some of which an object store may not give.
+        # All at once: each edge waits for the last answers of its own clients, and an object store may delay some of
+        # them.
         await asyncio.gather(*(e.close() for e in (self.http, self.grpc, self.remoting, self.flight)))
 
     @property
     def ports(self) -> dict[str, int]:
-        """Return the ports that are listened on, by name; -1 where there is none."""
+        """Return the ports of the edges by name, -1 for an edge that does not listen."""
         remoting = self.remoting.context
         return {
             "flight": self.flight.port, "name_server": remoting.name_server_port, "remoting": remoting.port,
@@ -70,7 +71,7 @@ class Edges:
 
     @property
     def connections(self) -> dict[str, int]:
-        """Return how many connections are open, by edge."""
+        """Return the number of open connections by edge."""
         return {
             "flight": self.flight.connections, "remoting": self.remoting.connections,
             "grpc": self.grpc.connections, "http": self.http.connections,

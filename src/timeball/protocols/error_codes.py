@@ -1,9 +1,9 @@
-"""What a client is told when a request is not granted: one table of codes, one rule for the sentence.
+"""Errors for clients: one table of codes, and one rule for the text.
 
-Each error of ours has a code of each protocol; over Flight it is the error's own `code`. An error that is not in the
-table has its parent's row. A handler that can tell more precisely what was wrong, as a delay that is too long is from
-a name that is too long, raises `Refused` with its protocol's code itself. Of a fault of ours clients are told the name
-and no more: its text is for the broker's log.
+Each error class has a code for each protocol. Over Flight it is the error's own `code`. A class that is not in the
+table uses the row of its nearest parent. If a handler knows the fault more precisely than the class does (a delay that
+is too long, for example), it raises `Refused` with a code of its protocol. For an internal fault, clients get only the
+class name of the error. Its text goes to the broker's log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from timeball.errors import (
     Unavailable,
 )
 
-SENTENCE_CHARACTERS_MAX = 2_000  # it may quote what a client has sent
+SENTENCE_CHARACTERS_MAX = 2_000  # it may quote a client's text
 
 
 class Codes(NamedTuple):
@@ -44,7 +44,7 @@ TABLE: dict[type[BaseException], Codes] = {
     BaseException: Codes("SYSTEM_ERROR", "INTERNAL_SERVER_ERROR", 500),
     RequestError: Codes("SYSTEM_ERROR", "BAD_REQUEST", 400),
     InvalidMessage: Codes("MESSAGE_ILLEGAL", "BAD_REQUEST", 400),
-    # Over gRPC names of groups are checked where they are read (grpc/calls.py).
+    # Over gRPC, the names of groups are checked where they are read (grpc/calls.py).
     InvalidName: Codes("INVALID_PARAMETER", "ILLEGAL_TOPIC", 400),
     Conflict: Codes("MESSAGE_ILLEGAL", "BAD_REQUEST", 409),
     InvalidDelay: Codes("MESSAGE_ILLEGAL", "ILLEGAL_DELIVERY_TIME", 400),
@@ -61,7 +61,7 @@ TABLE: dict[type[BaseException], Codes] = {
 
 
 class Refused(RequestError):
-    """The request is answered with this code of its protocol, and this sentence; nothing is logged."""
+    """The request is answered with this code of its protocol and this text. Nothing is logged."""
 
     code = "refused"
 
@@ -71,19 +71,19 @@ class Refused(RequestError):
 
 
 def codes_of(error: BaseException) -> Codes:
-    """Return the codes of an error: those of its class, or of the nearest of its parents."""
+    """Return the codes of an error: those of its class, or of the nearest parent in the table."""
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 
 def sentence(error: BaseException) -> str:
-    """Return what a client is told of an error, in printable characters and of bounded length."""
+    """Return the text of an error for a client, in printable characters and of bounded length."""
     if not isinstance(error, TimeballError):
         return f"internal error: {type(error).__name__}; the broker's log says more"
     return shorten(str(error))
 
 
 def shorten(text: str) -> str:
-    """Return a text without control characters, and no longer than a screen."""
+    """Return a text without control characters and with at most SENTENCE_CHARACTERS_MAX characters."""
     if len(text) <= SENTENCE_CHARACTERS_MAX and text.isprintable():
         return text
     clean = "".join(c if c.isprintable() else " " for c in text[:SENTENCE_CHARACTERS_MAX])
@@ -91,6 +91,6 @@ def shorten(text: str) -> str:
 
 
 def log_failure(logger: logging.Logger, request: str, error: BaseException) -> None:
-    """Log a fault of ours, with its stack; of an error that says what to do the client is told, and that is enough."""
+    """Log an internal fault, with its stack. A TimeballError is not logged, because the client gets its text."""
     if not isinstance(error, TimeballError):
         logger.error("request failed request=%s reason=%s", request, error, exc_info=error)

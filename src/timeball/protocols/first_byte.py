@@ -1,10 +1,10 @@
-"""A listening port of a broker with a certificate, whose clients are told apart by the first byte that each sends.
+"""A listening port of a broker with a certificate: the first byte of each client shows whether it uses TLS.
 
-    0x16         a TLS handshake record: the connection goes on with TLS
-    other bytes  no TLS, where that is allowed; else the connection is closed, and the log names its protocol
+    0x16         a TLS handshake record: the connection continues with TLS
+    other bytes  no TLS, where that is allowed; otherwise the connection is closed, and the log names its protocol
 
-The byte is looked at and left in the socket, so that the transport reads it again. Until it has come, a connection
-costs a descriptor and an entry here, and no task.
+The byte is read but left in the socket, so that the transport reads it again. Until it arrives, a connection costs only
+a descriptor and an entry here, and no task.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 PlainFrom = Literal["nobody", "this machine", "all"]
 TLS_RECORD = b"\x16"
-BEGIN_BYTES = 64  # looked at to name another protocol
-UNREAD_BYTES = 65_536  # read once before such a connection is closed
+BEGIN_BYTES = 64  # read to recognise another protocol
+UNREAD_BYTES = 65_536  # read once before a refused connection is closed
 HANDSHAKE_S = 10.0
 FIRST_BYTE_S = 10.0
-SILENT_MAX = 1_024  # connections that have sent nothing yet; the next ones are closed
-PAUSE_S = 1.0  # when no descriptor is free, as asyncio's own servers pause
+SILENT_MAX = 1_024  # connections that have sent nothing yet. Further ones are closed
+PAUSE_S = 1.0  # when no descriptor is free, as in asyncio's own servers
 
 
 class FirstByteServer:
-    """Listens, and hands each connection to a protocol of `factory`. Belongs to the event loop."""
+    """Listens, and gives each connection to a protocol from `factory`. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -43,7 +43,10 @@ class FirstByteServer:
         edge: str,
         plain_from: PlainFrom = "nobody",
     ) -> None:
-        """`edge`: as the log names it. `plain_from`: who may connect without TLS."""
+        """Create a server that does not listen yet.
+
+        `edge` is the name in the log. `plain_from`: the clients that may connect without TLS.
+        """
         self._loop = asyncio.get_running_loop()
         self._factory, self._tls = factory, tls
         self._edge, self._plain_from = edge, plain_from
@@ -52,7 +55,7 @@ class FirstByteServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, host: str, port: int, backlog: int) -> None:
-        """Listen on every address of the host; raises OSError."""
+        """Listen on every address of the host. Raises OSError."""
         found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
             for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -69,14 +72,14 @@ class FirstByteServer:
         self.listen_on(self.sockets, backlog)
 
     def listen_on(self, sockets: Iterable[socket.socket], backlog: int) -> None:
-        """Take connections from sockets that listen."""
+        """Accept connections from listening sockets."""
         self.sockets = list(sockets)
         for listening in self.sockets:
             listening.setblocking(False)
             self._loop.add_reader(listening.fileno(), self._accept, listening, backlog)
 
     def close(self) -> None:
-        """Take no more connections, and let those go that have sent nothing yet."""
+        """Accept no more connections, and close those that have sent nothing yet."""
         for listening in self.sockets:
             if listening.fileno() >= 0:
                 self._loop.remove_reader(listening.fileno())
@@ -85,7 +88,7 @@ class FirstByteServer:
             self._drop(connection)
 
     async def wait_closed(self) -> None:
-        """Wait for handshakes that have begun."""
+        """Wait for running handshakes."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -120,7 +123,7 @@ class FirstByteServer:
         connection.close()
 
     def _heard(self, connection: socket.socket) -> None:
-        """Hand on a connection by which something has come, or its end."""
+        """Hand on a connection that has received its first byte, or its end."""
         self._forget(connection)
         try:
             begin, peer = connection.recv(BEGIN_BYTES, socket.MSG_PEEK), connection.getpeername()[0]
@@ -131,7 +134,7 @@ class FirstByteServer:
         if not begin or not (is_tls or self._may_be_plain(peer)):
             if begin:
                 WRONG_PROTOCOLS.note(self._edge, begin, peer, self._loop.time(), "no TLS")
-                with suppress(OSError):  # a close with unread bytes is a reset to the client, not an end
+                with suppress(OSError):  # to a client, a close with unread bytes is a reset instead of an end
                     connection.recv(UNREAD_BYTES)
             connection.close()
             return
@@ -150,7 +153,7 @@ class FirstByteServer:
                 ssl=self._tls if is_tls else None,
                 ssl_handshake_timeout=HANDSHAKE_S if is_tls else None,
             )
-        except (OSError, ssl.SSLError) as error:  # a handshake that failed: its client knows why
+        except (OSError, ssl.SSLError) as error:  # the handshake failed. The client has its own error
             logger.debug("connection not made reason=%s", error)
 
 
@@ -167,7 +170,7 @@ async def listen(
     edge: str,
     plain_from: PlainFrom = "nobody",
 ) -> Listening:
-    """Listen, with TLS if there is a context; raise OSError. `edge`, `plain_from`: see FirstByteServer."""
+    """Listen, with TLS if there is a context. Raises OSError. `edge`, `plain_from`: see FirstByteServer."""
     if tls is None:
         return await asyncio.get_running_loop().create_server(factory, host, port, backlog=backlog)
     server = FirstByteServer(factory, tls, edge=edge, plain_from=plain_from)

@@ -1,11 +1,12 @@
-"""Receipt handles: the text by which a consumer names one lease of one message, over gRPC and Flight. No I/O.
+"""Receipt handles: the text that identifies one lease of one message for a consumer, over gRPC and Flight. No I/O.
 
     | version 1 | kind 1 | seq 8 | due ms 8           | seal 16 |    kind 1: a lease kept in the log
     | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 | kind 2: in order, a lease of a position
 
-big-endian, as URL-safe base64 without padding. To consumers it means nothing. The seal is a keyed hash of all that
-stands before it and of group and topic, which are not in the text, since each call names them: a handle that is made
-up, changed, or another group's is refused before anything is looked up. Exactly the texts that `encode` makes are read.
+The bytes are big-endian, and the text is URL-safe base64 without padding. Consumers must not interpret it. The seal is
+a keyed hash of all bytes before it and of group and topic. These two are not in the text, since each call names them. A
+handle that is forged, changed, or of another group is refused before any look-up. Only the exact texts that `encode`
+returns are accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Rece
 from timeball.errors import InvalidReceipt
 
 VERSION = 1
-PROMISED, IN_ORDER = 1, 2  # kinds
+PROMISED, IN_ORDER = 1, 2  # the kinds of the table above
 SEAL_BYTES = 16
 CHARACTERS_MAX = 64
 
@@ -30,14 +31,14 @@ _IN_ORDER = struct.Struct(">BBiqq")
 
 
 class ReceiptHandles:
-    """Makes and reads the handles of one data folder, whose secret `secret` returns."""
+    """Encodes and decodes the handles of one data folder. `secret` returns the folder's secret."""
 
     def __init__(self, secret: Callable[[], bytes]) -> None:
         self._secret = secret
-        self._key = b""  # read when the first handle is made or read, since the first lease makes it
+        self._key = b""  # read for the first handle, since the first lease creates the secret
 
     def encode(self, receipt: AnyReceipt) -> str:
-        """Return the text for a receipt."""
+        """Return the handle of a receipt."""
         group, topic, *named = receipt
         if isinstance(receipt, Receipt):
             data = _PROMISED.pack(VERSION, PROMISED, *named)
@@ -47,7 +48,7 @@ class ReceiptHandles:
         return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
     def decode(self, text: str, group: str, topic: str) -> AnyReceipt:
-        """Return the receipt of a text, for a call that names this group and topic; raise InvalidReceipt."""
+        """Decode a handle for a call that names this group and topic. Raises InvalidReceipt."""
         data = _bytes_of(text)
         content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(content, group, topic)):
@@ -60,12 +61,12 @@ class ReceiptHandles:
 
     def _seal(self, data: bytes, group: str, topic: str) -> bytes:
         self._key = self._key or self._secret()
-        # No name has the character between them, so no two pairs make the same text.
+        # No name contains a slash, so no two pairs of names make the same text.
         return blake2b(data + f"{group}/{topic}".encode(), key=self._key, digest_size=SEAL_BYTES).digest()
 
 
 def invalid(why: str) -> InvalidReceipt:
-    """Return the error for a handle that names no lease (any more)."""
+    """Return the error for a handle that identifies no valid lease."""
     return InvalidReceipt(f"receipt handle: {why}")
 
 
@@ -75,7 +76,7 @@ def _bytes_of(text: str) -> bytes:
             data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             data = b""
-        # Base64 has bits to spare at the end: the same bytes have one text.
+        # Base64 has spare bits at the end. Only one text per content is accepted.
         if data and base64.urlsafe_b64encode(data).rstrip(b"=").decode() == text:
             return data
     raise invalid("it is none of ours; hand back what came with the message, unchanged")

@@ -1,14 +1,15 @@
-"""Who is connected to an edge: what each client produces, and the consumer groups it is a member of.
+"""The connected clients of an edge: the names under which each produces, and the consumer groups that it belongs to.
 
-A session counts from the first time its client makes itself known until the client says good-bye, its connection
-closes or it has been silent for too long. Nothing here is saved: after a restart the clients make themselves known
-again. The verbs return the consumer groups whose members or topics have changed, because the edge tells the other
-members; a heartbeat that changes nothing returns none, or each would set all members of a group to work.
+A session begins when its client first makes itself known. It ends when the client says good-bye, its connection closes,
+or it has been silent for too long. Sessions are not saved: after a restart the clients make themselves known again. The
+methods return the consumer groups whose members or topics have changed, because the edge notifies the other members. A
+heartbeat that changes nothing returns no group. Otherwise every heartbeat would make all members of a group divide
+their queues again.
 
 Subscriptions belong to the group, as in RocketMQ: the members of a group subscribe to the same topics, and the newer
-version of a subscription wins. A group lives as long as one member does.
+version of a subscription wins. A group exists as long as it has a member.
 
-The context is what the handlers of an edge are given: its sessions, the broker behind it, and how that is called.
+The context is what each handler of an edge gets: the edge's sessions, the broker, and the names of broker and cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ S = TypeVar("S", bound="Session[Any]")
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """A group's subscription to one topic: an expression in the words of broker/filters."""
+    """A group's subscription to one topic: an expression of a type in broker/filters."""
 
     topic: str
     expression: str = "*"
@@ -57,10 +58,10 @@ class Membership:
 
 @dataclass(eq=False)
 class Session(Generic[K]):
-    """One client; an edge adds what it reaches the client by. `key`: what it knows the client again by."""
+    """One client. `key` identifies it. An edge's subclass adds its connections."""
 
     key: K
-    client_id: str  # what the client calls itself; several may say the same
+    client_id: str  # chosen by the client. Several clients may have the same
     heard_ms: int = field(default=0, kw_only=True)
     produces: set[str] = field(default_factory=set, kw_only=True)  # producer groups; over gRPC topics
     consumes: set[str] = field(default_factory=set, kw_only=True)  # the groups it is a member of
@@ -68,29 +69,29 @@ class Session(Generic[K]):
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[S]):
-    """The members of a consumer group; how it consumes is what the last of them to beat has said."""
+    """The members of a consumer group. `how` is from the member with the last heartbeat."""
 
     how: Membership
     by_key: dict[Any, S] = field(default_factory=dict)
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
-    # By topic: the queues that had messages when the group subscribed. Of others it must miss none.
+    # By topic: the queues that had messages when the group subscribed. Of other queues it must miss no message.
     filled: dict[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def members(self) -> list[S]:
-        """Return the members, the one that came first at the front."""
+        """Return the members. The one that joined first is the first."""
         return list(self.by_key.values())
 
 
 class Sessions(Generic[K, S]):
-    """The sessions of one edge. Belongs to the event loop; times are monotonic milliseconds that the caller reads."""
+    """The sessions of one edge. Belongs to the event loop. Times are monotonic milliseconds that the caller reads."""
 
     def __init__(self, expiry_ms: int) -> None:
         self._expiry_ms = expiry_ms
         self._sessions: dict[K, S] = {}
         self._groups: dict[str, Group[S]] = {}
         self._producers: dict[str, dict[K, S]] = {}
-        self.version = 0  # counts changes of how groups consume, and of what they subscribe to
+        self.version = 0  # counts changes of how groups consume and of their subscriptions
         self.on_gone: list[Callable[[S], None]] = []
 
     def __len__(self) -> int:
@@ -102,7 +103,7 @@ class Sessions(Generic[K, S]):
     # -- what clients say ------------------------------------------------------------------------------------
 
     def add(self, session: S, now_ms: int) -> None:
-        """Count a session as connected and heard; raises OverLimit."""
+        """Register a session as connected at this time. Raises OverLimit."""
         if session.key not in self._sessions and len(self._sessions) >= SESSIONS_MAX:
             raise OverLimit(f"{SESSIONS_MAX} clients are connected")
         self._sessions[session.key] = session
@@ -111,7 +112,7 @@ class Sessions(Generic[K, S]):
     def beat(
         self, session: S, client_id: str, produces: Iterable[str], consumes: Iterable[Membership], now_ms: int
     ) -> set[str]:
-        """Count a heartbeat; return the consumer groups that change by it. Raises OverLimit, changing nothing."""
+        """Register a heartbeat, and return the consumer groups that it changes. Raises OverLimit without a change."""
         produces, consumes = set(produces), list(consumes)
         _check(session, produces, consumes)
         self.add(session, now_ms)
@@ -123,7 +124,7 @@ class Sessions(Generic[K, S]):
         return changed.union(how.group for how in consumes if self._join(session, how))
 
     def set_produces(self, session: S, names: set[str]) -> None:
-        """Replace what a session produces."""
+        """Replace the names under which a session produces."""
         for name in session.produces - names:
             producers = self._producers[name]
             del producers[session.key]
@@ -134,7 +135,7 @@ class Sessions(Generic[K, S]):
         session.produces = names
 
     def leave(self, key: K, *, producer_group: str | None, consumer_group: str | None) -> set[str]:
-        """Take a client out of a group that it gives up; return the consumer groups that change by it."""
+        """Remove a client from a group that it gives up, and return the consumer groups that this changes."""
         session = self._sessions.get(key)
         if session is None:
             return set()
@@ -146,7 +147,7 @@ class Sessions(Generic[K, S]):
         return {consumer_group}
 
     def remove(self, key: K) -> set[str]:
-        """Forget a session that has ended; return the consumer groups that change by it."""
+        """Remove a session that has ended, and return the consumer groups that this changes."""
         session = self._sessions.pop(key, None)
         if session is None:
             return set()
@@ -161,7 +162,7 @@ class Sessions(Generic[K, S]):
     # -- what others ask -------------------------------------------------------------------------------------
 
     def get(self, key: K) -> S | None:
-        """Return the session of this key."""
+        """Return the session with this key."""
         return self._sessions.get(key)
 
     def all(self) -> list[S]:
@@ -169,7 +170,7 @@ class Sessions(Generic[K, S]):
         return list(self._sessions.values())
 
     def expired(self, now_ms: int) -> list[S]:
-        """Return sessions that have been silent for too long; the caller removes them."""
+        """Return sessions that have been silent for too long. The caller removes them."""
         return [one for one in self._sessions.values() if now_ms - one.heard_ms > self._expiry_ms]
 
     def group(self, name: str) -> Group[S] | None:
@@ -182,7 +183,7 @@ class Sessions(Generic[K, S]):
         return list(dict.fromkeys(member.client_id for member in found.members)) if found else []
 
     def subscription(self, group: str, topic: str) -> Subscription | None:
-        """Return what a group that has members wants of a topic."""
+        """Return a group's subscription to a topic, or None without members or subscription."""
         found = self._groups.get(group)
         return found.subscriptions.get(topic) if found else None
 
@@ -203,7 +204,7 @@ class Sessions(Generic[K, S]):
     def _join(self, session: S, how: Membership) -> bool:
         group = self._groups.setdefault(how.group, Group(how))
         changed = session.key not in group.by_key
-        if changed or group.how != how:  # clients beat all the time, and mostly say what they have said
+        if changed or group.how != how:  # heartbeats are frequent and mostly repeat the last one
             self.version += 1
         group.how, group.by_key[session.key] = how, session
         session.consumes.add(how.group)
@@ -226,7 +227,7 @@ class Sessions(Generic[K, S]):
 
 
 def _check(session: Session[Any], produces: set[str], consumes: list[Membership]) -> None:
-    """Raise OverLimit for a client that names thousands of groups or topics; an ordinary one names a handful."""
+    """Raise OverLimit for a client that names thousands of groups or topics. An ordinary one names a few."""
     wanted = len(session.produces | produces) + len(session.consumes | {how.group for how in consumes})
     if wanted > GROUPS_PER_SESSION_MAX:
         raise OverLimit(f"{wanted} groups of one connection; at most {GROUPS_PER_SESSION_MAX}")
@@ -240,7 +241,7 @@ def _check(session: Session[Any], produces: set[str], consumes: list[Membership]
 
 @dataclass
 class EdgeContext(Generic[K, S]):
-    """Shared by the handlers of one edge. The ports are known once the edge listens; -1: it does not."""
+    """Shared by the handlers of one edge. The ports are set once the edge listens. -1: it does not listen."""
 
     settings: Settings
     broker: Broker
@@ -259,11 +260,11 @@ class EdgeContext(Generic[K, S]):
         return self.settings.cluster_name
 
     def start_watch(self, watch: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start what an edge looks at every few seconds; its failure is the broker's."""
+        """Start a task that an edge runs every few seconds. If the task fails, the broker fails."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                # Silent clients would stay for ever from now on, and no log line would say why.
+                # Without it, silent clients would stay forever, and no log line would show why.
                 self.broker.parts.on_failure(error)
 
         task = asyncio.create_task(watch)
@@ -271,13 +272,13 @@ class EdgeContext(Generic[K, S]):
         return task
 
     def monotonic_ms(self) -> int:
-        """Return the clock for how long a client has been silent; setting the time changes nothing about it."""
+        """Return the time for measuring a client's silence. A change of the wall clock does not affect it."""
         return self.broker.parts.clock.clock.monotonic_ns() // 1_000_000
 
 
 @lru_cache(16)
 def advertised(advertise: str) -> tuple[str, int | None]:
-    """Return host and port of `--advertise`, as far as it names them; an IPv6 address with a port has brackets."""
+    """Return host and port of `--advertise` (None if it has no port). An IPv6 address with a port has brackets."""
     host, _, port = advertise.rpartition(":")
     if not host or not port.isdigit() or (":" in host and not host.startswith("[")):
         return advertise.strip("[]"), None

@@ -1,20 +1,20 @@
-"""Limits that all clients of an edge share, with a share for each address: of bytes, and of things that are open.
+"""Limits shared by all clients of an edge, with a share per address: for bytes, and for open calls or connections.
 
-ByteShares, bytes that an edge holds in the broker:
+ByteShares limits the bytes that an edge holds in the broker:
 
-    one address alone     half of the bound           always one share is left for the next address that comes,
-    n addresses           an (n + 1)th of it each     so none can keep others out by being first
+    one address alone     half of the bound           one share is always left for the next address, so that no
+    n addresses           an (n + 1)th of it each     address can keep the others out by being first
 
-A share is never less than one item of the largest size, so that each address gets on. A request that does not fit
-waits, in order within an address and in turn between addresses; or is refused, where only `check` was asked.
+A share is never less than one item of the largest size, so that each address makes progress. A request that does not
+fit waits, in order within an address and in turn between addresses. With `check` or `held` it is refused instead.
 
-SharedLimit, places for calls, streams or connections:
+SharedLimit limits calls, streams or connections:
 
     up to half of the limit      each caller gets a place
     beyond                       an address or an account with n others has at most an (n + 2)th of the limit
 
-So the first address cannot keep the others out: one address alone, or one account alone, has half. Such a limit never
-makes a caller wait. It refuses at once, before a byte of a request is received.
+So one address alone, or one account alone, gets at most half and cannot keep the others out. Such a limit never makes a
+caller wait. It refuses at once, before a byte of a request is received.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Granted = Callable[[], None]
 
 
 class ByteShares:
-    """Counts what each address holds. Belongs to the event loop."""
+    """Counts the bytes that each address holds. Belongs to the event loop."""
 
     def __init__(self, bytes_max: int, item_bytes_max: int = 0) -> None:
         self.bytes_max, self._item_bytes_max = bytes_max, item_bytes_max
@@ -40,15 +40,15 @@ class ByteShares:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """Return the number of requests that wait."""
         return sum(map(len, self._waiting.values()))
 
     def held_by(self, address: str) -> int:
-        """Bytes that count for this address now."""
+        """Return the bytes that this address holds now."""
         return self._of.get(address, 0)
 
     def fits(self, address: str, size_bytes: int) -> bool:
-        """Return whether this address may hold so much more."""
+        """Return whether this address may hold this many more bytes."""
         mine = self._of.get(address, 0)
         if self.held_bytes and self.held_bytes + size_bytes > self.bytes_max:
             return False
@@ -56,13 +56,13 @@ class ByteShares:
         return not mine or mine + size_bytes <= share
 
     def add(self, address: str, size_bytes: int) -> None:
-        """Count bytes that are there already, whether they fit or not."""
+        """Count bytes that exist already, whether they fit or not."""
         if size_bytes:
             self.held_bytes += size_bytes
             self._of[address] = self._of.get(address, 0) + size_bytes
 
     def remove(self, address: str, size_bytes: int) -> None:
-        """These are there no more; who waits may be let in by it."""
+        """Give back bytes. Waiting requests may be granted."""
         left = self._of.get(address, 0) - size_bytes
         assert left >= 0, "more is given back than was held"
         self.held_bytes -= size_bytes
@@ -74,27 +74,27 @@ class ByteShares:
             self._let_in()
 
     def add_if_room(self, address: str, size_bytes: int) -> bool:
-        """Count these now, if they fit and none of this address wait before them; return whether they are counted."""
+        """Count these bytes if they fit and no request of this address waits, and return whether they are counted."""
         if address in self._waiting or not self.fits(address, size_bytes):
             return False
         self.add(address, size_bytes)
         return True
 
     def reserve(self, address: str, size_bytes: int, granted: Granted) -> bool:
-        """Count these now if they fit; false when they do not yet: `granted` is called when they are counted."""
+        """Count these bytes if they fit. Otherwise return False and call `granted` once they are counted."""
         if self.add_if_room(address, size_bytes):
             return True
         self._waiting.setdefault(address, deque()).append((size_bytes, granted))
         return False
 
     async def room(self, address: str, size_bytes: int) -> None:
-        """Return when these fit, and are counted."""
+        """Wait until these bytes fit and are counted."""
         if self.add_if_room(address, size_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
 
         def grant() -> None:
-            # It is done when its task was cancelled in this turn of the loop, and then gives back what it was granted.
+            # It is done if its task was cancelled in this turn of the loop. The task then gives back the granted bytes.
             if not granted.done():
                 granted.set_result(None)
 
@@ -107,7 +107,7 @@ class ByteShares:
             raise
 
     def check(self, address: str, size_bytes: int = 0) -> None:
-        """Raise OverLimit when there is no room for an answer of this size to `address`."""
+        """Raise OverLimit if there is no room for an answer of this size to `address`."""
         if not self.fits(address, size_bytes):
             mine = self.held_by(address)
             raise OverLimit(
@@ -117,7 +117,7 @@ class ByteShares:
 
     @contextmanager
     def held(self, address: str, size_bytes: int) -> Iterator[None]:
-        """Count an answer while it is on its way; raise OverLimit when there is no room for it."""
+        """Count an answer while it is sent. Raises OverLimit if there is no room for it."""
         self.check(address, size_bytes)
         self.add(address, size_bytes)
         try:
@@ -126,19 +126,19 @@ class ByteShares:
             self.remove(address, size_bytes)
 
     def withdraw(self, address: str, granted: Granted) -> bool:
-        """Wait no longer; false when it was granted already."""
+        """Stop waiting, or return False if the request was granted already."""
         line = self._waiting.get(address, deque())
         for entry in line:
             if entry[1] == granted:
                 line.remove(entry)
                 if not line:
                     del self._waiting[address]
-                self._let_in()  # it may have been in front of others that fit
+                self._let_in()  # requests behind it may fit
                 return True
         return False
 
     def _let_in(self) -> None:
-        """Grant what fits: one of each address, round and round."""
+        """Grant requests that fit: one per address, in turn."""
         blocked: set[str] = set()
         while len(blocked) < len(self._waiting):
             address, line = next(iter(self._waiting.items()))
@@ -155,23 +155,24 @@ class ByteShares:
 
 
 class SharedLimit:
-    """Counts what is open by who holds it. Belongs to the event loop."""
+    """Counts open calls or connections by their holder. Belongs to the event loop."""
 
     def __init__(self, what: str, limit: int) -> None:
         self._what, self.limit = what, limit
-        # A call over HTTP/2 adds to these two in place (http2/exchange.py): a function costs it more than the sums.
+        # Each call over HTTP/2 adds to these two in place (http2/exchange.py), because a function call costs more than
+        # the sums.
         self.taken = 0  # the sum of by_address
-        self.by_address: defaultdict[str, int] = defaultdict(int)  # no zeros: its length says how many share
+        self.by_address: defaultdict[str, int] = defaultdict(int)  # no zeros: its length counts holders
         self._by_account: dict[str, int] = {}
 
     def take(self, address: str, account: str = "") -> None:
-        """Count one more, whether it fits or not. `account`: "" for a caller without one."""
+        """Count one more, whether it fits or not. `account` is "" for a caller without one."""
         self.taken += 1
         self.by_address[address] += 1
         self.name(account)
 
     def name(self, account: str) -> None:
-        """Count for this account what has been taken before the caller was known."""
+        """Count a place for this account that was taken before the caller was known."""
         if account:
             self._by_account[account] = self._by_account.get(account, 0) + 1
 
@@ -183,7 +184,7 @@ class SharedLimit:
             _subtract(self._by_account, account)
 
     def excess(self, address: str, account: str = "") -> str | None:
-        """Return the error's text when there is one too many, which has been counted; None when all fit."""
+        """Return the error's text if there is one place too many (the last one is counted already); None if all fit."""
         if self.taken > self.limit:
             return f"{self.limit} {self._what} are open; close some, or try again later"
         if self.taken > self.limit // 2:
@@ -197,7 +198,7 @@ class SharedLimit:
         return None
 
     def admit(self, address: str, account: str = "") -> None:
-        """Take a place, until `give_back`; raise OverLimit when there is none."""
+        """Take a place, until `give_back`. Raises OverLimit if there is none."""
         self.take(address, account)
         if text := self.excess(address, account):
             self.give_back(address, account)
@@ -205,12 +206,12 @@ class SharedLimit:
 
 
 def share_of(limit: int, holders: int) -> int:
-    """Return how many each of these holders may have of a limit: always one share is left for the next one."""
+    """Return the share of each of these holders in a limit: one share is always left for the next holder."""
     return max(1, limit // (holders + 1))
 
 
 def exceeds_share(address: str, open_from: Iterable[str], limit: int) -> bool:
-    """Return whether this address may open no more beside those that are open from these addresses, one for each."""
+    """Return whether this address may open no more connections, given the address of each open one."""
     counts = Counter(open_from)
     taken = counts.total()
     if taken < limit // 2:

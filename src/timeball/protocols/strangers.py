@@ -1,11 +1,12 @@
-"""Keeps descriptors free: when connections leave too few, strangers are closed, the most silent ones first.
+"""Keeps descriptors free: if connections leave too few, the most silent ones are closed, strangers first.
 
-Every edge accepts by itself, two of them inside libraries that have no bound, and a process has one table of
-descriptors. So this looks at the table, once a second: which of its sockets are connections to our ports, whether
-anything has ever come by them and how long ago, as the kernel knows it. Clients that are there beat, poll or send; one
-that has only connected is the first to go. Who is closed sees an ordinary end of the connection.
+A stranger is a connection that has received no byte. Every edge accepts connections itself, two of them in libraries
+without a bound, but a process has only one table of descriptors. So this module reads the table once a second. For each
+connection to the broker's ports, the kernel states whether and how long ago bytes arrived. Live clients send
+heartbeats, polls or messages, so a client that has only connected is closed first. Such a client sees an ordinary end
+of the connection.
 
-What the broker needs for its own files is held back besides (descriptors.py).
+The descriptors that the broker needs for its own files are reserved separately (descriptors.py).
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from timeball.descriptors import in_use
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-LOOK_AGAIN_S = 0.1  # after some were closed: more of them may stand in line
-STRANGER_MS = 1_000  # a client that means something has said something by then
-FREE_MIN, FREE_MAX = 32, 1_024  # descriptors that are kept free: an eighth of all, within these
+LOOK_AGAIN_S = 0.1  # after some were closed: more strangers may wait in the backlog
+STRANGER_MS = 1_000  # a real client has sent something by then
+FREE_MIN, FREE_MAX = 32, 1_024  # descriptors that are kept free: an eighth of all, within these bounds
 # Linux's struct tcp_info: tcpi_last_data_recv, in milliseconds, and tcpi_bytes_received.
 _TCP_INFO = struct.Struct("=52xI72xQ")
 
 
 class Connection(NamedTuple):
-    """An accepted connection, in the order in which they are closed: the last first."""
+    """An accepted connection. Connections are sorted by these fields, and the greatest is closed first."""
 
-    is_stranger: bool  # nothing has ever come by it
+    is_stranger: bool  # no byte has ever arrived on it
     silent_ms: int
     inode: int
     fd: int
 
 
 class Strangers:
-    """`limit`: descriptors that the process may have. `ports`: what the edges listen on."""
+    """Closes idle connections to `ports`, on which the edges listen. `limit`: the process's maximum of descriptors."""
 
     def __init__(self, limit: int, ports: Collection[int]) -> None:
         self._limit, self._ports = limit, ports
         self.free_wanted = min(max(limit // 8, FREE_MIN), FREE_MAX)
 
     async def run(self) -> None:
-        """Look once a second, without end."""
+        """Check the descriptors once a second, without end."""
         while True:
             await asyncio.sleep(LOOK_S)
             # In a thread: the table may have a hundred thousand entries.
@@ -61,13 +62,13 @@ class Strangers:
                 )  # fmt: skip
 
     def close_idle(self) -> int:
-        """Close the most silent connections if too few descriptors are free; returns how many."""
+        """Close the most silent connections if too few descriptors are free, and return how many were closed."""
         used = [fd for fd in in_use() if _is_open(fd)]
         wanted = self.free_wanted - (self._limit - len(used))
         if wanted <= 0:
             return 0
         found = sorted(connections(self._ports, used), reverse=True)
-        # More may stand in line behind the strangers that are in, and an honest client among them.
+        # More connections may wait in the backlog behind the strangers, an honest client among them.
         strangers = sum(each.is_stranger and each.silent_ms >= STRANGER_MS for each in found)
         wanted = max(wanted, strangers)
         return sum(map(_shut_down, found[:wanted]))
@@ -82,7 +83,7 @@ def _is_open(fd: int) -> bool:
 
 
 def connections(ports: Collection[int], used: Iterable[int]) -> Iterator[Connection]:
-    """Of the descriptors in use, TCP connections that were accepted on one of `ports`."""
+    """Yield the descriptors in use that are TCP connections accepted on one of `ports`."""
     for fd in used:
         try:
             found = os.fstat(fd)
@@ -102,7 +103,7 @@ def connections(ports: Collection[int], used: Iterable[int]) -> Iterator[Connect
 
 @contextmanager
 def _held(fd: int) -> Iterator[socket.socket]:
-    """The socket of a descriptor that is another's. No duplicate: there may be no descriptor left for one."""
+    """Yield a socket object for a descriptor of another owner, not a duplicate: no descriptor may be left for one."""
     held = socket.socket(fileno=fd)
     try:
         yield held
@@ -114,7 +115,7 @@ def _shut_down(connection: Connection) -> bool:
     try:
         with _held(connection.fd) as held:
             if os.fstat(held.fileno()).st_ino != connection.inode:
-                return False  # another one by now
+                return False  # the descriptor now belongs to another connection
             held.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False

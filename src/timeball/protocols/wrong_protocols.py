@@ -1,7 +1,7 @@
-"""Logs clients that come to the wrong port or send broken frames, one line a minute for each kind. No I/O.
+"""Logs clients that connect to the wrong port or send broken frames, one line per minute for each kind. No I/O.
 
-A client that dials a wrong port usually tries again without end, so that a line for each attempt would fill the log.
-The line names the protocol that the client speaks, and the ports of this broker that speak it.
+A client that connects to a wrong port usually tries again without end, and a line per attempt would fill the log. The
+line names the client's protocol and the ports of this broker for that protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KAFKA_KEY_MAX, _KAFKA_VERSION_MAX = 100, 30  # of a request
 
 
 def protocol_of(begin: bytes) -> str:
-    """Return the name of the protocol that a connection begins with; empty when it is none of those known."""
+    """Return the name of the protocol that a connection begins with, empty for an unknown protocol."""
     if begin[:2] == b"\x16\x03":
         return "TLS"
     if begin[:4] == b"PRI ":
@@ -38,7 +38,7 @@ def protocol_of(begin: bytes) -> str:
     return ""
 
 
-# The edges that speak a protocol, and the settings of their ports.
+# The edges of each protocol, and the settings of their ports.
 _PORTS = {
     "HTTP/1": (("http", "http_port"),),
     "HTTP/2": (("flight", "port"), ("grpc", "grpc_port")),
@@ -50,18 +50,18 @@ class WrongProtocols:
     """The times of the last lines, by edge and protocol. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._logged: dict[tuple[str, str], tuple[float, int]] = {}  # when, and how often since then
+        self._logged: dict[tuple[str, str], tuple[float, int]] = {}  # time in s, and clients since then
         self._ports: Mapping[str, int] = {}
         self._has_tls = False
 
     def listens(self, ports: Mapping[str, int], *, has_tls: bool) -> None:
-        """Take the ports that the broker listens on, by edge, for the hints in later lines."""
+        """Set the ports that the broker listens on, by edge, for the hints in later lines."""
         self._ports, self._has_tls = ports, has_tls
 
     def note(self, edge: str, begin: bytes, peer: str, now_s: float, reason: str = "") -> None:
-        """Log a client whose connection is refused and begins so, unless one of its kind was logged just now.
+        """Log a refused connection with these first bytes, unless a line of the same kind is less than PAUSE_S old.
 
-        `reason`: logged when the protocol is unknown. Without a reason such a client is not logged.
+        `reason`: logged if the protocol is unknown. Without a reason such a client is not logged.
         """
         protocol = protocol_of(begin)
         if not (protocol or reason):
@@ -82,7 +82,7 @@ class WrongProtocols:
         )  # fmt: skip
 
     def _hint(self, protocol: str) -> str:
-        """Return the settings and numbers of the ports that speak a protocol."""
+        """Return the settings and numbers of the ports for a protocol."""
         found = [(name, self._ports.get(edge, -1)) for edge, name in _PORTS.get(protocol, ())]
         return ",".join(f"{name}:{port}" for name, port in found if port > 0) or "none"
 

@@ -1,17 +1,18 @@
-"""The contract of a backlog: how promises wait that are far from their instant. Five questions, asked in batches.
+"""The interface of a backlog, which stores messages that are not due soon. It answers five questions, for batches.
 
-    add            Keep these durable promises. Which of them are near enough that the scheduler has them at once?
-    first_due_ms   Nothing that has not been opened is due before this; FAR_MS when nothing waits.
-    open           Give up what may be due before an instant: to be loaded, or to be written again.
-    needed_seq     Which is the oldest row of the log that is still needed?
-    state/restore  What does a restart need besides the log and the backlog's own files?
+    add            Store durable messages. Report which are *near*: the scheduler takes these at once.
+    first_due_ms   No unopened message is due before this time. FAR_MS if there are none.
+    open           Return the messages that may be due before a time, to be loaded or to be rewritten.
+    needed_seq     Return the oldest row of the log that is still needed.
+    state/restore  Save and restore the data that is neither in the log nor in the backlog's own files.
 
-All of it runs on the event loop. What must read files does so in the reader thread, within `open` and `read_bodies`.
-A promise that has been opened belongs to the scheduler until it is settled, and the backlog never hears of it again
-unless its row was rewritten: then `add` gets it once more. A backlog may keep cancelled promises and open them when
-their time comes; the scheduler leaves them out.
+All methods run on the event loop. Reads of files run in the reader thread, within `open` and `read_bodies`.
 
-The scheduler may ask several backlogs in turn (scheduler.py), so a backlog knows neither clocks nor other backlogs.
+An opened message belongs to the scheduler until it is settled (released or cancelled). The backlog gets it back only if
+its row was rewritten: then `add` is called for it again. A backlog may keep cancelled messages and open them in their
+turn, since the scheduler skips them.
+
+The scheduler works with several backlogs (scheduler.py), so a backlog uses neither clocks nor other backlogs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import Waiting, take_promises
 from timeball.schedule.outcomes import Settled
 
-IN_TABLE = -1  # as a row: the promise lies in a file of the pending table
-SORT_ROWS = 1 << 16  # promises that the event loop sorts out in one go: some milliseconds
+IN_TABLE = -1  # in place of a row: the message is in a file of the pending table
+SORT_ROWS = 1 << 16  # messages that the event loop sorts out at a time, which takes a few ms
 
 Bools = npt.NDArray[np.bool_]
 
@@ -43,10 +44,10 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Opened(Columns):
-    """Promises given up by a backlog: instant, number, row, a number of the backlog's own, and the next step.
+    """Messages that a backlog has opened: due time, number, row, a note of the backlog, and the next step.
 
-    `due_ms` is the instant to release at; `rewrites` says which must be written again to go on waiting, and `note`
-    comes back with the new row (`Rewritten`).
+    `due_ms` is the time of the release. `rewrites` marks the messages that must be rewritten to stay pending. `note` is
+    a number that the backlog gets back with the new row (`Rewritten`).
     """
 
     due_ms: Int64Array
@@ -57,112 +58,113 @@ class Opened(Columns):
 
     @classmethod
     def near(cls, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> Opened:
-        """Return promises that are all to be loaded."""
+        """Build opened messages that are all to be loaded."""
         return cls(due_ms, seq, row_seq, np.zeros(len(seq), np.int64), np.zeros(len(seq), np.bool_))
 
     @classmethod
     def nothing(cls) -> Opened:
-        """Return no promises."""
+        """Build an empty result."""
         return cls.near(_NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """Rows in which promises that come back to `add` lay until now, and the notes they were opened with."""
+    """The previous rows of messages that come back to `add`, and the notes with which they were opened."""
 
     row_seq: Int64Array
     note: Int64Array
 
 
 class Backlog(Protocol):
-    """The five questions, and what has a usual answer. Instants are the scheduler clock's milliseconds."""
+    """The five questions, and methods with a default. Times are in ms of the scheduler's clock."""
 
     reader: LogReader
-    # Whether `open` may give another instant than the promised one, by which outcomes know a promise. Such a backlog
-    # leaves out what is settled itself.
+    # True if `open` may return other due times than the original ones, by which outcomes identify a message. Such a
+    # backlog skips settled messages itself.
     has_own_instants: bool = False
-    # A lower bound of the instants of all that has not been opened. Each backlog keeps it whenever it changes, since
-    # the scheduler reads it at every step.
+    # A lower bound of the due times of all unopened messages. Each backlog updates it with every change, since the
+    # scheduler reads it at every step.
     first_due_ms: int = FAR_MS
 
-    # It holds up nothing, and nothing after it counts as settled.
+    # Such messages delay no others, but messages due later do not count as settled either.
     @property
     def missing_due_ms(self) -> int:
-        """Return `first_due_ms` of what cannot be opened now, or is due later than its pair says."""
+        """The `first_due_ms` of messages that cannot be opened now, or that are due later than their pair states."""
         return FAR_MS
 
     # Called from the commit's callback, in log order. It must not fail: an exception here stops the log
-    # (log/writer.py), since the row is durable and only a recovery would find the promise.
+    # (log/writer.py), because the row is durable and only a recovery would find the message.
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Keep these; true for those that count as opened, which are the scheduler's from now on."""
+        """Store messages. Return a mask of those that count as opened, which belong to the scheduler from now on."""
 
-    # The one question that may pause. While it does, `add` may be called; an added promise is then given up by this
-    # `open` or returned by that `add`, never both.
+    # The only one of the five questions that may pause. `add` may be called meanwhile. Its messages are then returned
+    # by this `open` or by that `add`, never by both.
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Give up all that may be due before `until_ms`, or the first part of it; `first_due_ms` moves on."""
+        """Open all messages that may be due before `until_ms`, or the first part of them. Advance `first_due_ms`."""
 
-    # Retention removes rows below the answer, so it may be too low and never too high.
+    # Retention removes rows below the result, so it may be too low but never too high.
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Return the oldest row that is needed; what was opened and is due before `settled_ms` is settled."""
+        """Find the oldest row that is needed. Opened messages due before `settled_ms` are settled."""
 
-    # The state may be older than the files: what lies behind it comes to `restore` as `waiting`.
+    # The state may be older than the files. `restore` gets the later messages as `waiting`.
     def state(self, settled_ms: int) -> msgspec.Struct | None:
-        """Return what a restart needs, for a checkpoint saved after `files_to_sync` were synced."""
+        """Build the state for a checkpoint, which is saved after the `files_to_sync` are synced."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Begin with what `state` returned and with what came, or was rewritten, since; blocking.
+        """Start with a saved state and the messages that were added or rewritten since. This blocks.
 
-        Without a state `waiting` is all that waits. Return what counts as opened.
+        Without a state, `waiting` contains all pending messages. Return the messages that count as opened.
         """
 
     # -- besides, as a backlog answers that has no files, no bound and no form of its own ----------------------
 
-    # Asked before the rows are appended, the only moment at which a promise can still be refused.
+    # Called before the rows are appended, the only time at which a message can still be refused.
     def check_capacity(self, due_ms: Int64Array) -> None:
-        """Raise OverLimit when promises for these instants, not yet in the log, would be too many."""
+        """Raise OverLimit if messages for these due times, which are not in the log yet, would be too many."""
         return
 
     def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-        """Return LOG_SCHEMA promises as they are to stand in the log."""
+        """Convert LOG_SCHEMA messages to the form in which the log stores them."""
         return promises
 
     def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
-        """Return promises as the new rows hold them, given the notes they were opened with (reader thread)."""
+        """Build the new rows of messages, given the notes with which they were opened (reader thread)."""
         return promises
 
     def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
-        """Return promises that lie in the log as the messages they are."""
+        """Convert messages in the log back to the form in which they were sent."""
         return promises
 
     def read_bodies(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
-        """Return these promises in the order of `row_seq`, which ascends (reader thread)."""
+        """Read these messages in the order of `row_seq`, which ascends (reader thread)."""
         return self.decode_waiting(take_promises(self.reader, row_seq))
 
     def clock_stepped(self, now_ms: int, shift_of: Callable[[Int64Array], Int64Array]) -> bool:
-        """Return whether all that is loaded of this backlog must be opened again, as its rows are due at other times.
+        """Handle a clock step. Return True if all loaded messages must be opened again with other due times.
 
-        `shift_of` gives, by number, how much later than they say durations are due since the clock was set.
+        `shift_of` maps numbers to shifts in ms: durations are due that much later than their rows state since the clock
+        was set.
         """
         return False
 
     def holds(self, seq: Int64Array) -> Bools:
-        """Return which of these numbers are this backlog's; asked when `clock_stepped` says so."""
+        """Return a mask of the numbers that belong to this backlog. Called when `clock_stepped` has returned True."""
         return np.ones(len(seq), np.bool_)
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
-        """Return (folder, files) written since the last call: to be synced before `state` is saved."""
+        """List (folder, files) written since the last call. They are synced before `state` is saved."""
         return []
 
     def sync_failed(self) -> None:
-        """Take back what `files_to_sync` gave out: it was not synced."""
+        """Undo the last `files_to_sync`, whose files were not synced."""
         return
 
     def statistics(self) -> dict[str, int]:
-        """Return counts for people, by name."""
+        """Collect counts for statistics, by name."""
         return {}
 
     def close(self) -> None:
-        """Close the files; the reader thread has finished."""
+        """Close the files. The reader thread has finished."""
         return

@@ -1,4 +1,4 @@
-"""Columns of equal length that are chosen from, joined and cut together: promises as arrays, a field each."""
+"""Columns of equal length that are selected, joined and cut together: messages as arrays, one per field."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import pyarrow as pa
 
 from timeball.message import Int64Array
 
-CHUNK = 65_536  # records looked at in one go: some megabytes
-FEW = 16  # values that cost less one by one
-PROBE = 4_096  # records looked at first: nearly always the last of those that are due is among them
+CHUNK = 65_536  # records read at a time, a few MB
+FEW = 16  # up to this many values, Python values cost less than columns
+PROBE = 4_096  # records read first: nearly always the last due record is among them
 
 Records = npt.NDArray[np.void]
 Chosen = npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice
 
 
 class Columns:
-    """The base of dataclasses with slots whose fields are arrays of one length."""
+    """The base of dataclasses with slots whose fields are arrays of equal length."""
 
     __slots__: tuple[str, ...] = ()
 
     def __init__(self, *columns: npt.NDArray[Any]) -> None:
-        raise NotImplementedError  # each dataclass has its own, with a name for each column
+        raise NotImplementedError  # each dataclass has its own constructor, with a name for each column
 
     def __len__(self) -> int:
         return len(getattr(self, self.__slots__[0]))
 
     def part(self, chosen: Chosen) -> Self:
-        """Return some of the rows."""
+        """Select rows by a mask, by indexes or by a slice."""
         return type(self)(*(getattr(self, name)[chosen] for name in self.__slots__))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the rows of all parts, one at least, in their order."""
+        """Join the rows of all parts, in their order. There must be at least one part."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
 
 class GrowingColumns:
-    """Columns of int64 that rows are added to, as copies: no list of small arrays, and no views of the log."""
+    """Growing int64 columns. Rows are copied in, so they keep neither many small arrays nor views of the log alive."""
 
     def __init__(self, width: int) -> None:
         self._columns = np.empty((width, 0), np.int64)
@@ -53,17 +53,17 @@ class GrowingColumns:
         return self._rows
 
     def add(self, *columns: npt.ArrayLike) -> None:
-        """Add rows behind those there are; a single value stands for a whole column of it, but not the first."""
+        """Append rows. A single value fills a whole column. The first argument must be a whole column."""
         begin = self._rows
         end = begin + len(np.asarray(columns[0]))
-        # Doubled, so that n rows are copied O(n) times.
+        # The size is doubled, so that n rows are copied O(n) times.
         self._make_room(end, 2 * begin)
         for place, column in enumerate(columns):
             self._columns[place, begin:end] = column
         self._rows = end
 
     def reserve(self, rows: int) -> None:
-        """Make room for so many more rows, or fewer: memory that they do not need is never touched."""
+        """Allocate memory for `rows` more rows. Fewer may follow: unused memory is never touched."""
         self._make_room(self._rows + rows, self._rows + rows)
 
     def _make_room(self, needed_rows: int, room: int) -> None:
@@ -73,29 +73,29 @@ class GrowingColumns:
             self._columns = grown
 
     def columns(self) -> list[Int64Array]:
-        """Return views of the columns, good until the next change."""
+        """Build views of the columns. They are valid until the next change."""
         return [column[: self._rows] for column in self._columns]
 
     def replace(self, *columns: Int64Array) -> None:
-        """Hold these rows and no others."""
+        """Replace all rows."""
         self._columns, self._rows = np.stack(columns), len(columns[0])
 
 
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
-    """Return the rows with other values in a column."""
+    """Replace the values of a column."""
     place = rows.schema.get_field_index(name)
     return rows.set_column(place, rows.schema.field(place), values)
 
 
 def leading(read: Callable[[int, int], Records], field: str, begin: int, end: int, before_ms: int) -> Records:
-    """Return those of the records [begin, end), sorted by the instant in `field`, that come before `before_ms`."""
-    # Begins with an empty part, so that the result has the records' type when there are none.
+    """Read the records of [begin, end) that are before `before_ms`. They are sorted by the time in `field`."""
+    # The first part is empty, so that the result has the type of the records even if there are none.
     parts, step = [read(begin, begin)], PROBE
     while begin < end:
         records = read(begin, min(end, begin + step))
         cut = int(np.searchsorted(records[field], before_ms))
         parts.append(records[:cut])
-        # Sorted, so the first record that is not due ends the search.
+        # The records are sorted, so the first one that is not due ends the search.
         if cut < len(records):
             break
         begin, step = begin + cut, CHUNK
@@ -103,7 +103,7 @@ def leading(read: Callable[[int, int], Records], field: str, begin: int, end: in
 
 
 def runs_of(values: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return where each run of equal values begins in a column that has any, and how many they are."""
-    # The first run begins at 0, and another one wherever a value differs from the one before it.
+    """Find the begin and the length of each run of equal values. The column must not be empty."""
+    # The first run begins at 0, each other one where a value differs from the one before it.
     begins = np.concatenate(([0], np.flatnonzero(np.diff(values)) + 1))
     return begins, np.diff(np.append(begins, len(values)))

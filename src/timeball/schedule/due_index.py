@@ -1,14 +1,14 @@
-"""Promises that wait, as two int64 each: sorted runs of (due_ms, seq), merged as they grow.
+"""An index of pending messages as pairs of two int64: sorted runs of (due_ms, seq), which are merged as they grow.
 
-The tail of `hour_log` and the cancelled set are both this. New pairs form small runs; when there are too many
-the smaller half is merged, so that each pair is sorted O(log n) times in its life, always as a column.
+The tail of `hour_log` and the set of cancelled messages are such indexes. New pairs form small runs. When there are too
+many runs, the smaller ones are merged, so each pair is sorted O(log n) times, always as part of a column.
 
-A look-up of pairs goes by number, and then compares the instant: consumers answer a handful at a time, for any
-instant of the minutes ahead, and to go through all that is due in that span would cost each of them a millisecond. The
-pairs in the order of their numbers are 16 bytes a pair more, kept for runs that have been looked into.
+A look-up of pairs searches by sequence number first and then compares the due time. Consumers acknowledge a few
+messages at a time, with due times anywhere in the next minutes. A search through all pairs in that span would cost 1 ms
+each. The pairs sorted by number take 16 more bytes a pair, only in runs that a look-up has searched.
 
-Pairs that come one by one, as leases and their ends do, are Python's values first: as a column each of them would cost
-what a thousand do, when it comes and with every look-up. When there are many they become a run.
+Pairs that arrive one by one, such as leases and their ends, are first stored as Python values. As a column, each would
+cost as much as a thousand, on arrival and in every look-up. When there are many they become a run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from timeball.message import Int64Array
 from timeball.schedule.columns import FEW
 from timeball.table.data_file import search
 
-RUNS_MAX = 24  # each look-up goes through all runs; merging costs a sort
-NEWEST_MAX = 1_024  # pairs held as values, of some 170 bytes each
+RUNS_MAX = 24  # each look-up searches all runs, and merging costs a sort
+NEWEST_MAX = 1_024  # pairs stored as values, of about 170 bytes each
+# Columns shorter than this are sorted by `lexsort` (see `_sorted`).
 PACK_ROWS_MIN = 4_096
-FAR_MS = 1 << 62  # behind every instant; sums of it with a lead still fit in 64 bits
+FAR_MS = 1 << 62  # later than every due time; adding a lead time to it does not overflow 64 bits
 
 _EMPTY = np.empty(0, np.int64)
 
@@ -37,39 +38,39 @@ class _Run:
 
     due: Int64Array
     seq: Int64Array
-    # In the order of their numbers, once looked into; those of pairs cut off since may be among them.
+    # The pairs sorted by number, after the first look-up. They may include pairs that were cut off since.
     _by_number: tuple[Int64Array, Int64Array] = field(default_factory=lambda: (_EMPTY, _EMPTY))
 
     def __len__(self) -> int:
         return len(self.due)
 
     def has(self, due_ms: int, seq: int) -> bool:
-        """Return whether it has this pair: `contains`, of one."""
+        """Check whether the run contains this pair."""
         if not self.due[0] <= due_ms <= self.due[-1]:
             return False
         dues, numbers = self._sorted_by_number()
         at = int(numbers.searchsorted(seq))
         while at < len(numbers) and numbers[at] == seq:
             if dues[at] == due_ms:
-                # One that was cut off stands before the first that is left, and does not count.
+                # A pair that was cut off is before the first remaining pair. It does not count.
                 return bool(due_ms > self.due[0] or seq >= self.seq[0])
             at += 1
         return False
 
     def after(self, cut: int) -> _Run:
-        """Return the run without its first pairs."""
-        # The columns by number still hold the pairs that were cut off. They are kept while at least half of them
-        # count: sorting them again costs more than the memory.
+        """Return the run without its first `cut` pairs."""
+        # The columns sorted by number still contain the pairs that were cut off. They are kept while at least half of
+        # their pairs count, because sorting again costs more than the memory.
         is_worth_keeping = 2 * (len(self) - cut) > len(self._by_number[1])
         by_number = self._by_number if is_worth_keeping else (_EMPTY, _EMPTY)
         return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), by_number)
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return which of these pairs are in it."""
+        """Return a mask of the pairs that the run contains."""
         dues, numbers = self._sorted_by_number()
         at, found = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
-        while True:  # once, but for numbers that stand here for several instants
-            # Beyond the last number `at` is one too far; the comparison after it leaves those out.
+        while True:  # once, unless a number occurs with several due times
+            # For numbers after the last one `at` is one too far. The comparison with `len` below excludes these.
             here = np.minimum(at, len(numbers) - 1)
             same = (at < len(numbers)) & (numbers[here] == seq)
             found |= same & (dues[here] == due_ms)
@@ -77,7 +78,7 @@ class _Run:
             if not others.any():
                 break
             at = at + others
-        # Pairs that were cut off stand before the first one that is left, and do not count.
+        # Pairs that were cut off are before the first remaining pair. They do not count.
         if len(numbers) != len(self):
             first_due, first_seq = self.due[0], self.seq[0]
             found &= (due_ms > first_due) | ((due_ms == first_due) & (seq >= first_seq))
@@ -97,14 +98,14 @@ class DueIndex:
         self._runs: list[_Run] = []
         self._newest: set[tuple[int, int]] = set()  # in no run yet
         self._size = 0
-        # The earliest instant, FAR_MS without any: kept, since the scheduler reads it at every step.
+        # The earliest due time, FAR_MS if the set is empty. It is stored because the scheduler reads it at every step.
         self.first_due_ms = FAR_MS
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        """Add pairs in any order; they must not be present."""
+        """Add pairs in any order. None of them may be present."""
         if len(due_ms) == 0:
             return
         self._size += len(due_ms)
@@ -124,26 +125,26 @@ class DueIndex:
             self._merge()
 
     def _fold(self) -> None:
-        """Make a run of the newest pairs."""
+        """Turn the newest pairs into a run."""
         if self._newest:
             due, seq = np.array(list(self._newest), dtype=np.int64).T
             self._newest.clear()
             self._add_run(_Run(*_sorted(due, seq)))
 
     def count_before(self, due_ms: int) -> int:
-        """Return how many pairs have an instant before `due_ms`."""
+        """Count the pairs with due times before `due_ms`."""
         self._fold()
         return sum(int(np.searchsorted(run.due, due_ms)) for run in self._runs)
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
-        """Take out all pairs < (due_ms, seq), sorted."""
-        if self.first_due_ms > due_ms:  # mostly, and then the newest pairs stay as they are
+        """Remove and return all pairs < (due_ms, seq), sorted."""
+        if self.first_due_ms > due_ms:  # the usual case, in which the newest pairs need no sort
             return _EMPTY, _EMPTY
         self._fold()
         parts = []
         kept = []
         for run in self._runs:
-            # A run is cut at its beginning, in place: a binary search, and no pair is moved.
+            # Each run is cut at its beginning, with a binary search. No pair is moved.
             cut = search(run.due, run.seq, (due_ms, seq))
             if cut:
                 parts.append((run.due[:cut], run.seq[:cut]))
@@ -158,25 +159,25 @@ class DueIndex:
         return popped
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
-        """Return the pairs in [low, high), sorted, and leave them in place."""
+        """Return the pairs in [low, high), sorted. They stay in the set."""
         self._fold()
         parts = []
         for run in self._runs:
             begin, end = search(run.due, run.seq, low), search(run.due, run.seq, high)
-            # Views; `_concat` copies them only when there are several.
+            # These are views. `_concat` copies them only if there are several.
             parts.append((run.due[begin:end], run.seq[begin:end]))
         return _concat(parts)
 
     def drop_seqs_below(self, seq: int) -> None:
-        """Forget pairs of sequence numbers below `seq`."""
+        """Remove the pairs with sequence numbers below `seq`."""
         self._filter(-(1 << 62), 1 << 62, lambda seqs: seqs >= seq)
 
     def drop(self, is_gone: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
-        """Forget pairs of the sequence numbers that `is_gone` names."""
+        """Remove the pairs whose sequence numbers `is_gone` selects."""
         self._filter(-(1 << 62), 1 << 62, lambda seqs: ~is_gone(seqs))
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return which of these pairs are present."""
+        """Return a mask of the pairs that are present."""
         found = np.zeros(len(seq), dtype=np.bool_)
         if self._size == 0 or len(seq) == 0:
             return found
@@ -185,6 +186,7 @@ class DueIndex:
                 found[at] = self.has(*pair)
             return found
         self._fold()
+        # A run whose due times do not overlap those of the pairs needs no look-up.
         low, high = int(due_ms.min()), int(due_ms.max())
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
@@ -192,11 +194,11 @@ class DueIndex:
         return found
 
     def has(self, due_ms: int, seq: int) -> bool:
-        """Return whether this pair is present."""
+        """Check whether this pair is present."""
         return (due_ms, seq) in self._newest or any(run.has(due_ms, seq) for run in self._runs)
 
     def numbers(self) -> Int64Array:
-        """Return the numbers of all pairs, in any order."""
+        """Return the sequence numbers of all pairs, in any order."""
         self._fold()
         return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
@@ -206,12 +208,13 @@ class DueIndex:
         return _concat([(run.due, run.seq) for run in self._runs])
 
     def _filter(self, low: int, high: int, keep: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
-        """Keep of the runs that touch the instants [low, high] only what `keep` says of their seqs."""
+        """Remove the pairs that `keep` does not select from the runs that overlap the due times [low, high]."""
         self._fold()
         runs = []
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
-                # Runs are not sorted by number, so every pair of a run is looked at: for attaches, not for sends.
+                # Runs are not sorted by number, so every pair is tested. That is cheap enough for attaches, which are
+                # rare.
                 mask = keep(run.seq)
                 run = run if mask.all() else _Run(run.due[mask], run.seq[mask])
             if len(run):
@@ -225,15 +228,15 @@ class DueIndex:
 
     def _merge(self) -> None:
         self._runs.sort(key=len)
-        # The small runs become one and the largest stay, so that each pair is sorted O(log n) times in its life.
+        # The small runs are merged and the largest ones stay, so that each pair is sorted O(log n) times.
         half = len(self._runs) - RUNS_MAX // 4
         merged = _Run(*_concat([(run.due, run.seq) for run in self._runs[:half]]))
         self._runs = [merged, *self._runs[half:]]
 
 
 def _own(part: Int64Array) -> Int64Array:
-    """Return the same numbers, as a copy when they keep more than twice as many in memory as a view."""
-    # A view keeps its whole base alive; a tail of few pairs must not hold the memory of a million.
+    """Copy the array if it is a view of an array of more than twice its size, else return it unchanged."""
+    # A view keeps its whole base alive. A few remaining pairs must not hold the memory of a million.
     whole = part.base
     return part.copy() if whole is not None and 2 * part.nbytes < whole.nbytes else part
 
@@ -241,17 +244,17 @@ def _own(part: Int64Array) -> Int64Array:
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
     if len(due) >= PACK_ROWS_MIN and (packed := _sorted_packed(due, seq)) is not None:
         return packed
-    # The last key is the first to sort by: instants, and numbers where these are equal.
+    # `lexsort` sorts by its last key first: by due time, and then by number.
     order = np.lexsort((seq, due))
     return due[order], seq[order]
 
 
 def _sorted_packed(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array] | None:
-    """Return the pairs sorted, when numbers ascend and the instants leave room for a row's place in 63 bits."""
+    """Sort pairs by packed keys. None if the keys need more than 63 bits, or numbers do not ascend."""
     low_ms, bits = int(due.min()), len(due).bit_length()
     if (int(due.max()) - low_ms) >> (63 - bits) or not (seq[1:] > seq[:-1]).all():
         return None
-    # Values are sorted in half the time of an order, which a start with a million promises would wait for.
+    # Sorting values takes half the time of computing an order. A start with a million messages waits for this sort.
     keys = (due - low_ms) << bits | np.arange(len(due))
     keys.sort()
     return (keys >> bits) + low_ms, seq[keys & ((1 << bits) - 1)]

@@ -1,18 +1,18 @@
-"""The wheel of loaded promises: those due soon, bodies in memory, a slot a second, and no idle turning.
+"""The wheel of loaded messages: those due soon, with bodies in memory, in slots of one second.
 
-Used slots are also in a heap by time (the design's delay queue), so that an empty second costs nothing and the
-next instant is the head's. Rows come in by the batch and stay sorted runs; arrivals of a few rows are held back
-until there are many or one of them is due, because splitting ten rows over ten slots costs as much as a
-thousand. Runs of a slot are merged when the slot is opened: what each millisecond hands out is then a slice.
+The numbers of the used slots are also in a heap (the delay queue of the design). So an empty second costs nothing, and
+the first slot of the heap has the next due time. Rows arrive in batches and stay sorted runs. Small batches are
+collected until there are many rows or one of them is due, because splitting ten rows over ten slots costs as much as
+splitting a thousand. When a slot comes into use its runs are merged, so each millisecond hands out a slice.
 
-Promises that come a few at a time stay in the message of their commit, and in a heap: of one promise by columns each
-step costs what it costs for a thousand. They become columns when they are due together with columns; beside very many
-of them others come as columns.
+Messages that arrive a few at a time stay in the Arrow message of their commit, with an entry in a second heap. As
+columns, each step for one message would cost as much as for a thousand. They become columns when they are due together
+with columns. If the heap is very large, further messages are stored as columns.
 
-A slot never rounds a due time: rows keep their millisecond and the slot only says which pile to look through,
-so that precision does not depend on the slot's width.
+A slot never rounds a due time. Rows keep their millisecond, and the slot only selects the runs to search, so the
+precision does not depend on the width of a slot.
 
-Refuses nothing and knows neither log nor table: `loaded.py` decides which promises belong here.
+The wheel refuses no message and uses neither the log nor the table. `loaded.py` decides which messages belong here.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search
 
-# The width of a slot is a trade of merges against slots, and never shows in a delivery (see the module).
+# A wider slot means more merges, a narrower one more slots. Deliveries do not depend on it (see the module docstring).
 SLOT_MS = limits.SECOND_MS
-ARRIVALS_MAX = 4_096  # rows held back before they are sorted into their slots
-# Batches held back: one of a single row is some 10 KB of objects, as one of a thousand is.
+ARRIVALS_MAX = 4_096  # rows collected before they are sorted into their slots
+# Batches collected. Each takes about 10 KB of objects, with one row or with a thousand.
 ARRIVAL_BATCHES_MAX = 256
-FEW_MAX = 65_536  # rows in the heap: some 200 bytes each besides their messages
-FEW_OF_SLOT_MAX = (
-    12_288  # of one slot: from there on columns cost less, as very many may be due in one instant
-)
-RUNS_MAX = 24  # small runs of a slot before most of them are merged, for the same reason
-OPEN_RUNS_MAX = 4  # runs that come into the slot in use before they are merged
+FEW_MAX = 65_536  # rows in the heap, of about 200 bytes each besides their messages
+FEW_OF_SLOT_MAX = 12_288  # of one slot; with more rows, which may all be due at one time, columns cost less
+RUNS_MAX = 24  # small runs of a slot before most of them are merged, because each step looks at all runs
+OPEN_RUNS_MAX = 4  # runs that may arrive in the slot in use before they are merged
 
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
 _DUE_MS = READ_SCHEMA.get_field_index("due_ms")
@@ -52,7 +50,7 @@ _END = struct.Struct("<i")
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
-    """Return (slots, cuts): rows cuts[i]:cuts[i+1] of a sorted run belong to slots[i]."""
+    """Cut a sorted run by slot. Return (slots, cuts): rows cuts[i]:cuts[i+1] belong to slots[i]."""
     first, last = int(sorted_due_ms[0]) // SLOT_MS, int(sorted_due_ms[-1]) // SLOT_MS
     if first == last:
         return [first], [0, len(sorted_due_ms)]
@@ -63,19 +61,19 @@ def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
 
 @dataclass(slots=True)
 class Run:
-    """Rows sorted by (due_ms, seq); those before `cursor` have been handed out."""
+    """Rows sorted by (due_ms, seq). Those before `cursor` have been handed out."""
 
     due: Int64Array
     seq: Int64Array
-    # The instants that the rows were promised for: a level's row may count as due earlier.
+    # The original due times. A row may count as due at another time (delay levels, shifted durations).
     promised_ms: Int64Array
     rows: pa.RecordBatch
     cursor: int = 0
 
     @classmethod
     def of(cls, batches: list[pa.RecordBatch]) -> Run:
-        """Return one sorted run of these rows."""
-        # One batch is not copied: a gather is one.
+        """Build one sorted run of these rows."""
+        # A single batch is not copied. A gather is a single batch.
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         due, seq = pairs_of(rows)
         if not _is_sorted(due, seq):
@@ -85,8 +83,9 @@ class Run:
 
     @classmethod
     def at(cls, due_ms: Int64Array, seq: Int64Array, rows: pa.RecordBatch) -> Run:
-        """Return one sorted run of these rows, each to count as due when its number is said to be."""
-        # The reader may leave rows out (no promise, or settled), so instants are found by number and not by position.
+        """Build one sorted run of these rows, with the due times `due_ms` that belong to the sequence numbers `seq`."""
+        # The reader may skip rows (no scheduled message, or settled), so due times are found by number, not by
+        # position.
         numbers = int64(rows.column("seq"))
         by_number = np.argsort(seq)
         due = due_ms[by_number[np.searchsorted(seq, numbers, sorter=by_number)]]
@@ -97,7 +96,7 @@ class Run:
 
     @classmethod
     def joined(cls, runs: list[Run]) -> Run:
-        """Return as one run those rows of these that have not been handed out; each stays due when its run says."""
+        """Join the rows of several runs that have not been handed out. Each keeps the due time of its run."""
         due, seq, promised_ms = (
             np.concatenate([getattr(run, name)[run.cursor :] for run in runs])
             for name in ("due", "seq", "promised_ms")
@@ -114,35 +113,35 @@ class Run:
         return cls(due, seq, promised_ms, rows)
 
     def part(self, begin: int, end: int) -> Run:
-        """Return a view of some rows."""
-        # The cursor of the new run is 0: what was handed out of the old one lies outside [begin, end).
+        """Build a view of the rows [begin, end), none of which has been handed out."""
+        # The cursor of the new run is 0: rows that were handed out of the old run are outside [begin, end).
         due, promised_ms = self.due[begin:end], self.promised_ms
         promised_ms = due if promised_ms is self.due else promised_ms[begin:end]
         return Run(due, self.seq[begin:end], promised_ms, self.rows.slice(begin, end - begin))
 
     def filtered(self, keep: npt.NDArray[np.bool_]) -> Run:
-        """Return some of the rows, none of which has been handed out."""
+        """Select rows by a mask. None of the rows has been handed out."""
         return Run(self.due[keep], self.seq[keep], self.promised_ms[keep], self.rows.filter(pa.array(keep)))
 
     @property
     def last_promised_ms(self) -> int:
-        """Return the latest of these instants."""
+        """The latest original due time."""
         return int(self.promised_ms.max())
 
     @property
     def is_shifted(self) -> bool:
-        """Return whether a row is due at another instant than it was promised for."""
+        """True if a row is due at another time than its original due time."""
         return self.promised_ms is not self.due and not np.array_equal(self.promised_ms, self.due)
 
     def rows_as_due(self) -> pa.RecordBatch:
-        """Return the rows as due when they count as due; `from_due_ms` is the instant they were promised for."""
+        """Build the rows with the due times at which they count as due. `from_due_ms` contains the original ones."""
         rows = with_column(self.rows, "due_ms", pa.array(self.due))
         return with_column(rows, "from_due_ms", pa.array(self.promised_ms, mask=self.promised_ms == self.due))
 
 
 @dataclass(slots=True)
 class FewRun:
-    """Rows as values, sorted by (due_ms, seq), each due at the instant it was promised for."""
+    """Rows as values, sorted by (due_ms, seq). Each is due at its original due time."""
 
     is_shifted: ClassVar = False
     due: Int64Array
@@ -151,41 +150,42 @@ class FewRun:
 
     @property
     def promised_ms(self) -> Int64Array:
-        """See Run."""
+        """The due times, which are the original ones."""
         return self.due
 
     def filtered(self, keep: npt.NDArray[np.bool_]) -> FewRun:
-        """See Run."""
+        """Select rows by a mask."""
         return FewRun(self.due[keep], self.seq[keep], self.rows.filter(keep))
 
     @property
     def last_promised_ms(self) -> int:
-        """See Run."""
+        """The latest due time."""
         return int(self.due[-1])
 
     def rows_as_due(self) -> NumberedRows:
-        """See Run."""
+        """The rows, unchanged: none is due at another time than its original one."""
         return self.rows
 
 
 class DueWheel:
-    """Rows by due second. `len` counts rows not handed out."""
+    """Loaded rows by due second. `len` counts the rows that are not handed out."""
 
     def __init__(self) -> None:
         self._slots: dict[int, list[Run]] = {}
-        # Invariant: a slot stands in the heap once, for as long as `_slots` has it.
-        self._used: list[int] = []  # heap of slot numbers
-        self._opened = -FAR_MS  # the latest slot of which something has been handed out
+        # Invariant: a slot is in the heap exactly once, for as long as `_slots` contains it.
+        self._used: list[int] = []  # a heap of the slot numbers in `_slots`
+        self._opened = -FAR_MS  # the latest slot from which rows have been handed out
+        # Batches that are not sorted into slots yet, their row count and their earliest due time.
         self._arrivals: list[pa.RecordBatch] = []
         self._arrival_rows = 0
         self._arrivals_first_ms = FAR_MS
-        # A heap by (due_ms, seq), with each row's bytes and where it is.
+        # A heap by (due_ms, seq) of rows as values. An entry has the row's size in bytes and the location of the row.
         self._few: list[Entry] = []
-        self._few_of: Counter[int] = Counter()  # how many of them are of each slot
-        self._columns_first_ms = FAR_MS  # the earliest instant of the others
+        self._few_of: Counter[int] = Counter()  # slot -> entries of the heap in that slot
+        self._columns_first_ms = FAR_MS  # the earliest due time of rows in columns
         self._size = 0
-        self.size_bytes = 0  # about how much memory the rows take that are not handed out
-        # The earliest instant that waits here, FAR_MS without any: kept, as the scheduler reads it at every step.
+        self.size_bytes = 0  # approximate memory of the rows that are not handed out
+        # The earliest due time, FAR_MS if there are no rows. It is stored because the scheduler reads it at every step.
         self.first_due_ms = FAR_MS
 
     def __len__(self) -> int:
@@ -203,7 +203,8 @@ class DueWheel:
             return
         self._size += rows.num_rows
         self.size_bytes += _bytes_of(rows)
-        # Not placed yet: a send of one row pays an append here, and its share of a sort when many have come.
+        # Not sorted into slots yet: a send of one row costs an append here, and its share of a sort when many have
+        # arrived.
         self._arrivals.append(rows)
         self._arrival_rows += rows.num_rows
         self._arrivals_first_ms = min(self._arrivals_first_ms, int(int64(rows.column("due_ms")).min()))
@@ -212,7 +213,7 @@ class DueWheel:
             self._place_arrivals()
 
     def add_run(self, run: Run | FewRun) -> None:
-        """Add rows that are sorted already, as a gather's are."""
+        """Add rows that are already sorted, such as those of a gather."""
         if isinstance(run, FewRun):
             self._add_few(run.rows.entries())
             return
@@ -224,13 +225,14 @@ class DueWheel:
         self._place(run)
 
     def take_due(self, before_ms: int, limit: int) -> Run | FewRun | None:
-        """Return up to `limit` rows due before `before_ms`, in order, no longer here; None when there are none."""
+        """Remove and return up to `limit` rows due before `before_ms`, in order. None if there are none."""
         if self._few and self._few[0][0] < before_ms:
             if self._columns_first_ms >= before_ms:
                 return self._take_few(before_ms, limit)
-            # Of those due together with columns no more than are handed out: the others may be very many.
+            # Rows as values are due together with columns. Convert only as many as are handed out, since the heap may
+            # be very large.
             self.add_run(Run.of([self._take_few(before_ms, limit).rows.batch]))
-        # One of the arrivals may be due, or belong to the slot that comes into use: only now must they stand in theirs.
+        # An arrival may be due, or may belong to the slot that comes into use. Only then must it be in its slot.
         slot = (before_ms - 1) // SLOT_MS
         if self._arrivals_first_ms < (before_ms if slot <= self._opened else (slot + 1) * SLOT_MS):
             self._place_arrivals()
@@ -238,7 +240,7 @@ class DueWheel:
         count = 0
         while self._used and count < limit:
             part = self._take_from_slot(self._used[0], before_ms, limit - count)
-            # The head of the heap is the earliest slot, so nothing that is due stands in a later one.
+            # The first slot of the heap is the earliest, so no later slot contains rows that are due.
             if part is None:
                 break
             taken.append(part)
@@ -254,11 +256,12 @@ class DueWheel:
 
     def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
         runs = self._slots[slot]
-        # An earlier slot may come into use again, and this one then after it: only the first time pays for all of it.
+        # An earlier slot may come into use again, and this slot once more after it. Only the first time is all of it
+        # merged.
         runs = self._slots[slot] = _opened(runs) if slot > self._opened else _fewer(runs)
         self._opened = max(self._opened, slot)
         ends = [run.cursor + int(np.searchsorted(run.due[run.cursor :], before_ms)) for run in runs]
-        # Several runs are due together: the limit is cut by (due_ms, seq) over all of them, or the order would break.
+        # Several runs are due together. The limit applies to all of them by (due_ms, seq), else the order would break.
         if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit:
             cutoff = _cutoff(runs, ends, limit)
             ends = [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], cutoff) for run in runs]
@@ -266,7 +269,7 @@ class DueWheel:
         if not parts:
             return None
         for run, end in zip(runs, ends, strict=True):
-            # Moved, not copied: the rows behind the cursor stay where they are.
+            # Only the cursor moves: the rows behind it are not copied.
             run.cursor = end
         left = [run for run in runs if run.cursor < len(run.due)]
         if left:
@@ -274,7 +277,8 @@ class DueWheel:
         else:
             del self._slots[slot]
             heapq.heappop(self._used)
-        # Only what is handed out is merged: merging the whole slot at each tick would copy it a thousand times.
+        # Only the rows that are handed out are merged: merging the whole slot at each tick would copy it a thousand
+        # times.
         return parts[0] if len(parts) == 1 else Run.joined(parts)
 
     def _add_few(self, entries: list[Entry]) -> None:
@@ -311,7 +315,7 @@ class DueWheel:
     def _keep_columns_first(self) -> None:
         first_ms = self._arrivals_first_ms
         if self._used:
-            # Slots are disjoint stretches of time, so the first slot in use holds the first instant.
+            # Slots do not overlap in time, so the first used slot contains the earliest due time.
             heads = (int(run.due[run.cursor]) for run in self._slots[self._used[0]])
             first_ms = min(first_ms, *heads)
         self._columns_first_ms = first_ms
@@ -336,11 +340,11 @@ class DueWheel:
 
 
 def _with_small_ones_merged(runs: list[Run]) -> list[Run]:
-    """Return the same rows in few runs; the larger quarter of the small ones stays: a row is copied O(log n) times."""
+    """Merge the three quarters of the small runs that are smallest, so that each row is copied O(log n) times."""
     small = sorted((run for run in runs if _left(run) < ARRIVALS_MAX), key=_left)
     if len(small) <= RUNS_MAX:
         return runs
-    # Large runs are gathers of thousands of rows: merging them would copy every body again.
+    # Large runs are gathers of thousands of rows. Merging them would copy every body again.
     large = [run for run in runs if _left(run) >= ARRIVALS_MAX]
     merged = small[: len(small) * 3 // 4]
     return [*large, *small[len(merged) :], Run.joined(merged)]
@@ -351,7 +355,7 @@ def _left(run: Run) -> int:
 
 
 def _opened(runs: list[Run]) -> list[Run]:
-    """Return the same rows, the small runs as one: what a millisecond hands out of it needs no merge."""
+    """Merge the small runs of a slot into one, so that the rows of each millisecond need no merge."""
     small = [run for run in runs if _left(run) < ARRIVALS_MAX]
     if len(small) < 2:
         return runs
@@ -360,7 +364,7 @@ def _opened(runs: list[Run]) -> list[Run]:
 
 
 def _fewer(runs: list[Run]) -> list[Run]:
-    """Return the same rows in few runs: all but the largest are merged, so a row is copied O(log n) times."""
+    """Merge all runs but the largest if there are too many. Each row is copied O(log n) times."""
     if len(runs) <= OPEN_RUNS_MAX:
         return runs
     runs = sorted(runs, key=_left)
@@ -369,19 +373,19 @@ def _fewer(runs: list[Run]) -> list[Run]:
 
 
 def _cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:
-    """Return the (due_ms, seq) before which exactly `limit` of the rows that are ready lie."""
+    """Find the (due_ms, seq) before which exactly `limit` of the due rows are."""
     due = np.concatenate([run.due[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
     seq = np.concatenate([run.seq[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
-    # Pairs are distinct, so exactly `limit` of them come before the one at `limit`.
+    # Pairs are distinct, so exactly `limit` of them come before the one at index `limit`.
     at = np.lexsort((seq, due))[limit]
     return int(due[at]), int(seq[at])
 
 
 def _bytes_of(rows: pa.RecordBatch) -> int:
-    """Return about how much memory rows take; of parts of them, together, the same to the byte.
+    """Estimate the memory of rows, in bytes. The estimates of parts add up to exactly that of the whole.
 
-    Not `nbytes`: a row alone has more of these than one among others, so that a sum of them would drift; and it asks
-    all columns, which for one row costs as much as to release it.
+    `nbytes` is not used: a single row has a larger share of it than a row among others, so sums would drift. It also
+    reads all columns, which for one row costs as much as releasing it.
     """
     size_bytes: int = ROW_BYTES * rows.num_rows
     for at in _TEXTS:

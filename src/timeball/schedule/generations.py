@@ -1,9 +1,9 @@
-"""Folders of a strategy's files, one a *generation*: a state saved in a checkpoint belongs to one of them.
+"""Generations: each is one folder of a strategy's files. A state in a checkpoint belongs to one generation.
 
     timer_wheel/00000003/…        cascade/00000001/…
 
-A start that cannot use a state begins a new generation. So a state saved before never meets records that others have
-written since under the same names: after a power cut it finds its files gone, and not changed.
+A start that cannot use a state begins a new generation. So an older state never meets records that were written later
+under the same names. After a power cut it finds that its files are gone, not that they have changed.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from timeball.schedule.backlog import Backlog, Opened
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import MappedLog, RecordType
 
-LogBounds = tuple[str, RecordType, int, int]  # the name of a log, its records, and how far it goes
+LogBounds = tuple[str, RecordType, int, int]  # the name of a log, its record type, and its `begin` and `end`
 
 
 class StateOfGeneration(Protocol):
-    """The state of a backlog in files."""
+    """The saved state of a backlog with files."""
 
     @property
     def generation(self) -> int:
-        """Return the number of the folder that its files are in."""
+        """The number of the generation, which names the folder of its files."""
 
 
 class BacklogInFiles(Backlog):
-    """A backlog whose promises wait in mapped logs, which all belong to one generation."""
+    """A backlog that stores its messages in mapped logs. All of them belong to one generation."""
 
     logs: list[MappedLog]
     _generation: int
 
     def _begin_generation(self, files: Files, folder: str, state: StateOfGeneration | None) -> str:
-        """Return the folder of the generation that a state belongs to, or without one of a new generation."""
+        """Start the generation of a state, or a new one if there is no state. Return its folder."""
         self._generation = begin_generation(files, folder, None if state is None else state.generation)
         return folder_of(folder, self._generation)
 
     def _add_in_log_order(self, waiting: Waiting, now_ms: int) -> Opened:
-        """Add what came since the state, sorted by row, so that files and log are let go of together."""
+        """Add the messages since the state, sorted by row, so that files and log rows can be dropped together."""
         waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))
         near = waiting.part(self.add(waiting, now_ms))
         return Opened.near(near.due_ms, near.seq, near.row_seq)
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
-        """Return those of all logs that have been written since the last call."""
+        """List the files of all logs that were written since the last call."""
         return [(log.folder, log.files_to_sync()) for log in self.logs]
 
     def sync_failed(self) -> None:
-        """Count what `files_to_sync` gave out as not synced."""
+        """Undo the last `files_to_sync`, whose files were not synced."""
         for log in self.logs:
             log.sync_failed()
 
@@ -63,25 +63,25 @@ class BacklogInFiles(Backlog):
 
 
 def begin_generation(files: Files, folder: str, saved: int | None) -> int:
-    """Return the saved generation, or without one a new one; remove the logs of all others."""
+    """Choose the saved generation, or a new one if there is none. Remove the logs of all others."""
     present = [int(name) for name in files.list_dir(folder) if name.isdigit()]
     generation = max(present, default=0) + 1 if saved is None else saved
     for other in present:
         if other != generation:
-            # The folders stay, empty: their numbers are how the next generation knows that it must take another one.
+            # The empty folders stay: from their numbers the next generation learns that it must take another number.
             _remove_logs(files, folder_of(folder, other))
-    # Made at once: its name is what keeps the next start without a state from taking the same number.
+    # The folder is made at once, so that the next start without a state cannot take the same number.
     files.make_dir(folder_of(folder, generation))
     return generation
 
 
 def folder_of(folder: str, generation: int) -> str:
-    """Return where the files of a generation are."""
+    """Return the folder of a generation."""
     return f"{folder}/{generation:08d}"
 
 
 def open_logs(files: Files, folder: str, logs: Iterable[LogBounds]) -> list[MappedLog]:
-    """Open what a state vouches for of the logs of a generation."""
+    """Open the logs of a generation, within the bounds of a saved state."""
     return [
         MappedLog(files, f"{folder}/{name}", record_type, begin=begin, end=end)
         for name, record_type, begin, end in logs
@@ -89,7 +89,7 @@ def open_logs(files: Files, folder: str, logs: Iterable[LogBounds]) -> list[Mapp
 
 
 def check(files: Files, folder: str, logs: Iterable[LogBounds]) -> None:
-    """Raise Corrupt with the file's name when a record that a state vouches for is missing or damaged."""
+    """Raise Corrupt with the file's name if a record within the bounds of a saved state is missing or damaged."""
     for name, record_type, begin, end in logs:
         mapped_log.check(files, f"{folder}/{name}", record_type, begin=begin, end=end)
 

@@ -1,9 +1,10 @@
-"""Promises that paused campaigns hold: ranges of numbers, each from an instant on.
+"""Messages that paused campaigns hold: ranges of numbers, each from a due time on.
 
-A held promise waits, even below the mark, and is not loaded. Promises due before the instant of the
-hold had been settled when it began. So a pause costs its ranges and no row, and the mark moves on meanwhile.
+A held message is pending, even below the mark, and is not loaded. Messages due before the start of the hold had been
+settled (released or cancelled) when it began. So a pause needs memory for its ranges but not for its rows, and the mark
+moves on meanwhile.
 
-A cache: the META rows of the campaigns say it all (broker/registry/campaigns.py).
+This is a cache. The META rows of the campaigns contain the same data (broker/registry/campaigns.py).
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import numpy.typing as npt
 from timeball.message import Int64Array
 from timeball.schedule.due_index import FAR_MS
 
-Hold = tuple[Sequence[tuple[int, int]], int]  # (first_seq, rows) of each range, and the instant
+# (first_seq, rows) of each range, and the due time from which the hold applies.
+Hold = tuple[Sequence[tuple[int, int]], int]
 
 _NONE = np.empty(0, np.int64)
 
 
 class Holds:
-    """Changed on the event loop; `contains` may be asked in any thread, as it reads the bounds once."""
+    """The current holds by name. Changed on the event loop. `contains` may be called in any thread."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Hold] = {}
-        # Sorted by first number: (first_seq, end_seq, from_ms). Ranges are given out once, so none overlaps another.
+        # (first_seq, end_seq, from_ms), sorted by first number. Each range is reserved once, so ranges do not overlap.
         self._bounds = (_NONE, _NONE, _NONE)
 
     def __len__(self) -> int:
@@ -34,26 +36,26 @@ class Holds:
 
     @property
     def from_ms(self) -> int:
-        """Return the earliest instant from which promises are held; FAR_MS without any."""
+        """The earliest due time from which messages are held. FAR_MS if there are no holds."""
         return min((from_ms for _, from_ms in self._by_name.values()), default=FAR_MS)
 
     def add(self, name: str, ranges: Sequence[tuple[int, int]], from_ms: int) -> None:
-        """Hold promises of these ranges that wait and are due at `from_ms` or later."""
+        """Hold the pending messages of these ranges that are due at `from_ms` or later."""
         self._by_name[name] = ranges, from_ms
         self._keep_bounds()
 
     def remove(self, name: str) -> None:
-        """Hold the promises of this name no longer; nothing happens when none are held."""
+        """End the hold `name`. Does nothing if there is no such hold."""
         self._by_name.pop(name, None)
         self._keep_bounds()
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return which of these promises are held, unless they are settled by name."""
-        # One read of the tuple: another thread may ask while the loop replaces it.
+        """Return a mask of the messages that are held. A held message is still settled if its pair is stored."""
+        # Read the tuple once: the event loop may replace it while another thread is here.
         first_seq, end_seq, from_ms = self._bounds
         if not len(first_seq):
             return np.zeros(len(seq), np.bool_)
-        # Ranges do not overlap, so only the one that begins last before a number can hold it.
+        # Ranges do not overlap, so only the last range that begins at or before a number can contain it.
         at = np.searchsorted(first_seq, seq, side="right") - 1
         return np.asarray((at >= 0) & (seq < end_seq[at]) & (due_ms >= from_ms[at]))
 

@@ -1,15 +1,18 @@
-"""Promises that have been opened: bodies loaded ahead of their instants, handed out once, in order.
+"""Opened messages: load their bodies ahead of their due times and hand them out once, in order.
 
     opened      --expect-->  index: two int64 a promise  --gather-->  wheel: bodies  --take_due-->
     just added  --add------------------------------------------------>
 
-There is no horizon. A promise may be handed out when it is earlier than every promise whose body is not in memory, and
-earlier than all that backlogs still hold; so the order does not depend on when promises arrive, and a clock that is set
-back makes none late or early. Bodies are loaded `ahead_ms` before their instant as long as memory allows, and at the
-instant whether it allows or not: a promise without room would never be handed out.
+There is no fixed horizon. A message may be handed out when it is earlier than every message whose body is not in
+memory, and earlier than every message that is still in a backlog. So the order does not depend on when messages arrive,
+and a clock that is set back makes none of them late or early.
 
-Promises come from several *sources*, which differ in how their bodies are read. Those of one may be left to a
-dispatcher outside (external_delivery.py): these are loaded late, and hold up nothing meanwhile.
+A *gather* is one read of bodies in the reader thread. Bodies are loaded up to `ahead_ms` before their due time if
+memory allows it. At the due time they are loaded in any case, because a message without memory would never be handed
+out.
+
+Messages come from several *sources*, which differ in how their bodies are read. Messages of one source may be left to
+an external dispatcher (external_delivery.py). These are loaded late and delay no others meanwhile.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from timeball.schedule.outcomes import Outcomes
 
 logger = logging.getLogger(__name__)
 
-# The measured average of the last gather takes its place.
-ROW_BYTES_GUESS = 512  # before anything has been gathered
+# The estimate before the first gather. The average size that a gather measures replaces it.
+ROW_BYTES_GUESS = 512  # bytes per row
 EVER = (-FAR_MS, 0)
 
 ReadBodies = Callable[[Int64Array, Int64Array, Int64Array], pa.RecordBatch]
@@ -43,44 +46,44 @@ ReadBodies = Callable[[Int64Array, Int64Array, Int64Array], pa.RecordBatch]
 
 @dataclass(slots=True)
 class Source:
-    """Promises whose bodies are read in one way and are not in memory yet."""
+    """Messages whose bodies are read in the same way and are not in memory yet."""
 
     read_bodies: ReadBodies
     decode: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda promises: promises
-    external: ExternalDelivery | None = None  # of promises that a dispatcher may bring
-    has_own_instants: bool = False  # as of its backlog
-    is_shifted: bool = False  # durations, after a step of the clock (durations.py)
+    external: ExternalDelivery | None = None  # set if a dispatcher may bring these messages
+    has_own_instants: bool = False  # the same field of the backlog
+    is_shifted: bool = False  # durations after a clock step (durations.py)
     in_files: bool = False
     index: DueIndex = field(default_factory=DueIndex)
     locations: Locations = field(default_factory=Locations)
-    opened: int = 0  # how often all of it has been opened anew
+    opened: int = 0  # how many times the index was discarded so that the backlog opens everything again
 
     def decoded(self, promises: ReadRows) -> ReadRows:
-        """Return promises as they were accepted, of the rows that hold them; those that come as values are that."""
+        """Convert log rows to messages in their accepted form. Rows as values already have that form."""
         return promises if isinstance(promises, NumberedRows) else self.decode(as_promises(promises))
 
     @classmethod
     def of(cls, backlog: Backlog) -> Source:
-        """Return the promises that a backlog gives up."""
+        """Build the source of the messages that a backlog opens."""
         return cls(backlog.read_bodies, backlog.decode_waiting, has_own_instants=backlog.has_own_instants)
 
     def is_left_outside(self, now_ms: int) -> bool:
-        """Return whether a dispatcher is at work, so that these hold up nothing."""
+        """Check whether a dispatcher has a lease on this source, so that its messages delay no others."""
         return self.external is not None and self.external.is_leased(now_ms)
 
     def forget_settled(self, outcomes: Outcomes) -> None:
-        """Forget the earliest of these promises as far as they are settled."""
+        """Remove the earliest messages from the index, up to the first that is not settled (released or cancelled)."""
         while (head_ms := self.index.first_due_ms) < FAR_MS:
             due, seq = self.index.between(EVER, (head_ms + 1, 0))
             settled = outcomes.is_settled(due, seq)
             if not settled.all():
-                # Up to the first that still waits: the index gives up pairs only from its beginning.
+                # Up to the first pending message: the index removes pairs only from its beginning.
                 self.index.pop_before(head_ms, int(seq[int(settled.argmin())]))
                 return
             self.index.pop_before(head_ms + 1, 0)
 
     def needed_seq(self) -> int | None:
-        """Return the oldest row in which one of these lies."""
+        """Find the oldest row of the log that contains one of these messages. None if no row is needed."""
         # Bodies in files do not need the log.
         if self.in_files or not len(self.index):
             return None
@@ -89,9 +92,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Promises of one source on their way into memory."""
+    """Messages of one source that a gather is loading."""
 
     source: Source
+    # The value of `source.opened` when the gather began. If it has changed, the result is discarded.
     opened: int
     due: Int64Array
     seq: Int64Array
@@ -99,7 +103,7 @@ class Gathering:
 
 
 class Loaded:
-    """Belongs to the event loop. Every promise here is in an index, in a gather, in the wheel, or handed out."""
+    """The opened messages. Each is in an index, in a gather, in the wheel, or handed out. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -112,18 +116,21 @@ class Loaded:
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Call `on_change` when a gather has ended, `on_failure` when one has failed."""
+        """Call `on_change` when a gather has ended, and `on_failure` when one has failed.
+
+        `gather_bytes` bounds the memory for bodies.
+        """
         self._thread, self._outcomes, self._sources = reader_thread, outcomes, sources
         self._ahead_ms, self._gather_bytes = ahead_ms, gather_bytes
         self._on_change, self._on_failure = on_change, on_failure
         self._wheel = DueWheel()
         self._gathering: asyncio.Task[None] | None = None
-        # One gather at a time: the reader thread also serves consumers, and a second gather would only wait behind
+        # One gather runs at a time. The reader thread also serves consumers, and a second gather would only wait behind
         # it.
         self._gathers: list[Gathering] = []
-        self._gathering_ms = FAR_MS  # the earliest instant on its way into memory, of what may hold up others
+        self._gathering_ms = FAR_MS  # the earliest due time in a gather, of the messages that delay others
         self._row_bytes = ROW_BYTES_GUESS
-        # Taken out while a gather is under way: its rows that these name are thrown away.
+        # Predicates of messages that were taken out during a gather. The gather's rows that match one are discarded.
         self._taken_out: list[Callable[[Int64Array], Bools]] = []
 
     def __len__(self) -> int:
@@ -131,46 +138,46 @@ class Loaded:
 
     @property
     def index_rows(self) -> int:
-        """Return how many promises wait without their bodies."""
+        """The number of messages whose bodies are not in memory."""
         return sum(len(source.index) for source in self._sources)
 
     @property
     def wheel_rows(self) -> int:
-        """Return how many promises have their bodies in memory."""
+        """The number of messages whose bodies are in memory."""
         return len(self._wheel)
 
     @property
     def size_bytes(self) -> int:
-        """Return how many bytes these are, about."""
+        """The approximate memory of the bodies, in bytes."""
         return self._wheel.size_bytes
 
     @property
     def is_gathering(self) -> bool:
-        """Return whether the reader thread works for this."""
+        """True while the reader thread loads bodies."""
         return self._gathering is not None
 
     def has_room(self, now_ms: int) -> bool:
-        """Return whether backlogs may give up more, or must wait until some of this is handed out."""
+        """Check whether backlogs may open more, or have to wait until some of these messages are handed out."""
         return all(
             len(source.index)
             < (OPENED_ROWS_MAX if source.external is None else source.external.rows_max(now_ms))
             for source in self._sources
+            # Shifted sources have no limit here, because `durations.ROWS_MAX` bounds them.
             if not source.is_shifted
         )
 
     # -- coming --------------------------------------------------------------------------------------------
 
     def add(self, source: Source, promises: ReadRows, now_ms: int) -> int:
-        """Keep these, which lie in their first rows. Return when to look at them."""
+        """Add messages that are still in their first rows. Return the time of the next work on them, in ms."""
         promises = source.decoded(promises)
         due, seq = pairs_of(promises)
         first_ms = int(due.min())
-        # Their bodies are given up again, and read from the log when they are due: memory has a bound, the log has
-        # them.
+        # Without room the bodies are dropped and read from the log when they are due, so that memory is bounded.
         if not self._has_room_for_bodies():
             source.index.add(due, seq)
             return first_ms
-        # The rows are in memory already: reading them again within `ahead_ms` would cost more than keeping them.
+        # These rows are in memory already. Reading them again within `ahead_ms` would cost more than keeping them.
         soon = due <= now_ms + self._ahead_ms
         if soon.all():
             self._wheel.add(promises)
@@ -181,20 +188,20 @@ class Loaded:
         return min(first_ms, int(due[~soon].min()) - self._ahead_ms // 2)
 
     def expect(self, source: Source, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> None:
-        """Keep these, whose bodies lie in these rows, or in the table."""
+        """Add messages whose bodies are in these rows of the log, or in the table."""
         source.index.add(due_ms, seq)
         if not source.in_files:
             source.locations.add(seq, row_seq)
 
     def forget(self, source: Source, is_of_source: Callable[[Int64Array], Bools]) -> None:
-        """Forget all promises of a source: its backlog will give them up again."""
+        """Remove all messages of a source. `is_of_source` selects those in the wheel. They will be opened again."""
         source.index, source.locations = DueIndex(), Locations()
-        # A gather that is under way belongs to the forgotten ones; `_gather` throws its rows away by this number.
+        # A gather in progress belongs to the removed messages. `_gather` compares this number and discards its rows.
         source.opened += 1
         self._drop_bodies(is_of_source)
 
     def take_out(self, is_gone: Callable[[Int64Array], Bools]) -> None:
-        """Forget these of all sources: they are loaded again, to be due at other instants."""
+        """Remove messages from all sources. They are loaded again with other due times."""
         for source in self._sources:
             if len(source.index):
                 source.index.drop(is_gone)
@@ -203,7 +210,7 @@ class Loaded:
         self._drop_bodies(is_gone)
 
     def drop(self, is_gone: Callable[[Int64Array], Bools]) -> None:
-        """Let go of promises in files with these numbers; those on their way into memory go when they arrive."""
+        """Remove messages in files by sequence number. Those in a gather are removed when it ends."""
         for source in self._sources:
             if source.external is not None:
                 source.index.drop(is_gone)
@@ -211,7 +218,8 @@ class Loaded:
         self._on_change()
 
     def _drop_bodies(self, is_gone: Callable[[Int64Array], Bools]) -> None:
-        # All of the wheel is taken apart: rows do not say which source they are of. A clock is set back rarely.
+        # All of the wheel is rebuilt, because its rows do not contain their source. This is rare: clock steps and
+        # pauses.
         run = self._wheel.take_due(FAR_MS, len(self._wheel))
         if run is not None:
             kept = ~is_gone(run.seq)
@@ -220,64 +228,65 @@ class Loaded:
     # -- going ---------------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int, limit: int, below_ms: int) -> ReadRows | None:
-        """Return up to `limit` promises due by now and before `below_ms`, sorted, now in flight; None when none are.
+        """Hand out up to `limit` messages due by now and before `below_ms`, sorted. None if there are none.
 
-        `below_ms`: a backlog may hold what comes before it.
+        A backlog may still contain messages due at or after `below_ms`.
         """
         self._gather_if_needed(now_ms)
-        # Invariant: nothing is handed out past a promise that is not in memory yet. This one bound keeps the order.
+        # Invariant: no message is handed out after one whose body is not in memory. This one bound keeps the order.
         high_ms = min(now_ms + 1, below_ms, self._unloaded_ms(now_ms))
         while (
             self._wheel.first_due_ms < high_ms and (run := self._wheel.take_due(high_ms, limit)) is not None
         ):
-            # By the instants they were promised for: a level's row may count as due earlier (delay_levels).
+            # Outcomes identify a message by its original due time. After a clock step it may count as due at another
+            # time.
             promised_ms, last_ms = run.promised_ms, run.last_promised_ms
-            # Cancelled promises are dropped here, the last moment: a cancel then costs no search in memory. Nearly
-            # always only such are cancelled as are due far ahead.
+            # Cancelled messages are dropped only here, so that a cancel needs no search in memory. Nearly all cancelled
+            # messages are due far ahead, so the first comparison usually decides.
             if self._outcomes.first_cancelled_ms <= last_ms:
                 keep = ~self._outcomes.was_cancelled(promised_ms, run.seq)
                 if not keep.any():
                     continue
                 if not keep.all():
                     run, promised_ms = run.filtered(keep), promised_ms[keep]
-            # Due at another instant than promised: a clock was set (durations.py).
+            # Due at another time than the original one, because a clock was set (durations.py).
             rows = run.rows_as_due() if run.is_shifted else run.rows
             recorded_ms = promised_ms if rows is run.rows else pairs_of(rows)[0]
-            # In flight from here on: a cancel that comes now is too late, and recovery looks for the release record.
+            # In flight from here on: a later cancel fails, and recovery looks for the release record.
             self._outcomes.hand_out(promised_ms, run.seq, recorded_ms)
             return rows
         return None
 
     def next_ms(self, now_ms: int, below_ms: int) -> int:
-        """Return when `take_due` has something to do among promises due before `below_ms`; FAR_MS when never."""
+        """Compute when `take_due` next has work among messages due before `below_ms`. FAR_MS if never."""
         first_ms = self._wheel.first_due_ms
         if first_ms >= min(below_ms, self._gathering_ms):
-            first_ms = FAR_MS  # the end of a gather is told, and so is what a backlog opens
+            first_ms = FAR_MS  # `on_change` reports the end of a gather, and the scheduler that of an opening
         return first_ms if self._gathering is not None else min(first_ms, self._gather_ms(now_ms))
 
     def first_due_ms(self) -> int:
-        """Return the earliest instant of those not handed out; FAR_MS when there are none."""
+        """Find the earliest due time of a message that is not handed out. FAR_MS if there are none."""
         for source in self._sources:
             if source.external is not None:
-                source.forget_settled(self._outcomes)  # brought by a dispatcher
+                source.forget_settled(self._outcomes)  # settled ones, which a dispatcher brought
         firsts = (source.index.first_due_ms for source in self._sources)
         gathers = (int(gather.due[0]) for gather in self._gathers)
         return min(self._wheel.first_due_ms, *firsts, *gathers)
 
     def needed_seq(self) -> int | None:
-        """Return the oldest row of the log whose body is not in memory, or an older one."""
+        """Find the oldest row of the log whose body is not in memory, or an older one. None if no row is needed."""
         rows = [source.needed_seq() for source in self._sources]
         rows += [int(gather.row_seq.min()) for gather in self._gathers if not gather.source.in_files]
         return min((row for row in rows if row is not None), default=None)
 
     async def wait_held(self) -> None:
-        """Return when none is on its way into memory that is held: the files of a resume bring all of these."""
+        """Wait until no gather contains a held message. The files of a resume contain all of these again."""
         holds = self._outcomes.holds
         while any(holds.contains(gather.due, gather.seq).any() for gather in self._gathers):
             await self.wait_idle()
 
     async def wait_idle(self) -> None:
-        """Return when the reader thread is done with this."""
+        """Wait until the reader thread has finished its gather."""
         while self._gathering is not None:
             await asyncio.wait([self._gathering])
 
@@ -287,7 +296,7 @@ class Loaded:
         return self._wheel.size_bytes < self._gather_bytes // 2
 
     def _unloaded_ms(self, now_ms: int) -> int:
-        """Return the earliest instant of a promise without a body, of those that hold up others."""
+        """Find the earliest due time of a message without a body, among those that delay others."""
         first_ms = self._gathering_ms
         for source in self._sources:
             head_ms = source.index.first_due_ms
@@ -296,8 +305,9 @@ class Loaded:
         return first_ms
 
     def _gather_ms(self, now_ms: int) -> int:
-        """Return when to load bodies next; without room, at their instants, when others have made room."""
-        # Half of the lead, while a gather takes all of it: one gather each half of the lead, not one a promise.
+        """Compute when to load bodies next: ahead of their due times with room in memory, else at their due times."""
+        # Half of the lead time, while a gather loads all of it. So there is one gather per half of the lead time, not
+        # one per message.
         lead_ms = self._ahead_ms // 2 if self._has_room_for_bodies() else 0
         first_ms = FAR_MS
         for source in self._sources:
@@ -315,30 +325,31 @@ class Loaded:
 
     def _start_gather(self, now_ms: int) -> None:
         has_room = self._has_room_for_bodies()
-        # Half of what may be in memory; at least one, however large.
+        # One gather may take half of the memory for bodies, but at least one row of any size.
         rows_max = max(1, self._gather_bytes // 2 // self._row_bytes)
         untils = []
         for source in self._sources:
+            # Without room only due messages are loaded.
             ahead_ms = now_ms + self._ahead_ms if has_room else now_ms
             if source.is_left_outside(now_ms):
                 assert source.external is not None
                 ahead_ms = now_ms - source.external.grace_ms
             untils.append(ahead_ms + 1 if len(source.index) else -FAR_MS)
-        # One cut for all sources, in their common order: what is earlier must be in memory before what is later.
+        # One cut for all sources, in their common order: earlier messages must be in memory before later ones.
         high = self._cut(untils, rows_max)
         gathers: list[Gathering] = []
         for source, until_ms in zip(self._sources, untils, strict=True):
             due, seq = source.index.pop_before(*min(high, (until_ms, 0)))
             row_seq = source.locations.pop(seq)
             if not source.has_own_instants:
-                # Settled ones are left out before their bodies are read: a campaign that was called off costs no
-                # disk.
+                # Settled messages are skipped before their bodies are read, so that a cancelled campaign costs no disk
+                # reads.
                 waits = self._outcomes.waits(due, seq)
                 due, seq, row_seq = due[waits], seq[waits], row_seq[waits]
             if not len(seq):
                 continue
             if not source.is_left_outside(now_ms):
-                # On their way into memory, so in no index: this instant holds up later ones in their place.
+                # These messages are now in no index. Their earliest due time delays later messages in their place.
                 self._gathering_ms = min(self._gathering_ms, int(due[0]))
             elif source.external is not None:
                 source.external.loaded_rows += len(seq)
@@ -349,7 +360,7 @@ class Loaded:
             self._gathering.add_done_callback(self._gathered)
 
     def _cut(self, untils: list[int], rows_max: int) -> tuple[int, int]:
-        """Return the position before which at most `rows_max` promises wait without bodies."""
+        """Find the (due_ms, seq) before which at most `rows_max` messages without bodies are pending."""
         pairs = [
             source.index.between(EVER, (until_ms, 0))
             for source, until_ms in zip(self._sources, untils, strict=True)
@@ -369,7 +380,7 @@ class Loaded:
         runs = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, gathers)
         for gather, run in zip(gathers, runs, strict=True):
             if gather.opened != gather.source.opened:
-                continue  # the clock was set back meanwhile
+                continue  # a clock step has discarded these messages meanwhile
             if len(run.seq) < len(gather.seq):
                 self._missing(gather, run)
             for is_gone in self._taken_out:
@@ -379,10 +390,11 @@ class Loaded:
             self._wheel.add_run(run)
 
     def _read(self, gathers: list[Gathering]) -> list[Run]:
-        """Read bodies (reader thread), sorted by instant."""
+        """Read the bodies of each gather as a run sorted by due time (reader thread)."""
         runs = []
         for gather in gathers:
             if gather.source.external is not None:
+                # `read_files` needs the messages sorted by due time, as they are.
                 rows = gather.source.read_bodies(gather.due, gather.seq, gather.row_seq)
                 runs.append(Run.of([rows]))
                 continue
@@ -395,11 +407,14 @@ class Loaded:
         return runs
 
     def _missing(self, gather: Gathering, run: Run) -> None:
-        """Settle those without a body: no promise at all, or rewritten out of the table because it was settled."""
+        """Settle messages without a body.
+
+        Either the row is no scheduled message, or the table was rewritten without the message because it was settled.
+        """
         gone = ~np.isin(gather.seq, run.seq)
         due, seq = gather.due[gone], gather.seq[gone]
         if gather.source.is_shifted:
-            return  # settled meanwhile, under the instant it was promised for
+            return  # settled meanwhile, under the original due time
         if gather.source.external is None:
             self._outcomes.add_settled(due, seq)
         else:

@@ -1,12 +1,12 @@
-"""Where a promise lies: the row of the log that holds its body now, and the promise in that row.
+"""Locations of scheduled messages: the row of the log that contains a body now, and the message in that row.
 
-    number     the promise's first row, for ever: what all that leaves the broker names
-    version    the row that gave the promise its present instant; the schedule knows it by (instant, version)
-    location   the row that holds the body now
+    number     the message's first row, for ever: the name of the message outside the broker
+    version    the row that gave the message its present due time; the schedule uses (due time, version)
+    location   the row that contains the body now
 
-All three are the same row until the promise is written again, by a row of kind MOVED. Reading that row gives the
-promise with its version as `seq` and the time it was accepted at: no other module has to know how often it has moved.
-Where number and version differ the kind stays MOVED, and `source_seq` is the number.
+All three are the same row until the message is rewritten, by a row of kind MOVED. A reader gets the message from that
+row with its version as `seq` and with the time at which it was accepted. So no other module depends on how often a
+message has moved. If number and version differ, the kind stays MOVED and `source_seq` is the number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = frozenset({Kind.PROMISE, Kind.MOVED})
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Columns):
-    """Promises that wait and where they lie, as columns: instant, version, row of the log."""
+    """Pending messages and their locations, as columns: due time, version, row of the log."""
 
     due_ms: Int64Array
     seq: Int64Array
@@ -42,15 +42,16 @@ NOTHING = Waiting(_NONE, _NONE, _NONE)
 
 
 def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the rows that hold a promise for an instant: no half message, and none of a delay level."""
+    """Select the rows that contain a message with a due time. This excludes half messages and those of delay levels."""
     mask = np.isin(rows.column("kind").to_numpy(), list(KINDS))
-    # A half message has no instant; a promise of a delay level has a place in its level's queue, where it is kept.
+    # A half message has no due time. A message of a delay level has a position in the queue of its level, which stores
+    # it.
     mask &= np.asarray(rows.column("due_ms").is_valid()) & np.asarray(rows.column("queue_offset").is_null())
     return rows if mask.all() else rows.filter(pa.array(mask))
 
 
 def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the rows, of those that `waiting_rows` gives, that gave a promise its instant."""
+    """Select the rows that gave a message its due time, from those that `waiting_rows` returns."""
     rows = waiting_rows(rows)
     mask = rows.column("kind").to_numpy() == Kind.PROMISE
     mask |= np.asarray(rows.column("from_due_ms").is_valid())
@@ -58,7 +59,7 @@ def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def waiting_in(rows: pa.RecordBatch) -> Waiting:
-    """Return the promises that READ_SCHEMA rows of these `KINDS` hold."""
+    """Build the pending messages of READ_SCHEMA rows of these `KINDS`."""
     row_seq = int64(rows.column("seq"))
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     seq = np.where(moved, moved_versions(rows), row_seq) if moved.any() else row_seq
@@ -66,53 +67,56 @@ def waiting_in(rows: pa.RecordBatch) -> Waiting:
 
 
 def moved_versions(rows: pa.RecordBatch) -> Int64Array:
-    """Return the versions that MOVED rows hold: a row to another instant is one, others name the one they hold."""
+    """Compute the versions of MOVED rows. A row with a new due time is a version, others refer to their version."""
     return np.where(
         np.asarray(rows.column("from_due_ms").is_valid()), int64(rows.column("seq")), versions(rows)
     )
 
 
 def versions(rows: pa.RecordBatch) -> Int64Array:
-    """Return the versions that rows of kinds RELEASE, CANCEL and MOVED name; 0 where they name none."""
+    """Read the versions that rows of the kinds RELEASE, CANCEL and MOVED refer to. 0 if they refer to none."""
     named, number = rows.column("version_seq"), rows.column("source_seq")
     named = number if named.null_count == len(named) else pc.coalesce(named, number)
     return np.asarray(named.fill_null(0).to_numpy(), dtype=np.int64)
 
 
 def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
-    """Return each promise where it lies last, from `from_seq` on, sorted by number; `found` is in the log's order."""
+    """Find the last location of each message in rows from `from_seq` on, sorted by version.
+
+    `found` is in the order of the log.
+    """
     parts = list(found)
     if not parts:
         return NOTHING
     waiting = Waiting.joined(parts)
     if not (kept := waiting.row_seq >= from_seq).all():
         waiting = waiting.part(kept)
-    # Each once and in order, as nearly always: few promises are written again.
+    # Each message occurs once and in order in nearly all cases, since few are rewritten.
     if (waiting.seq[1:] > waiting.seq[:-1]).all():
         return waiting
-    # Reversed, since `unique` names the first index of each number: now that is the row which came last.
+    # `unique` returns the first index of each number. In reverse order this is the row that came last.
     waiting = waiting.part(slice(None, None, -1))
     _, last = np.unique(waiting.seq, return_index=True)
     return waiting.part(last)
 
 
 def take_promises(reader: LogReader, row_seq: Int64Array) -> pa.RecordBatch:
-    """Read the promises in these rows, in the order given, in READ_SCHEMA; raises OutOfRange (reader thread)."""
+    """Read the messages in these rows, in the given order, in READ_SCHEMA (reader thread). Raise OutOfRange."""
     return as_promises(reader.read_rows(row_seq))
 
 
 def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return READ_SCHEMA rows of kinds PROMISE and MOVED as the promises they hold."""
+    """Convert READ_SCHEMA rows of the kinds PROMISE and MOVED to the messages that they contain."""
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     if not moved.any():
         return rows
     mask, count = pa.array(moved), rows.num_rows
     nothing, number = pa.nulls(count, pa.int64()), rows.column("source_seq")
     seq = np.where(moved, moved_versions(rows), int64(rows.column("seq")))
-    # A row that was only rolled or hopped reads as its first row would: its number and version are the same.
+    # A row that was only rolled or hopped reads like its first row, because number and version are the same.
     keeps_number = moved & (seq != number.fill_null(0).to_numpy())
-    # The fields that say how the row came to be are emptied: a promise that was rolled ten times equals one that was
-    # not.
+    # The fields about the history of the row are emptied, so that a message that was rolled ten times equals one that
+    # was not.
     changed = {
         "seq": pa.array(seq),
         "kind": pa.array(np.where(keeps_number, Kind.MOVED, Kind.PROMISE).astype(np.int8)),
@@ -127,7 +131,7 @@ def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class Locations:
-    """The rows of promises that do not lie where they got their instant: version -> row, two int64 each."""
+    """The rows of messages that are not in the row of their version: version -> row, two int64 each."""
 
     def __init__(self) -> None:
         self._seq = self._row_seq = _NONE  # sorted by version
@@ -136,8 +140,8 @@ class Locations:
         return len(self._seq)
 
     def add(self, seq: Int64Array, row_seq: Int64Array) -> None:
-        """Remember where these promises lie; one that lies in the row of its version takes no memory."""
-        # Nearly all promises lie in the row of their version, so nearly all sends cost nothing here.
+        """Store the rows of these messages. A message in the row of its version takes no memory."""
+        # Nearly all messages are in the row of their version, so nearly all sends cost nothing here.
         elsewhere = seq != row_seq
         if elsewhere.any():
             seqs = np.concatenate((self._seq, seq[elsewhere]))
@@ -146,23 +150,24 @@ class Locations:
             self._row_seq = np.concatenate((self._row_seq, row_seq[elsewhere]))[order]
 
     def rows_of(self, seq: Int64Array) -> Int64Array:
-        """Return the rows of these promises."""
+        """Find the rows of these messages."""
         found, known = self._find(seq)
         return np.where(known, self._row_seq[found], seq) if known.any() else seq
 
     def pop(self, seq: Int64Array) -> Int64Array:
-        """Return the rows of these promises, and forget them."""
+        """Find and remove the rows of these messages."""
         row_seq, (found, known) = self.rows_of(seq), self._find(seq)
         if known.any():
             left = np.ones(len(self._seq), dtype=np.bool_)
-            # A promise is opened once, so its location is of no use after this.
+            # A message is opened once, so its location is not needed after this.
             left[found[known]] = False
             self._seq, self._row_seq = self._seq[left], self._row_seq[left]
         return row_seq
 
     def _find(self, seq: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Return where these stand among those that lie elsewhere, and which of them do."""
+        """Find the index of each message in the columns, and a mask of the messages that are stored there."""
         if not len(self._seq):
             return seq, np.zeros(len(seq), np.bool_)
+        # A number after the last one would get an index out of range.
         found = np.minimum(np.searchsorted(self._seq, seq), len(self._seq) - 1)
         return found, self._seq[found] == seq

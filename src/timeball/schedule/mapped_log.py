@@ -1,4 +1,4 @@
-"""An append-only array of fixed records in mapped files: what a schedule keeps on disk instead of in memory.
+"""An append-only array of fixed-size records in mapped files: the part of a schedule that is on disk, not in memory.
 
     index      0 … n-1        n … 2n-1       2n …
              +-------------+ +-------------+ +---------- - - -
@@ -6,24 +6,24 @@
              +-------------+ +-------------+ +---------- - - -
                      ^ begin                       ^ end
 
-A record never moves: index i stands in file i // n for ever, so a look-up is one division. Records before `begin` have
-been given up, and files wholly before it are removed; bytes at or behind `end` are no records.
+A record never moves: index i is always in file i // n, so a look-up is one division. Records before `begin` are
+dropped, and files that end before it are removed. Bytes at or after `end` contain no records.
 
-Each record is followed by its CRC-32C, in eight bytes. It is compared whenever records are read, and for all of them
-when a start asks (`check`): a flipped bit would otherwise hide a promise. A record is written once. What may become
-of it later is that one field, never negative, is *marked*: turned into its complement. The checksum is that of the
-field before, so that a mark which reached the disk alone leaves the record whole.
+Each record is followed by its CRC-32C in eight bytes. Every read compares it, and `check` compares all of them at a
+start, because a flipped bit could hide a message. A record is written once. The only later change is that one field,
+never negative, is *marked*: it is replaced by its complement. The checksum is computed before the mark, so the record
+stays valid whether or not the mark has reached the disk.
 
-A cache, and only as far as its owner remembers how far it goes. Mapped pages reach the disk at any moment and
-in any order, so that after a restart nothing counts but the [begin, end) of a checkpoint saved after its files
-were synced: the owner keeps both numbers, gives them back when it opens the log, and everything behind is cut. To
-that end a file is not removed before a checkpoint that needs it no more has been saved (`files_to_sync`); and one that
-is missing all the same, too short or damaged is found by `check`, so that the owner can begin anew from the log.
+The log is a cache, valid only within the bounds that its owner has saved. Mapped pages reach the disk at any time and
+in any order. So after a restart only the [begin, end) of a checkpoint counts that was saved after its files were
+synced. The owner saves both numbers and passes them in when it opens the log. Everything behind is cut off. For this a
+file is removed only after a checkpoint that does not need it has been saved (`files_to_sync`). If a file is missing all
+the same, or too short or damaged, `check` reports it, and the owner starts anew from the log.
 
-The CRC-32C of many short records of one length is computed column by column. A checksum is linear but for a constant:
-that of a record is that of as many zeros, with a number for each byte's value and position on top. So the records of
-a block cost one look-up for each of their bytes, some 30 ns for 24 of them, and no Python for each record. The result
-is that of `google_crc32c.value`.
+The CRC-32C of many short records of one length is computed column by column. Except for a constant, a checksum is
+linear: that of a record is that of as many zeros, combined by exclusive or with one number per byte value and position.
+So a block of records costs one table look-up per byte, about 30 ns for a record of 24 bytes, and no Python code per
+record. The result equals that of `google_crc32c.value`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ from timeball.message import Int64Array
 RecordArray = npt.NDArray[np.void]
 Uint32Array = npt.NDArray[np.uint32]
 
-FILE_RECORDS = 1 << 20  # 24 to 40 MB a file: a hundred files for a hundred million promises
-FIRST_ALLOCATION = 4_096  # records; a log with few records should not cost a whole file
+FILE_RECORDS = 1 << 20  # 24 to 40 MB per file, so a hundred files for a hundred million messages
+FIRST_ALLOCATION = 4_096  # records; a log with few records should not take a whole file
 SUFFIX = ".log"
-CHECKED = 1 << 18  # records checked in one go: some megabytes
-BLOCK = (
-    16_384  # checksums at a time: the records' bytes, turned, and the result stay in the processor's cache
-)
-FEW = 64  # up to so many are faster one by one than as columns
+CHECKED = 1 << 18  # records that are checked at a time, a few MB
+# Checksums at a time: the transposed bytes of the records and the result fit into the cache of the processor.
+BLOCK = 16_384
+FEW = 64  # up to this many records are faster one by one than as columns
 
 
 @dataclass(frozen=True)
 class RecordType:
-    """Records of a log: their fields, how many a file holds, and the field that `mark` may turn."""
+    """The type of a log's records: the fields, the number of records per file, and the field that `mark` changes."""
 
     fields: np.dtype[np.void]
     file_records: int = FILE_RECORDS
@@ -64,21 +63,22 @@ class RecordType:
 
     @cached_property
     def checked(self) -> np.dtype[np.void]:
-        """Return the type of a record and its checksum, as they stand in a file."""
-        # Eight bytes for four: so no field crosses a sector, and a power cut never leaves half a mark.
+        """The type of a record with its checksum, as stored in a file."""
+        # The checksum takes eight bytes, not four: so no field crosses a sector, and a power cut never leaves half a
+        # mark.
         return np.dtype([("record", self.fields), ("crc32c", "<u8")])
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """One file and its mapping."""
+    """One file of the log and its mapping."""
 
     file: File
-    records: RecordArray  # of `RecordType.checked`
+    records: RecordArray  # with checksums: of the type `RecordType.checked`
 
 
 class MappedLog:
-    """The records [begin, end), by index. One thread appends; `read`, `parts` and `at` may be called in any."""
+    """The records [begin, end), by index. One thread appends. `read`, `parts` and `at` may be called in any thread."""
 
     def __init__(
         self,
@@ -89,36 +89,36 @@ class MappedLog:
         begin: int = 0,
         end: int = 0,
     ) -> None:
-        """Open the records [begin, end) of the log in `folder`; files wholly outside are removed.
+        """Open the records [begin, end) of the log in `folder`. Remove files without any of them.
 
-        The folder is made with its first file.
+        The folder is made together with its first file.
         """
         assert 0 <= begin <= end
         self._marked, self._checked = record_type.marked, record_type.checked
         self._files, self.folder, self._record = files, folder, record_type.fields
         self._file_records = file_records = record_type.file_records
         self.begin, self.end = begin, end
-        self._vouched = self._offered = (
-            begin  # of the last checkpoint known to be saved, and of the one after it
-        )
+        # The `begin` of the last checkpoint that is known to be saved, and the one of the checkpoint after it.
+        self._vouched = self._offered = begin
         self._chunks: dict[int, _Chunk] = {}
+        # Files written since the last `files_to_sync`.
         self._dirty: set[int] = set()
         self._lock = threading.Lock()
         for number in _numbers(files, folder):
-            # Written behind the last checkpoint, or given up before it: no state vouches for them.
+            # Written after the last checkpoint, or dropped before it: no state refers to these files.
             if (number + 1) * file_records <= begin or number * file_records >= end:
                 files.remove(self._name(number))
 
     def append(self, records: RecordArray) -> int:
-        """Add records at `end`; returns the index of the first. On a full disk it adds none and raises OverLimit."""
+        """Append records. Return the index of the first. On a full disk, append none and raise OverLimit."""
         first, done = self.end, 0
-        # All files are grown before any record is written: on a full disk none is added, and none must be taken back.
+        # All files grow before any record is written, so that a full disk leaves no part of a batch to be taken back.
         fresh = np.empty(len(records), self._checked)
         fresh["record"], fresh["crc32c"] = records, _sums(records, self._marked)
         views = []
         while done < len(records):
             number, at = divmod(first + done, self._file_records)
-            # A batch may reach over the end of a file: it is cut there.
+            # A batch may extend beyond the end of a file, where it is cut.
             count = min(len(records) - done, self._file_records - at)
             views.append((number, self._view(number, at + count, grow=True)[at : at + count]))
             done += count
@@ -127,12 +127,12 @@ class MappedLog:
             view[:] = fresh[done : done + len(view)]
             self._dirty.add(number)
             done += len(view)
-        # Last: a reader in another thread checks its range against `end`.
+        # This comes last, because readers in other threads check their range against `end`.
         self.end += done
         return first
 
     def read(self, begin: int, end: int) -> RecordArray:
-        """Return the records in [begin, end), copied; raise OutOfRange when some are not here, Corrupt when damaged."""
+        """Copy the records in [begin, end). Raise OutOfRange if some are outside the log, Corrupt if one is damaged."""
         if not self.begin <= begin <= end <= self.end:
             raise OutOfRange(f"records {begin} to {end}: {self.folder} keeps {self.begin} to {self.end}")
         parts = []
@@ -144,12 +144,12 @@ class MappedLog:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._record), *parts])
 
     def parts(self) -> Iterator[tuple[int, RecordArray]]:
-        """Yield all records, some megabytes at a time, each with the index of its first."""
+        """Yield all records, a few MB at a time, each part with the index of its first record."""
         for begin in range(self.begin, self.end, CHECKED):
             yield begin, self.read(begin, min(begin + CHECKED, self.end))
 
     def at(self, indexes: Int64Array) -> RecordArray:
-        """Return the records at these indexes, copied; raise as `read` does."""
+        """Copy the records at these indexes. Raise the errors of `read`."""
         if len(indexes) and not self.begin <= int(indexes.min()) <= int(indexes.max()) < self.end:
             raise OutOfRange(
                 f"records {indexes.min()} to {indexes.max()}: {self.folder} keeps {self.begin} to {self.end}"
@@ -161,32 +161,32 @@ class MappedLog:
         return found
 
     def mark(self, indexes: Int64Array) -> None:
-        """Turn the marked field of the records at these indexes, in place; those that are turned stay so.
+        """Mark the records at these indexes, in place: replace the marked field by its complement.
 
-        Only for what stays true whether or not the pages reach the disk: a restart may see it, or not.
+        A second mark has no effect. Use this only for facts that hold whether or not the pages reach the disk. A
+        restart may see the mark or not.
         """
         assert self._marked is not None
         for number, _, low in self._by_file(indexes):
             field = self._view(number, int(low.max()) + 1)["record"][self._marked]
-            # The complement of a field that is never negative is negative: so the smaller one is the mark, set twice
-            # or once.
+            # The field is never negative, so its complement is. The minimum of both is the mark, set once or twice.
             field[low] = np.minimum(field[low], ~field[low])
             self._dirty.add(number)
 
     def drop_below(self, index: int) -> None:
-        """Give up records before `index`. Files are removed by a later `files_to_sync`."""
+        """Drop the records before `index`. A later `files_to_sync` removes their files."""
         self.begin = max(self.begin, min(index, self.end))
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def files_to_sync(self) -> list[File]:
-        """Return the files written since the last call, for a checkpoint that holds [begin, end) as they are now.
+        """List the files written since the last call, for a checkpoint with the current [begin, end).
 
-        The caller syncs them in a thread of its own, then the folder, then saves the checkpoint; so when it calls
-        again, that one has been saved, and files that it does not need are removed.
+        The caller syncs them in a thread of its own, then syncs the folder, then saves the checkpoint. So the next call
+        means that this checkpoint has been saved, and files that it does not need are removed.
         """
-        # One call behind: the checkpoint of this call may not be saved, so its predecessor decides which files may
-        # go.
+        # One call behind: the checkpoint of this call may not be saved, so the one before it decides which files may be
+        # removed.
         self._vouched, self._offered = self._offered, self.begin
         for number in [n for n in self._chunks if (n + 1) * self._file_records <= self._vouched]:
             self._chunks.pop(number).file.close()
@@ -197,7 +197,7 @@ class MappedLog:
         return dirty
 
     def sync_failed(self) -> None:
-        """Count all open files as written: those of `files_to_sync` were not synced, or the checkpoint not saved."""
+        """Count all open files as written, because the files were not synced or the checkpoint was not saved."""
         self._offered = self._vouched
         self._dirty.update(self._chunks)
 
@@ -210,7 +210,7 @@ class MappedLog:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _by_file(self, indexes: Int64Array) -> list[tuple[int, npt.NDArray[np.bool_] | slice, Int64Array]]:
-        """Return (file number, which of `indexes` stand in it, their positions there)."""
+        """Group indexes by file. Return (file number, mask of `indexes` in it, their positions there)."""
         if len(indexes) == 0:
             return []
         numbers = indexes // self._file_records
@@ -224,11 +224,12 @@ class MappedLog:
         return found
 
     def _view(self, number: int, records: int, *, grow: bool = False) -> RecordArray:
-        """Return the mapping of file `number`, with at least so many records; a reader's view outlives a growth."""
+        """Map file `number` with at least `records` records. Views stay valid when the file grows."""
         chunk = self._chunks.get(number)
         if chunk is not None and len(chunk.records) >= records:
             return chunk.records
-        # A reader and the appending thread may both find a file not mapped yet: it is mapped once.
+        # A reader and the appending thread may both find a file that is not mapped yet. The lock lets only one of them
+        # map it.
         with self._lock:
             return self._map(number, records, grow)
 
@@ -243,11 +244,12 @@ class MappedLog:
                 file = self._files.open(name)
             chunk = self._chunks[number] = _Chunk(file, np.empty(0, self._checked))
         size = self._files.size(name) // self._checked.itemsize
-        # Doubled up to a whole file, so that a small log is a small file and a large one is mapped few times.
+        # The size is doubled up to a whole file, so that a small log is a small file and a large one is mapped only a
+        # few times.
         if size < records and grow:
             size = min(self._file_records, max(FIRST_ALLOCATION, records, 2 * size))
             chunk.file.allocate(size * self._checked.itemsize)
-        # A growth maps anew. Views of the old mapping stay valid, and show the same file.
+        # A file that has grown is mapped anew. Views of the old mapping stay valid and show the same file.
         chunk.records = np.frombuffer(chunk.file.map(), dtype=self._checked, count=size)
         return chunk.records
 
@@ -263,7 +265,7 @@ def check(
     begin: int,
     end: int,
 ) -> None:
-    """Read all records in [begin, end), and raise Corrupt with the file's name when one is missing or damaged."""
+    """Read all records in [begin, end). Raise Corrupt with the file's name if one is missing or damaged."""
     checked, file_records = record_type.checked, record_type.file_records
     for number in range(begin // file_records, -(-end // file_records) if end > begin else 0):
         name = f"{folder}/{number:08d}{SUFFIX}"
@@ -279,16 +281,17 @@ def check(
 
 
 def _sums(records: RecordArray, marked: str | None) -> Uint32Array:
-    """Return the checksum of each record as it was before it was marked."""
+    """Compute the checksum of each record, as it was before a mark."""
     records = np.ascontiguousarray(records)
     if marked is not None and bool((records[marked] < 0).any()):
+        # The checksum was computed before the mark, so the mark is undone first.
         records = records.copy()
         records[marked] = np.maximum(records[marked], ~records[marked])
     return checksums_of(records)
 
 
 def _verified(found: RecordArray, marked: str | None, name: str) -> RecordArray:
-    """Return a copy of records without their checksums; raise Corrupt when one does not match."""
+    """Copy records without their checksums. Raise Corrupt if one does not match."""
     records = found["record"].copy()
     if bool((_sums(records, marked) != found["crc32c"]).any()):
         raise Corrupt(
@@ -305,7 +308,7 @@ def _numbers(files: Files, folder: str) -> list[int]:
 
 
 def checksums_of(records: npt.NDArray[np.void]) -> Uint32Array:
-    """Return the checksum of each record of a contiguous array."""
+    """Compute the checksum of each record of a contiguous array."""
     size = records.dtype.itemsize
     raw = records.view(np.uint8).reshape(len(records), size)
     if len(raw) <= FEW:
@@ -313,21 +316,22 @@ def checksums_of(records: npt.NDArray[np.void]) -> Uint32Array:
     zeros, tables = _tables(size)
     sums = np.full(len(raw), zeros, np.uint32)
     for begin in range(0, len(raw), BLOCK):
+        # Transposed, so that the bytes at one position of all records are contiguous.
         columns = np.ascontiguousarray(raw[begin : begin + BLOCK].T)
         of_block = sums[begin : begin + BLOCK]
         for table, column in zip(tables, columns, strict=True):
-            # A view: the exclusive or of all bytes' numbers is collected in place.
+            # A view of `sums`, into which the exclusive or of all bytes' numbers is collected.
             of_block ^= table.take(column)
     return sums
 
 
 @cache
 def _tables(size: int) -> tuple[int, Uint32Array]:
-    """Return the checksum of `size` zeros, and what each value of each byte changes of it."""
+    """Compute the checksum of `size` zeros, and the change of it by each value of each byte."""
     zeros = google_crc32c.value(bytes(size))
     tables = np.empty((size, 256), np.uint32)
     for at in range(size):
         for value in range(256):
-            # By definition, once for each size and for good (`cache`): some thousand calls of the library.
+            # By definition of the change. A few thousand calls of the library, once per size (`cache`).
             tables[at, value] = google_crc32c.value(bytes(at) + bytes([value]) + bytes(size - at - 1)) ^ zeros
     return zeros, tables

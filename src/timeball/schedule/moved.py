@@ -1,12 +1,13 @@
-"""Which promises are due at another instant than their first: number -> (due_ms, version), the newest.
+"""Messages that got another due time after they were accepted: number -> the newest (due_ms, version).
 
-The schedule knows a promise by its instant and its version, a caller by its number. Of most promises version and number
-are the same; the others are here, each with its newest version. The log says so in MOVED rows, but retention lets go
-of these, while the promise may lie in a file of the pending table for months. A promise is forgotten when the last of
-all its instants has passed: until then an old row of it may lie in a file, and must not be taken for the promise.
+The schedule identifies a message by due time and version, a caller by its number. For most messages version and number
+are equal. All others are stored here, each with its newest version. MOVED rows in the log contain the same data, but
+retention removes them, while the message may stay in a file of the pending table for months. An entry is removed when
+the last of all its due times has passed: until then a file may contain an old row of the message, which must not be
+taken for the message.
 
-A cache: the log and the checkpoint say it all. It costs 32 bytes a promise; the latest ones are held as objects,
-because a move must not cost a walk through all that came before it.
+This is a cache of the log and the checkpoint. It takes 32 bytes per message. The latest entries are Python objects,
+because a move must not cost a pass over all earlier ones.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ import numpy as np
 
 from timeball.message import Int64Array
 
+# Recent moves that are kept as Python objects before they are merged into the columns.
 RECENT_MAX = 16_384
 FAR_MS = 1 << 62
 
 _NONE = np.empty(0, np.int64)
-# number, due_ms, version, until_ms; sorted by number, each number once
+# number, due_ms, version, until_ms. Sorted by number, each number once.
 Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
 class Moved:
-    """The moves that are remembered. Belongs to the event loop; `newest` may be asked in any thread."""
+    """All stored moves. Belongs to the event loop. `newest` may be called in any thread."""
 
     def __init__(self) -> None:
-        # Replaced whole and never changed, so that a thread which reads its columns reads them of one length.
+        # Replaced as a whole and never changed, so that another thread always reads columns of equal length.
         self._older: Columns = (_NONE, _NONE, _NONE, _NONE)
         self._recent: dict[int, tuple[int, int, int]] = {}  # number -> (due_ms, version, until_ms)
+        # The earliest `until_ms`, the time from which an entry can be removed.
         self._first_until_ms = FAR_MS
 
     def __len__(self) -> int:
@@ -39,9 +42,10 @@ class Moved:
         return len(self._older[0])
 
     def add(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
-        """Remember these moves, (due_ms, number, version, from_due_ms): the last one of a number counts."""
+        """Store moves (due_ms, number, version, from_due_ms). The last move of a number counts."""
         for due_ms, number, version, from_due_ms in rows:
             known = self._find(number)
+            # An old row may have any of the message's due times, so the entry is needed until the latest of them.
             until_ms = max(due_ms, from_due_ms, -FAR_MS if known is None else known[2])
             self._recent[number] = (due_ms, version, until_ms)
             self._first_until_ms = min(self._first_until_ms, until_ms)
@@ -49,21 +53,22 @@ class Moved:
             self._merge()
 
     def newest(self, number: int) -> tuple[int, int] | None:
-        """Return the newest (due_ms, version) of a promise; None for one that was not moved, or is forgotten."""
+        """Find the newest (due_ms, version) of a message. None if it was not moved, or if its entry was removed."""
         known = self._find(number)
         return None if known is None else known[:2]
 
     def last_due_ms(self, first: int, rows: int) -> int:
-        """Return the latest newest instant of the promises first, first + 1, …; 0 when none of them was moved."""
+        """Find the latest current due time of the moved messages among first, first + 1, …. 0 if there are none."""
         numbers, due_ms, *_ = self._older
         begin, end = np.searchsorted(numbers, [first, first + rows])
         last_ms = int(due_ms[begin:end].max()) if begin < end else 0
         recent = self._recent
+        # The shorter one of both is scanned.
         moved = range(first, first + rows) if rows < len(recent) else recent
         return max([last_ms, *(recent[n][0] for n in moved if n in recent and first <= n < first + rows)])
 
     def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return (due_ms, version) of many promises, of which these are the first instants."""
+        """Find the current (due_ms, version) of many messages, given their numbers and first due times."""
         due_ms, version = due_ms.copy(), number.copy()
         numbers, *newest, _ = self._older
         if len(numbers):
@@ -76,8 +81,8 @@ class Moved:
         return due_ms, version
 
     def forget_before(self, due_ms: int) -> None:
-        """Forget those of which no instant is left at or after this one: they are settled."""
-        # Asked at every step of the mark, so the usual answer, nothing to forget, must cost one comparison.
+        """Remove the entries whose due times are all before `due_ms`: they are settled (released or cancelled)."""
+        # Called at every step of the mark. In the usual case, with nothing to remove, it must cost one comparison.
         if self._first_until_ms >= due_ms:
             return
         self._merge()
@@ -87,7 +92,7 @@ class Moved:
         self._first_until_ms = int(until.min()) if len(until) else FAR_MS
 
     def rows(self) -> list[tuple[int, int, int, int]]:
-        """Return all as `add` takes them, for the checkpoint; the last instant of each stands for the one before."""
+        """List all entries in the form of `add`, for the checkpoint. `until_ms` takes the place of `from_due_ms`."""
         self._merge()
         numbers, due, versions, until = (column.tolist() for column in self._older)
         return list(zip(due, numbers, versions, until, strict=True))
@@ -106,10 +111,10 @@ class Moved:
         if not self._recent:
             return
         fresh = [(number, *found) for number, found in self._recent.items()]
-        # The fresh ones first: of a number that is there twice `unique` takes the first.
+        # The new entries come first, because `unique` takes the first of equal numbers.
         rows = np.concatenate([np.array(fresh, dtype=np.int64), np.stack(self._older, axis=1)])
         _, at = np.unique(rows[:, 0], return_index=True)
         rows = rows[at]
-        # In this order: a thread that asks meanwhile finds them in one place or in both.
+        # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
         self._older = (rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy(), rows[:, 3].copy())
         self._recent = {}

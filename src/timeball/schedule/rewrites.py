@@ -1,10 +1,10 @@
-"""Promises that must be written again to go on waiting, on their way from one row of the log to the next.
+"""Rewrites: messages that need a new row in the log to stay pending, on their way from the old row to the new one.
 
     waiting  --reader thread-->  ready, with bodies  --take-->  in flight  --rewritten-->  their backlog's again
 
-A timer wheel rolls promises due beyond its ring, a cascade takes a hop. Bodies are read in chunks, with about
-`chunk_bytes` in memory at most; promises settled meanwhile are left out. Until its new row is durable, a promise counts
-as standing in the old one.
+A timer wheel rolls messages due beyond its ring, and a cascade takes a hop. Bodies are read in chunks, so at most about
+`chunk_bytes` are in memory. Messages settled (released or cancelled) meanwhile are skipped. Until its new row is
+durable, a message counts as being in the old one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from timeball.schedule.outcomes import Outcomes
 
 logger = logging.getLogger(__name__)
 
-# Bounds the time of one read in the reader thread, which serves consumers between two of them.
+# This bounds the time of one read in the reader thread, which serves consumers between two reads.
 CHUNK_ROWS = 8_192
-ROWS_MAX = 1 << 17  # opened and not written yet, 40 bytes each; beyond it backlogs wait as long as they can
+ROWS_MAX = 1 << 17  # opened and not written yet, 40 bytes each; with more, backlogs wait as long as they can
+# At this number backlogs wait even if due messages are delayed by it.
 FULL_ROWS = 8 * ROWS_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Promises of one backlog."""
+    """Opened messages of one backlog."""
 
     backlog: Backlog
     promises: Opened
@@ -45,7 +46,7 @@ class Batch:
         return len(self.promises)
 
     def split(self, rows: int) -> tuple[Batch, Batch]:
-        """Return the first `rows`, and the others."""
+        """Split into the first `rows` messages and the others."""
         promises = self.promises
         return (
             Batch(self.backlog, promises.part(slice(None, rows))),
@@ -54,7 +55,7 @@ class Batch:
 
 
 class Rewrites:
-    """Belongs to the event loop."""
+    """The queue of all messages that have to be rewritten. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Rewrites:
         on_change: Callable[[], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Call `on_change` when `take_rows` has something, `on_failure` when reading fails."""
+        """Call `on_change` when `take_rows` has rows, and `on_failure` when a read fails."""
         self._reader, self._thread, self._outcomes = reader, reader_thread, outcomes
         self._chunk_bytes, self._on_change, self._on_failure = chunk_bytes, on_change, on_failure
         self._waiting: deque[Batch] = deque()
@@ -74,45 +75,47 @@ class Rewrites:
         self._loading_batch: Batch | None = None
         self._ready: deque[tuple[Batch, pa.RecordBatch]] = deque()
         self._in_flight: deque[Batch] = deque()
-        # Kept, as the scheduler reads them at every step: all promises here, and those of them in flight.
+        # The count of all messages here, and of those in flight. Stored, because the scheduler reads them at every
+        # step.
         self.rows = self.in_flight_rows = 0
 
     @property
     def has_room(self) -> bool:
-        """Return whether backlogs may give up more to be written again."""
+        """True if backlogs may open more messages that must be rewritten."""
         return self.rows - self.in_flight_rows < ROWS_MAX
 
     @property
     def is_full(self) -> bool:
-        """Return whether there are so many that no backlog may give up more, even if due promises wait for it."""
+        """True if no backlog may open more, even if due messages are delayed by that."""
         return self.rows - self.in_flight_rows >= FULL_ROWS
 
     @property
     def rows_in_memory(self) -> int:
-        """Return how many have their bodies in memory and are not in flight."""
+        """The number of messages that have their bodies in memory and are not in flight."""
         loading = 0 if self._loading_batch is None else len(self._loading_batch)
         return loading + sum(len(batch) for batch, _ in self._ready)
 
     @property
     def is_loading(self) -> bool:
-        """Return whether the reader thread works for this."""
+        """True while the reader thread reads bodies."""
         return self._loading is not None
 
     @property
     def is_ready(self) -> bool:
-        """Return whether `take_rows` has something."""
+        """True if `take_rows` has rows."""
         return bool(self._ready)
 
     def first_due_ms(self) -> int:
-        """Return the earliest instant of those that are not settled, FAR_MS without any."""
+        """Find the earliest due time of a message that is not settled. FAR_MS if there is none."""
         found = FAR_MS
-        # By their first instants, so that the search ends with the first batch that begins behind what was found.
+        # Sorted by their first due times, so that the search ends at the first batch that begins after the result so
+        # far.
         for batch in sorted(self._all(), key=lambda batch: int(batch.promises.due_ms.min())):
             promises = batch.promises
             first = int(promises.due_ms.argmin())
             if promises.due_ms[first] >= found:
                 break
-            # One look is nearly always enough; a thousand cancelled ones need another.
+            # One check is nearly always enough. A thousand cancelled messages need another one.
             if self._outcomes.is_settled(promises.due_ms[first : first + 1], promises.seq[first : first + 1])[
                 0
             ]:
@@ -122,40 +125,41 @@ class Rewrites:
         return found
 
     def needed_seq(self) -> int | None:
-        """Return the oldest row of the log that holds one of them."""
+        """Find the oldest row of the log that contains one of these messages. None if there are none."""
         return min((int(batch.promises.row_seq.min()) for batch in self._all()), default=None)
 
     def add(self, backlog: Backlog, promises: Opened) -> None:
-        """Write these again, which a backlog has given up."""
+        """Queue opened messages of a backlog for a rewrite."""
         if len(promises):
             self.rows += len(promises)
             self._waiting.append(Batch(backlog, promises))
             self._load_if_idle()
 
     def take_rows(self, limit: int) -> pa.RecordBatch | None:
-        """Return up to `limit` promises to be written, as their new rows are to say; None when none are ready."""
+        """Take up to `limit` messages in the form of their new rows. None if no rows are ready."""
         while self._ready:
             batch, rows = self._ready.popleft()
             if len(batch) > limit:
                 batch, rest = batch.split(limit)
                 self._ready.appendleft((rest, rows.slice(limit)))
                 rows = rows.slice(0, limit)
+            # The next chunk is read while the rows of this one are written.
             self._load_if_idle()
             waits = self._waits(batch.promises)
             if not waits.all():
                 self.rows -= len(batch) - int(waits.sum())
                 batch, rows = Batch(batch.backlog, batch.promises.part(waits)), rows.filter(pa.array(waits))
             if len(batch):
-                # In the order in which the rows are appended, and so in the order in which they become durable.
+                # In the order in which the rows are appended, which is the order in which they become durable.
                 self._in_flight.append(batch)
                 self.in_flight_rows += len(batch)
                 return rows
         return None
 
     def rewritten(self, seq: Int64Array) -> Batch:
-        """Return those of the oldest taken whose new rows are durable, with their old rows."""
+        """Remove the oldest messages in flight, whose new rows are durable. Return them with their old rows."""
         batch = self._in_flight.popleft()
-        # One batch may have become several frames of the log, which become durable one by one.
+        # One batch may have become several frames of the log, which become durable one after the other.
         arrived, rest = batch.split(len(seq))
         assert np.array_equal(arrived.promises.seq, seq), (
             "rows become durable in the order in which they were taken"
@@ -167,7 +171,7 @@ class Rewrites:
         return arrived
 
     async def wait_idle(self) -> None:
-        """Return when the reader thread is done with this."""
+        """Wait until the reader thread has finished its read."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
 
@@ -181,13 +185,13 @@ class Rewrites:
         return np.asarray(~self._outcomes.is_settled(promises.due_ms, promises.seq))
 
     def _load_if_idle(self) -> None:
-        # One chunk is ready while the one before it is written: more would only be memory.
+        # One chunk is ready while the one before it is written. More chunks would only take memory.
         if self._loading is not None or self._ready:
             return
         while self._waiting:
             batch = self._waiting.popleft()
             row_seq = int(batch.promises.row_seq[0])
-            # From the frame of the first row alone: a guess, since the rows lie all over the log.
+            # An estimate from the frame of the first row alone, since the rows are spread over the log.
             row_bytes = max(1, self._reader.row_bytes(row_seq, row_seq + 1))
             rows = max(1, min(CHUNK_ROWS, self._chunk_bytes // row_bytes))
             if len(batch) > rows:
@@ -210,7 +214,7 @@ class Rewrites:
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
     def _loaded(self, task: asyncio.Task[pa.RecordBatch]) -> None:
-        # Here and not in the task: `take_rows` must find that nothing is being read, or nothing reads on.
+        # Here and not in the task: `take_rows` must see that no read is running, or no further read would start.
         batch, self._loading, self._loading_batch = self._loading_batch, None, None
         if task.cancelled():
             return

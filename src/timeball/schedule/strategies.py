@@ -1,10 +1,12 @@
-"""Build the backlogs from the settings, and read the state that the chosen one had saved.
+"""Build the backlogs from the settings, and check the saved state of the chosen strategy.
 
-`hour_log` always runs, as it keeps the pending table under every strategy, and so do the delay levels; another strategy
-runs beside them and keeps the promises that are sent. A state saved by another strategy, or for another ring, or with
-files that do not match their checksums is not used: then the log is read once from the oldest promise on.
+`hour_log` always runs, since it serves the pending table under every strategy. The delay levels always run, too.
+Another strategy runs beside them and stores the messages that are sent.
 
-The modules of a strategy are imported when it is chosen: a start is over sooner without those of the others.
+A saved state is ignored if it belongs to another strategy or another ring, or if its files do not match their
+checksums. Then the log is read once, from the oldest scheduled message on.
+
+The modules of a strategy are imported only when it is chosen. A start is faster without the others.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> msgspec.Struct | None:
-    """Return what the chosen strategy saved for itself and can begin with; None when there is nothing of the sort.
+    """Return the saved state of the chosen strategy. None if there is none that it can start with.
 
-    Reads all its files, which takes some 50 ns for each promise that waits.
+    This reads all files of the strategy, which takes about 50 ns per pending message.
     """
-    # By name, before its fields are read: states of different strategies have different fields.
+    # The name is compared before the fields are read: states of different strategies have different fields.
     if saved is None or saved.facts.kept is None or saved.facts.schedule != settings.strategy:
         return None
-    # Any fault of a state is a reason to build it anew, never to refuse the start: it is a cache of the log.
+    # A state is a cache of the log. A fault in it is a reason to rebuild it, never to refuse the start.
     try:
         return _checked(settings, files, saved.facts.kept)
     except (Corrupt, SetupError, msgspec.ValidationError) as error:
@@ -66,7 +68,7 @@ def _checked(settings: Settings, files: Files, found: dict[str, object]) -> msgs
 def build(
     settings: Settings, files: Files, reader: LogReader, reader_thread: Executor, outcomes: Outcomes
 ) -> Backlog | None:
-    """Return the backlog with files of its own that the settings name; None for `hour_log`."""
+    """Build the backlog with its own files that the settings name. None for `hour_log`."""
     if settings.strategy == "timer_wheel":
         from timeball.schedule.timer_wheel.backlog import TimerWheel
 
@@ -87,17 +89,17 @@ def build(
 
 
 def ahead_ms_of(settings: Settings) -> int:
-    """Return how long before their instants promises are opened."""
+    """Compute how many ms before their due times messages are opened."""
     if settings.strategy != "level_cascade":
         return settings.gather_ahead_ms
     from timeball.schedule.level_cascade.placement import lead_ms_of
 
-    # The cascade opens its queues half the lead ahead, and needs more of it than a short setting gives.
+    # The cascade opens its queues half the lead time ahead, and needs more lead time than a short setting gives.
     return lead_ms_of(settings.gather_ahead_ms)
 
 
 def slots_of(settings: Settings) -> Slots:
-    """Return the ring that the settings ask for."""
+    """Build the slots of the ring that the settings define."""
     from timeball.schedule.timer_wheel.ring import Slots
 
     return Slots.of(

@@ -1,16 +1,17 @@
-"""The ticker: sleep until the scheduler's next instant, hand out the promises that are due, sleep again.
+"""The ticker: wait for the scheduler's next due time, hand out the due messages, and repeat.
 
-Three steps, as in beanstalkd's loop: hand out, ask for the next instant, wait that long or until woken. Promises that
-must be written again take their turn when none is due.
+Each round has three steps, as in beanstalkd's loop: hand out, ask for the next due time, wait that long or until woken.
+Messages that must be rewritten get their turn when none is due.
 
-While a few rows are on their way to the disk, what is due meanwhile waits for them, as the disk begins with the next
-ones only then; and for SHARE_MS at most, as it may be other rows that the disk is at. A frame costs the loop the same
-for one row as for fifty.
+While a few rows are being written to disk, messages that become due wait for this write, because the disk starts on the
+next rows only then. They share one frame, which costs the event loop the same for 50 rows as for one. They wait for
+SHARE_MS at most, since the disk may be busy with other rows.
 
-There is no polling for due work: between two instants, however far apart, the scheduler is not asked. The one bound
-on the wait is `CLOCK_LOOK_MS`: a wall clock that is set announces nothing, so it is read once a second, also when
-nothing waits. Without these readings the probation of a step would begin with the next send, which would then get the
-time before the step. The scheduler hears of it when its instant has come, or when time has gone back.
+There is no polling for due messages: between two due times the scheduler is not asked. The wait has one bound,
+`CLOCK_LOOK_MS`. A wall clock that is set sends no signal, so the clock is read once a second, even if no messages are
+pending. Without these readings the probation of a step (clock.py) would begin with the next send, which would then get
+the time before the step. The scheduler is only called at the next due time, or when a reading shows that the clock was
+set.
 """
 
 from __future__ import annotations
@@ -26,47 +27,48 @@ from timeball.log.few_rows import ReadRows
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.scheduler import Scheduler
 
+# Time between two readings of the clock while the ticker sleeps.
 CLOCK_LOOK_MS = 1_000
+# The longest time that due messages wait for a write in progress.
 SHARE_MS = 5
-SHARED_ROWS = 1_024  # on their way: with more the next ones are made ready while the disk is at these
+SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
 
 
-# Append promises that are due, or must be written again, to the log; see broker/delivery.py.
+# Append due messages, or messages that must be rewritten, to the log (broker/delivery.py).
 Release = Callable[[ReadRows, int], object]
 Rewrite = Callable[[pa.RecordBatch, int], object]
 
 
 class Ticker:
-    """Drives the scheduler. `wake` when something earlier has arrived, or when releases have become durable."""
+    """Drives the scheduler. Call `wake` when a message with an earlier due time arrives, or releases are durable."""
 
     def __init__(
         self, scheduler: Scheduler, clock: SchedulerClock, release: Release, rewrite: Rewrite
     ) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._release, self._rewrite = release, rewrite
-        self._is_woken = False  # since the last tick began
+        self._is_woken = False  # set by `wake` since the last tick began
         self._sleeping: asyncio.Future[None] | None = None
-        self._ticked_ms = 0  # what the clock showed at the last tick
-        self._shared_ms = 0  # until then what is due may wait for what was handed out last
+        self._ticked_ms = 0  # the time of the last tick
+        self._shared_ms = 0  # due messages may wait for the previous hand-out until this time
         scheduler.on_earlier = self.wake
 
     def wake(self) -> None:
-        """Look again now."""
+        """End the sleep and tick now."""
         self._is_woken = True
         self._end_sleep()
 
     def tick(self) -> float | None:
-        """Hand out due promises; return milliseconds until the next call, 0 for at once, None for when woken."""
+        """Hand out due messages. Return the ms until the next call: 0 for at once, None for "when woken"."""
         scheduler = self._scheduler
         now_ms = self._ticked_ms = self._clock.now_ms()
         in_flight_rows = scheduler.in_flight_rows
-        # Bounded by the disk: what has been handed out cannot be cancelled any more, so no more of it than is being
-        # written.
+        # Handed-out messages cannot be cancelled any more, so no more are handed out than the disk can take.
         room = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, limits.FRAME_ROWS_MAX)
         if room <= 0:
             return scheduler.fall_asleep(until_durable=True)
-        # For so long what is due may wait for rows that are on their way, if these are few. More than SHARE_MS is left
-        # when a clock was set back.
+        # The ms that due messages may wait for the few rows in flight. After a clock was set back, more than SHARE_MS
+        # is left.
         share_ms = self._shared_ms - now_ms if 0 < in_flight_rows < SHARED_ROWS else 0
         share_ms = share_ms if 0 < share_ms <= SHARE_MS else 0
         promises = None if share_ms else scheduler.take_due(now_ms, room)
@@ -74,7 +76,7 @@ class Ticker:
             self._shared_ms = now_ms + SHARE_MS if promises.num_rows < room else now_ms
             self._release(promises, now_ms)
             return 0
-        # Only now: what is due must not wait behind what is not.
+        # Rewrites come second, so that due messages never wait for messages that are not due.
         promises = scheduler.take_rewrites(room)
         if promises is not None:
             self._rewrite(promises, now_ms)
@@ -90,7 +92,7 @@ class Ticker:
     async def run(self) -> None:
         """Tick until cancelled."""
         while True:
-            # Cleared before the tick: a wake that comes during it is not lost.
+            # Cleared before the tick, so that a wake during the tick is not lost.
             self._is_woken = False
             wait_ms = self.tick()
             if wait_ms == 0:
@@ -99,20 +101,20 @@ class Ticker:
                 await self._sleep(self._ticked_ms, wait_ms)
 
     async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
-        """Return when woken, or when the clock, last seen at `seen_ms`, has gone so far, or has gone back."""
+        """Sleep until woken, until `wait_ms` after `seen_ms` on the clock, or until the clock has been set."""
         until_ms = seen_ms + (FAR_MS if wait_ms is None else wait_ms)
         while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_LOOK_MS) / 1000):
             before_ms, seen_ms = seen_ms, self._clock.now_ms()
-            # The clock was set: the instant it waits for may be hours further away, or a duration due at once.
+            # The clock was set: the awaited due time may be hours further away, or a duration may be due now.
             if seen_ms < before_ms or self._scheduler.durations.has_changed:
                 return
 
     async def _sleep_for(self, seconds: float) -> bool:
-        """Sleep until woken, or for so long; return whether it was woken."""
+        """Sleep for `seconds` or until woken. Return whether it was woken."""
         if not self._is_woken:
             loop = asyncio.get_running_loop()
             self._sleeping = loop.create_future()
-            # Not `asyncio.timeout`, which cancels a task: it costs three times as much.
+            # `asyncio.timeout` is not used: it cancels a task, which costs three times as much.
             over = loop.call_later(seconds, self._end_sleep)
             try:
                 await self._sleeping

@@ -1,9 +1,9 @@
-"""Promises at rest: how the pending table is laid out, and which files belong to it.
+"""The pending table: data files of scheduled messages, and the list of the files that belong to it.
 
-Receives: batches of promises, from the broker's own compaction or from Spark's executors.
-Keeps: immutable Parquet files sorted by due time, named by a Delta Lake log; sorted runs of their keys.
-Hands on: rows of a due range to the schedule, file lists to Spark.
+Receives: batches of scheduled messages, from the broker's own compaction or from Spark's executors.
+Keeps: immutable Parquet files sorted by due time, listed in a Delta Lake log, and sorted runs of their keys.
+Hands on: rows of a range of due times to the schedule, file lists to Spark.
 
-It stands below `schedule` and beside nothing of the broker, so that an executor on another machine writes
-files with the very functions that the broker uses.
+This package is below `schedule` and imports no part of the broker. So an executor on another machine writes files with
+the same functions as the broker.
 """

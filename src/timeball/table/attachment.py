@@ -1,12 +1,14 @@
-"""Changes of the pending table, as values: files join or leave it, or sequence numbers are set aside for a later file.
+"""Changes of the pending table as values: files join or leave it, or sequence numbers are reserved for a later file.
 
-Each is the body of a TABLE row of the log, as JSON whose field `change` says which it is. An `Attachment` also
-travels over Flight, and its row becomes a commit of the Delta table. It names files, never rows, so that its size does
-not grow with what it attaches.
+Each change is the body of a TABLE row of the log, as JSON with its type in the field `change`. An `Attachment` also
+travels over Flight, and its row becomes a commit of the Delta table. It names files, never rows, so its size does not
+grow with the attached rows.
 
     compact   rows of the log [from_seq, to_seq) were written to `files`; the watermark moves to `to_seq`
     bulk      rows that never passed through the log; `ranges` are reserved sequence ranges, used once
-    rewrite   `files` replace `removes`, holding the same rows less those already settled
+    rewrite   `files` replace `removes`, with the same rows except those already settled
+
+A message is *settled* when it is durably released or cancelled.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from timeball import limits
 from timeball.errors import InvalidMessage, OverLimit
 from timeball.message import Int64Array
 
-Ranges = Sequence[tuple[int, int]]  # of sequence numbers: (first_seq, rows)
+Ranges = Sequence[tuple[int, int]]  # ranges of sequence numbers: (first_seq, rows)
 Job = Literal["compact", "bulk", "rewrite"]
-ANY_ROWS = "any"  # a digest: remember the job, and compare its rows with nothing
-# What layout.describe gives out, and nothing else: by a random last part a file is known wherever it is named.
+ANY_ROWS = "any"  # a digest: remember the job, but do not compare its rows
+# Exactly the paths that layout.describe makes. The random last part identifies a file everywhere.
 PATH = re.compile(r"bucket=[0-9T-]{7,13}/[0-9a-f]{32}\.parquet")
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One data file. `path` is relative to the table; sizes in bytes; instants and seqs are inclusive."""
+    """One data file.
+
+    `path` is relative to the table. Sizes are in bytes. The bounds of due times (ms) and sequence numbers are
+    inclusive.
+    """
 
     path: str
     bucket: str
@@ -44,7 +50,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"):
-    """So many numbers behind the row, within the span of its frame, are kept for the rows of a later bulk attach."""
+    """Reserves `rows` sequence numbers for a later bulk attach: those after this row, within the span of its frame."""
 
     rows: int
 
@@ -52,7 +58,7 @@ class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
     """Files join or leave the table. `job_id` and `epoch` make a repeated attach a no-op (broker/tables/attach.py).
 
-    `digest` stands for the rows that a bulk job was given: a repeat with another one is refused.
+    `digest` identifies the input rows of a bulk job: a repeat with another digest is refused.
     """
 
     job: Job
@@ -67,12 +73,12 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", 
 
     @property
     def rows(self) -> int:
-        """Promises in the attached files."""
+        """The number of rows in the attached files."""
         return sum(entry.rows for entry in self.files)
 
 
 def apply_to(live: dict[str, FileEntry], attachment: Attachment) -> None:
-    """Change the files that live, by path, as this attach does; attaches are applied in the order of the log."""
+    """Apply an attach to the live files, by path. Attaches must be applied in the order of the log."""
     for path in attachment.removes:
         live.pop(path, None)
     for entry in attachment.files:
@@ -80,7 +86,7 @@ def apply_to(live: dict[str, FileEntry], attachment: Attachment) -> None:
 
 
 def live_files(files: list[FileEntry], attaches: Sequence[tuple[int, Attachment]]) -> list[FileEntry]:
-    """Return the files that live behind these attaches, (row, attach) in the order of the log."""
+    """Compute the live files after these attaches, given as (row, attach) in the order of the log."""
     live = {entry.path: entry for entry in files}
     for _, attachment in attaches:
         apply_to(live, attachment)
@@ -88,17 +94,17 @@ def live_files(files: list[FileEntry], attaches: Sequence[tuple[int, Attachment]
 
 
 def encode(change: Attachment | Reservation) -> bytes:
-    """Return the JSON that stands in the log and goes over the wire."""
+    """Encode a change as the JSON used in the log and over Flight."""
     return msgspec.json.encode(change)
 
 
 def decode_change(body: bytes) -> Attachment | Reservation:
-    """Return what a TABLE row of the log says."""
+    """Decode the body of a TABLE row of the log."""
     return msgspec.json.decode(body, type=Attachment | Reservation)
 
 
 def decode(data: bytes) -> Attachment:
-    """Return what a caller asks for; raise InvalidMessage on anything malformed, OverLimit on too many files."""
+    """Decode a caller's attach. Raises InvalidMessage if it is malformed, OverLimit for too many files."""
     try:
         attachment = msgspec.json.decode(data, type=Attachment)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -114,7 +120,7 @@ def decode(data: bytes) -> Attachment:
 
 
 def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Return which of these numbers lie in one of the ranges."""
+    """Compute a mask of the numbers that lie in one of the ranges."""
     if not ranges:
         return np.zeros(len(seq), dtype=np.bool_)
     bounds = np.array(sorted(ranges), dtype=np.int64)
@@ -123,10 +129,10 @@ def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
 
 
 def overlap(begin: Int64Array, end: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Return which of these spans, begin <= seq < end, share a number with one of the ranges, which are disjoint."""
+    """Compute a mask of the spans, begin <= seq < end, that overlap one of the ranges. The ranges are disjoint."""
     if not ranges:
         return np.zeros(len(begin), dtype=np.bool_)
     bounds = np.array(sorted(ranges), dtype=np.int64)
-    # Of the ranges that begin before a span's end, the last one reaches furthest.
+    # Of the ranges that begin before the end of a span, the last one extends furthest.
     at = np.searchsorted(bounds[:, 0], end, side="left") - 1
     return np.asarray((at >= 0) & (begin < bounds[at, 0] + bounds[at, 1]))

@@ -1,24 +1,24 @@
-"""Which files belong to the pending table: a Delta Lake log, kept by delta-rs and made durable by us.
+"""The list of the pending table's files: a Delta Lake log, written by delta-rs and made durable here.
 
-The commit log is the truth and this is a cache of its TABLE rows: each Delta commit carries the sequence number
-of the row it stands for as Delta's own application transaction. At each start the broker compares the table with the
-files that these rows (and the checkpoint, for those that retention has let go) say live. TABLE rows that the
-table has not got, as after a crash, are committed again; a table that differs in any other way is made anew.
+The commit log is the source of truth, and the Delta log is a cache of its TABLE rows. Each Delta commit carries the
+sequence number of its TABLE row, as Delta's application transaction. At each start the broker compares the table with
+the live files according to these rows (and to the checkpoint, for rows that retention has removed). TABLE rows that the
+table lacks, for example after a crash, are committed again. A table that differs in any other way is recreated.
 
-The table is public, so another program may commit to it: OPTIMIZE, VACUUM, DELETE, another schema. Such a commit
-changes nothing about the messages. `look` finds it within a second and commits on top of it: the live files join again,
-all others leave. Only the version of a commit is looked for, so a look costs one question about a file name.
+The table is public, so another program may commit to it: OPTIMIZE, VACUUM, DELETE, another schema. Such a commit does
+not affect the messages. `look` finds it within a second and commits on top of it: the live files join again, all others
+leave. If there is no such commit, `look` only checks two file names, those of this version and of the next one.
 
-Hence the order of an attach:
+An attach has these steps:
 
     1. sync the data files and their folders, and      a row must never name a file that may vanish
        have other replicas do so (log/replication.py)
     2. append the TABLE row to the log, synced        the decision
-    3. Delta commit                                    what Spark, DuckDB and Polars see
+    3. Delta commit                                    visible to Spark, DuckDB and Polars
     4. sync the commit entry                           delta-rs does not; before this, segments stay
 
-delta-rs writes through the operating system, so it works in `Files.external`, and what it wrote is `absorb`ed.
-Knowingly imperfect: readers of the Delta table lag the broker by step 3, some milliseconds.
+delta-rs writes through the operating system, so it works in `Files.external`, and its files are then `absorb`ed. Known
+limit: readers of the Delta table lag the broker by step 3, some milliseconds.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 DELTA_LOG = f"{FOLDER}/_delta_log"
 COMMIT_TRIES = 3
-COMMITS_MAX = 100  # of other programs, looked at together
+COMMITS_MAX = 100  # commits of other programs examined together
 CHECKPOINT_EVERY = 100  # Delta commits; a reader then opens the table from one file instead of hundreds
 
 
 class Folder(Linking, Protocol):
-    """The folder of a table: of the data folder (`files.Files`), or in an object store (object_store.py)."""
+    """The folder of a table, in the data folder (`files.Files`) or in an object store (object_store.py)."""
 
     def sync_file(self, name: str) -> None: ...
     def external(self, name: str) -> str: ...
@@ -63,7 +63,7 @@ class Folder(Linking, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """The table as delta-rs knows it: live files, and the TABLE row its last commit stands for."""
+    """The table according to delta-rs: its live files, and the TABLE row of its last commit."""
 
     version: int
     attach_seq: int
@@ -75,41 +75,41 @@ class Foreign:
     """Commits of other programs to the table since the start."""
 
     commits: int = 0
-    last: str = ""  # the newest: "OPTIMIZE at version 7"
-    missing: tuple[FileEntry, ...] = ()  # live files that are gone
+    last: str = ""  # the newest, such as "OPTIMIZE at version 7"
+    missing: tuple[FileEntry, ...] = ()  # live files that are missing
 
 
 class Catalog:
-    """The pending table's Delta log. Blocking; belongs to the reader thread."""
+    """The pending table's Delta log. Blocking. Belongs to the reader thread."""
 
-    # What says nothing about the table when it is opened: it is raised, and the table is not made anew.
+    # Errors that do not prove damage of the table. They are raised, and the table is not recreated.
     _says_nothing: ClassVar[tuple[type[Exception], ...]] = ()
 
     def __init__(self, files: Folder, storage_options: dict[str, str] | None = None) -> None:
-        """`storage_options`: as delta-rs wants them for a folder that is in an object store."""
+        """`storage_options`: delta-rs options for a folder in an object store."""
         self._files, self._options = files, storage_options
         self._table: DeltaTable | None = None
         self._version = 0
         self._synced: frozenset[str] = frozenset()
-        self._left: dict[str, int] = {}  # files that a commit of this life took out, and when
-        self._kept: list[frozenset[str]] = []  # files that are read also when they have left
+        self._left: dict[str, int] = {}  # path -> time (ms) at which a commit of this run removed it
+        self._kept: list[frozenset[str]] = []  # files that are still read after they leave
         self.data, self.foreign = LiveFiles(files), Foreign()
-        # The TABLE row and the watermark that the table stands for; 0: it has not been brought up yet.
+        # The newest TABLE row, and the watermark, that the table includes; 0 before `bring_up`.
         self._attach_seq = self._watermark = 0
-        self._is_up = False  # whether the table holds `data.live`
+        self._is_up = False  # whether the table contains exactly `data.live`
 
     @property
     def uri(self) -> str:
-        """Return the URI by which readers and writers find the table."""
+        """The URI of the table for readers and writers."""
         return self._files.external(FOLDER)
 
     @property
     def version(self) -> int:
-        """Newest version committed by us."""
+        """The newest version that this broker committed."""
         return self._version
 
     def open(self) -> TableState:
-        """Open or create the table; a newest commit that a power cut left unreadable is dropped (step 3 repeats it)."""
+        """Open or create the table. Drops a newest commit that a power cut left unreadable (step 3 repeats it)."""
         from timeball.table import delta_rs
 
         self._table = None
@@ -126,7 +126,7 @@ class Catalog:
         return self.state()
 
     def state(self) -> TableState:
-        """Live files of the newest version."""
+        """Read the live files of the newest version."""
         from timeball.table.delta_rs import APP_ID
 
         table = self._opened()
@@ -135,7 +135,7 @@ class Catalog:
         entries = [
             FileEntry(
                 path=a["path"],
-                # Of another program's file there may be less.
+                # A file of another program may lack some of these.
                 bucket=a.get(f"partition.{PARTITION_COLUMN}"),
                 rows=a["num_records"],
                 size_bytes=a["size_bytes"],
@@ -149,7 +149,7 @@ class Catalog:
         return TableState(self._version, table.transaction_version(APP_ID) or 0, entries)
 
     def check_data(self, live: list[FileEntry]) -> None:
-        """Raise Corrupt when a data file is not there, or has another size than its attach says."""
+        """Raise MissingFile when a data file is missing, Corrupt when its size differs from its attach."""
         self.data.live = {entry.path: entry for entry in live}
         for entry in live:
             name = f"{FOLDER}/{entry.path}"
@@ -172,9 +172,9 @@ class Catalog:
         watermark: int,
         now_ms: int,
     ) -> None:
-        """Open the table and make it hold `live`, as of the TABLE row `attach_seq`.
+        """Open the table and make it contain exactly `live`, the state of the TABLE row `attach_seq`.
 
-        `attaches`: the TABLE rows that it may lack, each of which becomes a version of its own.
+        `attaches`: the TABLE rows that it may lack. Each becomes a version of its own.
         """
         try:
             state = self.open()
@@ -188,7 +188,7 @@ class Catalog:
         except self._says_nothing:
             raise
         except Exception as error:
-            # A damaged entry makes delta-rs fail in any way. A disk that fails by itself fails the next step too.
+            # A damaged entry can make delta-rs fail in any way. If the disk itself fails, the next step fails too.
             wrong = f"{type(error).__name__}: {error}"
         self.data.keep_only({entry.path: entry for entry in live})
         self._attach_seq, self._watermark, self._is_up = attach_seq, watermark, True
@@ -198,9 +198,9 @@ class Catalog:
     # -- another program's commits -----------------------------------------------------------------------------------
 
     def look(self, now_ms: int) -> None:
-        """Correct the table when another program has committed to it; until it is brought up there is nothing to do.
+        """Correct the table if another program has committed to it. Does nothing before `bring_up`.
 
-        `foreign.missing` then names the live files that are gone. Raises OverLimit while the disk is full.
+        `foreign.missing` then contains the live files that are missing. Raises OverLimit while the disk is full.
         """
         if self._is_up and not self._is_ours():
             with (
@@ -212,7 +212,7 @@ class Catalog:
             self.look_for_missing()
 
     def look_for_missing(self) -> None:
-        """Put back the live files that are gone, and note those that cannot be."""
+        """Restore the names of live files that are missing, and record the files that cannot be restored."""
         known = {entry.path for entry in self.foreign.missing}
         gone = self._put_back()
         self.foreign.missing = tuple(gone)
@@ -224,16 +224,16 @@ class Catalog:
         return self.data.put_back()
 
     def _is_ours(self) -> bool:
-        """Return whether the newest version is the one that we have committed."""
+        """Check whether the newest version is the one that this broker committed."""
         names = (f"{DELTA_LOG}/{version:020d}.json" for version in (self._version, self._version + 1))
         return [self._files.exists(name) for name in names] == [True, False]
 
     def _follow(self, now_ms: int) -> None:
-        """Correct the table behind commits of another program."""
+        """Correct the table after commits of another program."""
         self._files.absorb(FOLDER)
         found = self._foreign_commits(behind=self._version)
         if not found and self._files.exists(f"{DELTA_LOG}/{self._version + 1:020d}.json"):
-            return  # ours, whose answer was lost: it is found when the commit is repeated
+            return  # our own commit, whose answer was lost: the repeated commit finds it
         try:
             self._opened().update_incremental()
             wrong = self._difference(list(self.data.live.values()), self._attach_seq)
@@ -250,7 +250,7 @@ class Catalog:
         self.look_for_missing()
 
     def _foreign_commits(self, behind: int = 0) -> list[tuple[int, str]]:
-        """Return the newest commits behind a version that are none of ours, and their operations."""
+        """List the newest commits of other programs after a version, with their operations."""
         names = self._files.list_dir(DELTA_LOG)
         found = []
         for name in [name for name in names if name.endswith(".json") and name[0].isdigit()][-COMMITS_MAX:]:
@@ -262,9 +262,9 @@ class Catalog:
         return found
 
     def _correct(self, wrong: str, found: list[tuple[int, str]], now_ms: int) -> None:
-        """Let the table hold the live files: in a commit on top of another program's, else by making it anew."""
+        """Make the table contain the live files: by a commit on top of another program's, else by recreating it."""
         wrong_still: str | None = wrong
-        # Again, when the other program goes on and commits meanwhile.
+        # Repeated if the other program commits again meanwhile.
         for _ in range(COMMIT_TRIES if found else 0):
             try:
                 self._opened().update_incremental()
@@ -317,11 +317,11 @@ class Catalog:
             self._left[entry.path] = now_ms
 
     def _difference(self, live: list[FileEntry], attach_seq: int) -> str | None:
-        """Return the first thing in which the table is not as it must be."""
+        """Describe the first difference between the table and its required state, or None if there is none."""
         state, table = self.state(), self._opened()
-        # An entry that delta-rs wrote, and that a failing disk kept us from seeing, is there all the same.
+        # delta-rs may have written an entry that is not visible here yet because the disk failed meanwhile.
         self._files.absorb(FOLDER)
-        # delta-rs reads a table from a checkpoint alone, and then fails to commit without the entry beside it.
+        # delta-rs opens a table from a checkpoint alone, but then cannot commit without the entry of that version.
         if not self._files.exists(f"{DELTA_LOG}/{state.version:020d}.json"):
             return f"the entry of version {state.version} is missing"
         if wrong := self._layout_difference():
@@ -332,7 +332,7 @@ class Catalog:
         for path in sorted(wanted.keys() | found.keys()):
             if wanted.get(path) != found.get(path):
                 return f"it says of {path} {found.get(path)}, the log {wanted.get(path)}"
-        # Readers skip files by these too: a file that is said to hold only nulls would not be read.
+        # Readers skip files by these counts too: a file with only nulls according to them would not be read.
         counts = pa.table(table.get_add_actions(flatten=True))
         for name in ("null_count.due_ms", "null_count.seq") if live else ():
             if counts[name].to_pylist() != [0] * len(live):
@@ -340,7 +340,7 @@ class Catalog:
         return None
 
     def _layout_difference(self) -> str | None:
-        """Return the first thing in which the table's schema or its rules for writers are not ours."""
+        """Describe the first difference of the table's schema or writer rules from ours, or None if there is none."""
         table = self._opened()
         if table.metadata().partition_columns != [PARTITION_COLUMN]:
             return f"it is partitioned by {table.metadata().partition_columns}"
@@ -367,7 +367,7 @@ class Catalog:
             self._commit(everything, attach_seq, [], now_ms)
 
     def sync_data(self, entries: list[FileEntry]) -> None:
-        """Step 1: make the named files durable; another process may have written them."""
+        """Step 1: make the named files durable. Another process may have written them."""
         folders = {f"{FOLDER}/{entry.path.rpartition('/')[0]}" for entry in entries}
         self._files.absorb(FOLDER)
         try:
@@ -375,7 +375,7 @@ class Catalog:
                 for entry in entries:
                     self._files.sync_file(f"{FOLDER}/{entry.path}")
         except OverLimit:
-            # They may be lost, and another sync of them would succeed: no attach may name them any more.
+            # Their bytes may be lost although a second sync would succeed, so no attach may name these files any more.
             for entry in entries:
                 self._files.remove(f"{FOLDER}/{entry.path}")
             raise
@@ -386,7 +386,7 @@ class Catalog:
         self.data.keep(entries)
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
-        """Steps 3 and 4; returns the table's new version. Does nothing when the table has this TABLE row already."""
+        """Steps 3 and 4. Returns the new version. Does nothing if the table includes this TABLE row already."""
         with self._failing(f"committing the TABLE row {attach_seq}"), descriptors.lent(RESERVE_OF_LIBRARIES):
             return self._commit(attachment, attach_seq, removed, now_ms)
 
@@ -398,17 +398,17 @@ class Catalog:
         table = self._opened()
         table.update_incremental()
         if (table.transaction_version(delta_rs.APP_ID) or 0) >= attach_seq:
-            self._make_durable()  # the last try may have failed behind the commit
+            self._make_durable()  # the last try may have failed after the commit
             self._committed(attachment, attach_seq, removed, now_ms)
             return int(table.version())
-        self.data.put_back_all(attachment.files)  # a VACUUM takes what no version names yet, too
+        self.data.put_back_all(attachment.files)  # VACUUM also removes files that no version names yet
         self._files.external(FOLDER)
         delta_rs.commit(table, attachment, attach_seq, removed, now_ms)
         table.update_incremental()
         version = self._version = int(table.version())
         if version % CHECKPOINT_EVERY == 0:
             table.create_checkpoint()
-            table.cleanup_metadata()  # entries older than Delta's own log retention (30 days)
+            table.cleanup_metadata()  # removes entries older than Delta's log retention (30 days)
         self._make_durable()
         self._committed(attachment, attach_seq, removed, now_ms)
         return version
@@ -426,19 +426,19 @@ class Catalog:
 
     @contextmanager
     def keeping(self, paths: Iterable[str]) -> Iterator[None]:
-        """Remove none of these files meanwhile, though they leave the table; the event loop's."""
+        """Keep these files on disk during the block, even if they leave the table (event loop)."""
         kept = frozenset(paths)
-        self._kept = [*self._kept, kept]  # replaced, not changed: the reader thread may be looking at it
+        self._kept = [*self._kept, kept]  # replaced, not changed: the reader thread may be reading it
         try:
             yield
         finally:
             self._kept = [each for each in self._kept if each is not kept]
 
     def remove_left(self, before_ms: int) -> int:
-        """Remove files that have left the table before this instant, as far as this life knows; returns how many.
+        """Remove files that left the table before this time in this run of the broker. Returns their number.
 
-        A rewrite takes files out every minute: `vacuum`, which is for what failed jobs and earlier lives have left,
-        counts in hours and goes through the whole folder.
+        A rewrite removes files every minute. `vacuum` is for files left by failed jobs and earlier runs: its age limit
+        is in hours, and it scans the whole folder.
         """
         kept = frozenset().union(*self._kept)
         gone = [path for path, left_ms in self._left.items() if left_ms < before_ms and path not in kept]
@@ -448,18 +448,18 @@ class Catalog:
         return len(gone)
 
     def vacuum(self, older_than_ms: int) -> int:
-        """Remove data files that no version of the last `older_than_ms` names, orphans of failed jobs included."""
+        """Remove data files that no version of the last `older_than_ms` names, including those of failed jobs."""
         with self._failing("looking for files that no version names"):
             return self._vacuum(max(1, older_than_ms // limits.HOUR_MS))
 
     def _vacuum(self, hours: int) -> int:
         self._files.external(FOLDER)
-        # Full: a sweep of the folder, since files of failed jobs are named by no version. Dry, and removed by us:
-        # delta-rs would note it in two entries of its log, which a power cut may tear one without the other.
+        # `full` scans the folder, because no version names the files of failed jobs. Dry run, and removal here:
+        # delta-rs would record a vacuum in two entries of its log, and a power cut could leave one without the other.
         named = self._opened().vacuum(
             retention_hours=hours, enforce_retention_duration=False, dry_run=True, full=True
         )
-        # It goes on naming what has left the table and is gone since. Another program may have let live files leave.
+        # delta-rs also names files that are removed already, and live files that another program took out of the table.
         kept = frozenset(self.data.live).union(*self._kept)
         gone = [name for name in named if name not in kept and self._files.exists(f"{FOLDER}/{name}")]
         for name in gone:
@@ -474,11 +474,12 @@ class Catalog:
         return self._table
 
     def _make_durable(self) -> None:
-        """Sync what delta-rs has written since the last time: new entries of its log."""
+        """Sync the entries that delta-rs has added to its log since the last call."""
         self._files.absorb(FOLDER)
         names = self._files.list_dir(DELTA_LOG)
         for name in names:
-            # An entry that another program is writing has another name until it is whole, or may be cleaned up.
+            # An entry that another program is writing has a temporary name until it is whole. It may also be cleaned up
+            # meanwhile.
             if (name not in self._synced and "#" not in name) or name == "_last_checkpoint":
                 with suppress(NotFound):
                     self._files.sync_file(f"{DELTA_LOG}/{name}")
@@ -487,9 +488,9 @@ class Catalog:
         self._synced = frozenset(names)
 
     def _drop_torn_commits(self) -> None:
-        """Remove the newest commit entry if it does not parse: it was being written when the power went.
+        """Remove the newest commit entry if it does not parse: a power cut interrupted its writing.
 
-        An unreadable checkpoint is only a shortcut: without `_last_checkpoint` delta-rs reads the entries.
+        An unreadable `_last_checkpoint` is removed too. It is only a shortcut: without it delta-rs reads the entries.
         """
         names = self._files.list_dir(DELTA_LOG)
         commits = [n for n in names if n.endswith(".json") and n[0].isdigit()]
@@ -508,15 +509,16 @@ class Catalog:
         actions = self._actions(name)
         if not actions or name == "_last_checkpoint":
             return bool(actions)
-        # Every commit of ours ends with its application transaction; those that create the table have its schema. One
-        # of another program is whole if it parses: else it leaves a table that differs from the log, all the same.
+        # Every commit of this broker ends with its application transaction, except those that create the table, which
+        # contain its schema. A commit of another program counts as whole if it parses: if it is not, the table differs
+        # from the log anyway.
         info = _info(actions)
         if info is not None and "job" not in info and not _creates(info):
             return True
         return any("txn" in action or "metaData" in action for action in actions)
 
     def _actions(self, name: str) -> list[dict[str, Any]] | None:
-        """Return the actions of an entry of the Delta log; None when it does not parse."""
+        """Read the actions of an entry of the Delta log, or None when it does not parse."""
         text = bytes(self._files.map_readonly(f"{DELTA_LOG}/{name}"))
         try:
             actions = [json.loads(line) for line in text.splitlines()]
@@ -526,9 +528,9 @@ class Catalog:
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """Give delta-rs's failures our type and the folder's name; its own say neither what failed nor where.
+        """Convert failures of delta-rs to our error type, naming the operation and folder, which its messages omit.
 
-        A full disk is OverLimit: what the log has decided is tried again once there is room.
+        A full disk becomes OverLimit: the decision is in the log, and is applied again when there is space.
         """
         from timeball.table.delta_rs import DeltaError, said
 

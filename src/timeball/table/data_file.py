@@ -1,10 +1,11 @@
-"""One data file of the pending table: rows between two positions of (due_ms, seq), and rows by key.
+"""One data file of the pending table: reads rows between two positions (due_ms, seq), and rows by number or key.
 
-The file is sorted, so a window is one contiguous run of rows; row-group statistics say which groups may hold
-it and only those are read. Nothing is held between calls but the parsed footer and its mapping, which `close` drops
-again: the memory of a waiting promise is its share of a `FileEntry`. A reader that walks through a file leaves it open
-and closes it when it is not near any more; a look-up by number leaves it as it was, because it may ask thousands of
-files, whose footers would weigh more than the promises in them. Which rows have a key, the key index says.
+The file is sorted, so the rows between two positions are one contiguous run. Row-group statistics select the groups
+that may contain them, and only these groups are read. Between calls only the parsed footer and its mapping are kept,
+and `close` drops them: so a pending message takes only its share of a `FileEntry` in memory. A reader that goes through
+a file leaves it open, and closes it when it has moved on. A look-up by number restores the previous state, because it
+may visit thousands of files, whose footers would take more memory than their messages. The key index finds the rows
+that have a key.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from timeball.table.layout import FOLDER, check_seal, sealed_bytes
 
 Position = tuple[int, int]  # (due_ms, seq)
 
-_CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]  # of a FileEntry
+# Fields of a FileEntry that `_check` compares.
+_CLAIMS = ["rows", "size_bytes", "min_due_ms", "max_due_ms", "min_seq", "max_seq"]
 _TOPIC = TABLE_SCHEMA.get_field_index("topic")
-END_BYTES = 64 * 1024  # holds the footer of a file of a million rows
-_SOME_ROWS = 4_096  # decoded at a time where bodies are among the columns
+END_BYTES = 64 * 1024  # contains the footer of a file of a million rows
+_SOME_ROWS = 4_096  # rows decoded at a time when bodies are among the columns
 _NO_GROUPS: Int64Array = np.empty(0, np.int64)
 _NO_ROWS = ID_SCHEMA.empty_table()
 
@@ -37,32 +39,35 @@ class DataFiles(Protocol):
     """The data folder, or copies of files in an object store (file_cache.py)."""
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer | pa.NativeFile:
-        """Return the file of this name in the data folder, which stays valid after removal of the name.
+        """Map a file of the data folder by its name. The mapping stays valid when the name is removed.
 
-        Or, of one in an object store, a file that is read by ranges.
+        A file in an object store may instead be returned as a file that is read by ranges.
         """
 
 
 class DataFile:
-    """A live file. Blocking; belongs to the reader thread."""
+    """A live data file. Blocking. Belongs to the reader thread."""
 
     def __init__(self, files: DataFiles, entry: FileEntry) -> None:
         self._files = files
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
-        # When it joined the table with overdue rows. 0: it had none, or a start found it.
+        # The time (ms) at which the file joined the table with overdue rows. 0: it had none, or it was found at the
+        # start.
         self.joined_ms = 0
-        self.is_ranged = False  # when it is open: the store is asked at each read
+        # While open: whether each read asks the object store.
+        self.is_ranged = False
+        # Of each row group: its first row, and its smallest and largest due time.
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
-        self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each
+        self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each row group
 
     @property
     def is_open(self) -> bool:
-        """Return whether its footer is in memory, and the file mapped."""
+        """True while the footer is in memory and the file is mapped."""
         return self._parquet is not None
 
     def positions_between(self, low: Position, high: Position) -> tuple[Int64Array, Int64Array]:
-        """(due_ms, seq) of the rows with low <= (due_ms, seq) < high, in that order."""
+        """Read (due_ms, seq) of the rows with low <= (due_ms, seq) < high, in that order."""
         groups = self._groups_between(low, high)
         if not groups:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -71,7 +76,7 @@ class DataFile:
         return due[begin:end], seq[begin:end]
 
     def rows_between(self, low: Position, high: Position) -> pa.Table:
-        """All columns of those rows, in TABLE_SCHEMA."""
+        """Read all columns of the rows with low <= (due_ms, seq) < high, in TABLE_SCHEMA."""
         groups = self._groups_between(low, high)
         if not groups:
             return TABLE_SCHEMA.empty_table()
@@ -81,14 +86,14 @@ class DataFile:
         return rows.slice(begin, end - begin)
 
     def rows_of(self, due_ms: Int64Array, seq: Int64Array) -> pa.Table:
-        """All columns of the rows with these instants and numbers that it has, in TABLE_SCHEMA."""
+        """Read all columns of the rows with these due times and numbers, in TABLE_SCHEMA. Skips those it lacks."""
         with self._briefly():
             groups = sorted({group for due in np.unique(due_ms).tolist() for group in self._groups(due, due)})
             rows = self._read(groups, TABLE_SCHEMA.names) if groups else TABLE_SCHEMA.empty_table()
         return rows.filter(pa.array(np.isin(rows.column("seq").to_numpy(), seq)))
 
     def row_count_up_to(self, low_due_ms: int, high_due_ms: int) -> int:
-        """An upper bound of the rows due in [low, high], from statistics alone."""
+        """Compute an upper bound of the rows due in [low, high], from statistics alone."""
         self._open()
         return sum(
             int(self._group_starts[g + 1] - self._group_starts[g])
@@ -96,7 +101,7 @@ class DataFile:
         )
 
     def first_due_from(self, due_ms: int) -> int | None:
-        """The instant of the first row due at or after `due_ms`; None when there is none."""
+        """Find the due time of the first row due at or after `due_ms`, or None when there is none."""
         self._open()
         group = int(np.searchsorted(self._group_max, due_ms, side="left"))
         if group == len(self._group_max):
@@ -108,9 +113,9 @@ class DataFile:
         return first
 
     def identities_at(self, places: list[int], kept: dict[str, Identities] | None = None) -> list[Row]:
-        """Return the identifying columns of the rows at these places, by the footer only where blocks are missing.
+        """Read the identifying columns of the rows at these indexes. Needs the footer only if the file has no blocks.
 
-        `kept`: those of files that stay mapped, by path; this file's are added.
+        `kept`: the identities of files that stay mapped, by path. This file's are added to it.
         """
         path = self.entry.path
         try:
@@ -123,12 +128,13 @@ class DataFile:
                 return found.rows_at(places)
         except Corrupt as error:
             if kept is not None:
-                kept.pop(path, None)  # a copy may take its place
+                kept.pop(path, None)  # a restored copy may replace the file
             raise Corrupt(f"{FOLDER}/{path}: {error}; restore this file from a copy") from error
         return self._rows_at(np.unique(places))
 
     def _mapped_identities(self) -> Identities | None:
-        # Of a file that is not in memory some pages, and not all of it, as a system may read ahead megabytes.
+        # Mapped for random access: only some pages are read of a file that is not in the page cache. Otherwise the
+        # system may read megabytes ahead.
         data = self._files.map_readonly(f"{FOLDER}/{self.entry.path}", at_random=True)
         found = _identities(data, self.entry.size_bytes)
         if found is not None and found.rows != self.entry.rows:
@@ -136,7 +142,7 @@ class DataFile:
         return found
 
     def _rows_at(self, places: Int64Array) -> list[Row]:
-        """Return the same from the row groups of the file, in its order."""
+        """Read the same columns from the row groups. The rows come in the order of the file."""
         found = []
         with self._briefly():
             self._open()
@@ -147,7 +153,10 @@ class DataFile:
         return found
 
     def find_seqs(self, seqs: Int64Array) -> pa.Table:
-        """The identifying columns of the rows with these numbers; reads the numbers of row groups that may hold one."""
+        """Read the identifying columns of the rows with these numbers.
+
+        It reads the numbers of the row groups whose statistics admit one of them.
+        """
         parts = [_NO_ROWS]
         with self._briefly():
             self._open()
@@ -164,18 +173,18 @@ class DataFile:
         return pa.concat_tables(parts)
 
     def key_columns(self) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-        """The ids and the keys of all rows."""
+        """Read the ids and the keys of all rows."""
         with self._briefly():
             rows = self._read(list(range(self._open().num_row_groups)), ["unique_key", "keys"])
         return rows.column("unique_key"), rows.column("keys")
 
     def group_count(self) -> int:
-        """How many row groups it has."""
+        """Count the row groups."""
         with self._briefly():
             return int(self._open().num_row_groups)
 
     def identities(self, group: int) -> pa.RecordBatch:
-        """The identifying columns of one row group, sorted by (due_ms, seq)."""
+        """Read the identifying columns of one row group, sorted by (due_ms, seq)."""
         with self._briefly():
             rows = self._read([group], ID_COLUMNS).combine_chunks()
         return pa.RecordBatch.from_arrays([column.chunk(0) for column in rows.columns], schema=rows.schema)
@@ -184,42 +193,48 @@ class DataFile:
 
     @property
     def group_min_ms(self) -> Int64Array:
-        """The first instant of each row group."""
+        """The first due time of each row group."""
         self._open()
         return self._group_min
 
     @property
     def group_max_ms(self) -> Int64Array:
-        """The last instant of each row group."""
+        """The last due time of each row group."""
         self._open()
         return self._group_max
 
     def groups_between(self, low: Position, high: Position) -> list[int]:
-        """The row groups that may hold rows with low <= (due_ms, seq) < high."""
+        """List the row groups that may contain rows with low <= (due_ms, seq) < high."""
         self._open()
         return self._groups_between(low, high)
 
     def group_topics(self, group: int) -> tuple[str, str] | None:
-        """The first and the last topic of a row group, as its statistics say; None for a file without these."""
+        """Read the first and last topic of a row group from its statistics.
+
+        Returns None for a file without topic statistics.
+        """
         column = self._open().metadata.row_group(group).column(_TOPIC).statistics
         return None if column is None or not column.has_min_max else (column.min, column.max)
 
     def may_have_topic(self, group: int, topic: str) -> bool:
-        """Say whether rows for a topic may be in a row group."""
+        """Check whether a row group may contain rows of a topic."""
         span = self.group_topics(group)
         return span is None or span[0] <= topic <= span[1]
 
     def group_rows(self, group: int) -> int:
-        """The number of rows in a row group."""
+        """Count the rows in a row group."""
         self._open()
         return int(self._group_starts[group + 1] - self._group_starts[group])
 
     def read_group(self, group: int, columns: list[str]) -> pa.Table:
-        """These columns of all rows of a row group."""
+        """Read these columns of all rows of a row group."""
         return self._read([group], columns)
 
     def read_group_rows(self, group: int, rows: Int64Array, columns: list[str]) -> pa.Table:
-        """These columns of some rows of a row group, ascending; pages behind the last of them are not read."""
+        """Read these columns of some rows of a row group (ascending indexes).
+
+        Pages after the last of them are not read.
+        """
         parts, begin = [], 0
         try:
             for batch in self._open().iter_batches(_SOME_ROWS, row_groups=[group], columns=columns):
@@ -237,14 +252,14 @@ class DataFile:
         self._open()
 
     def close(self) -> None:
-        """Drop the footer and its mapping; the next read parses it again."""
+        """Drop the footer and its mapping. The next read parses it again."""
         self._parquet = None
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._group_seqs = _NO_GROUPS, _NO_GROUPS
 
     @contextmanager
     def _briefly(self) -> Iterator[None]:
-        """Open the file for a block, and close it again if it was closed."""
+        """Allow the block to open the file, and close it afterwards if it was closed before."""
         was_open = self.is_open
         try:
             yield
@@ -270,14 +285,15 @@ class DataFile:
 
     def _check(self, parquet: pq.ParquetFile, size_bytes: int) -> None:
         metadata = parquet.metadata
-        # Not of `metadata.schema`: the two refer to each other, and stay until the collector of cycles comes by.
+        # Not from `metadata.schema`: schema and metadata refer to each other, so they would stay in memory until the
+        # cycle collector runs.
         if parquet.schema_arrow.names != TABLE_SCHEMA.names:
             raise Corrupt(f"{self.entry.path} has other columns than the pending table")
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._group_starts = np.cumsum([0, *(group.num_rows for group in groups)])
         self._group_min, self._group_max = _ranges(groups, "due_ms")
         seq_min, seq_max = self._group_seqs = _ranges(groups, "seq")
-        # A gather trusts these: a claim that is narrower than the file would leave promises unread.
+        # Reads rely on these values: a claim that is narrower than the file would leave messages unread.
         found = (
             metadata.num_rows, size_bytes, self._group_min[0], self._group_max[-1], seq_min.min(), seq_max.max(),
         )  # fmt: skip
@@ -298,10 +314,11 @@ class DataFile:
         return list(range(begin, end))
 
     def _groups_between(self, low: Position, high: Position) -> list[int]:
-        """Return those that may hold rows with low <= (due_ms, seq) < high."""
+        """List the row groups that may contain rows with low <= (due_ms, seq) < high."""
         found = self._groups(low[0], high[0])
         seq_min, seq_max = self._group_seqs
-        # A million may be due at one instant, and be read in ten parts: each reads its own groups, and not all of them.
+        # A million messages may have the same due time and be read in ten parts. Each part then reads only its own
+        # groups.
         while found and self._group_max[found[0]] == low[0] and seq_max[found[0]] < low[1]:
             del found[0]
         while found and self._group_min[found[-1]] == high[0] and seq_min[found[-1]] >= high[1]:
@@ -310,14 +327,14 @@ class DataFile:
 
     def _read(self, groups: list[int], columns: list[str]) -> pa.Table:
         try:
-            # One of them costs less than to wake other threads for its columns.
+            # One thread for one group: waking other threads for its columns costs more.
             return self._open().read_row_groups(groups, columns=columns, use_threads=len(groups) > 1)
         except (OSError, pa.ArrowInvalid) as error:
             raise Corrupt(f"{self.entry.path}: {error}; restore this file from a copy") from error
 
 
 def check_all(data: pa.Buffer) -> None:
-    """Raise Corrupt unless every checksum of a data file is right; takes as long as reading all of it."""
+    """Raise Corrupt unless every checksum of a data file is right. It reads the whole file."""
     try:
         parquet = _parse(data)
         for group in range(parquet.num_row_groups):
@@ -330,7 +347,7 @@ def check_all(data: pa.Buffer) -> None:
 
 
 def _identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identities | None:
-    """Return the identities of a file of so many bytes; None when it has none. Raises Corrupt."""
+    """Open the identities of a file of `size_bytes` bytes, or None when it has none. Raises Corrupt."""
     if isinstance(data, pa.Buffer):
         found_bytes, end, read_at = data.size, data.slice(max(0, data.size - END_BYTES)), data.slice
     else:
@@ -347,7 +364,7 @@ def _identities(data: pa.Buffer | pa.NativeFile, size_bytes: int) -> Identities 
 
 
 def _parse(data: pa.Buffer | pa.NativeFile) -> pq.ParquetFile:
-    # First: Arrow may abort the process on a footer that is not what it was.
+    # The seal is checked first, because Arrow may abort the process on a damaged footer.
     if isinstance(data, pa.Buffer):
         check_seal(data)
         return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
@@ -363,7 +380,7 @@ def _end_of(file: pa.NativeFile) -> pa.Buffer:
 
 
 def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
-    """Return files that may hold numbers of these ranges, by their first instant."""
+    """List the files that may contain numbers of these ranges, by their first due time."""
     spans = np.array([(file.entry.min_seq, file.entry.max_seq + 1) for file in files], np.int64)
     begin, end = spans.reshape(-1, 2).T
     found = [files[at] for at in np.flatnonzero(overlap(begin, end, ranges)).tolist()]
@@ -371,14 +388,14 @@ def overlapping(files: Sequence[DataFile], ranges: Ranges) -> list[DataFile]:
 
 
 def search(due: Int64Array, seq: Int64Array, position: Position) -> int:
-    """Number of rows of a (due_ms, seq)-sorted run that lie before `position`."""
+    """Count the rows of a (due_ms, seq)-sorted run that are before `position`."""
     begin = int(np.searchsorted(due, position[0], side="left"))
     end = int(np.searchsorted(due, position[0], side="right"))
     return begin + int(np.searchsorted(seq[begin:end], position[1], side="left"))
 
 
 def _ranges(groups: list[pq.RowGroupMetaData], name: str) -> tuple[Int64Array, Int64Array]:
-    """(min, max) of a column in each row group, from the statistics that every file of ours has."""
+    """Read (min, max) of a column in each row group, from the statistics that all our files have."""
     column = TABLE_SCHEMA.get_field_index(name)
     statistics = [group.column(column).statistics for group in groups]
     if not statistics or any(s is None or not s.has_min_max for s in statistics):

@@ -1,7 +1,7 @@
-"""The pending table as delta-rs reads and writes it.
+"""Reading and writing of the pending table's Delta log with delta-rs.
 
-Imported when the table is opened, and not before: it takes longer to import than most logs to read, and a start
-releases due promises before it looks at the table.
+Imported only when the table is opened: importing it takes longer than reading most logs, and a start releases due
+messages before it opens the table.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 APP_ID = "timeball"
-ANEW = "anew"  # the job id of the one commit of a table that is made anew
+ANEW = "anew"  # job id of the single commit of a recreated table
 DELTA_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field(PARTITION_COLUMN, pa.string())])
 
-_ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs draws its causes as a coloured tree, one a line
+_ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs prints causes as a coloured tree, one per line
 _NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
 def open_table(uri: str, options: dict[str, str] | None) -> DeltaTable | None:
-    """Return the table; None when there is none. Raises DeltaError when it cannot be read."""
+    """Open the table. Returns None when there is none, and raises DeltaError when it cannot be read."""
     try:
         return DeltaTable(uri, storage_options=options)
     except TableNotFoundError:
@@ -49,7 +49,7 @@ def open_table(uri: str, options: dict[str, str] | None) -> DeltaTable | None:
 
 
 def create_table(uri: str, options: dict[str, str] | None) -> DeltaTable:
-    """Return a new, empty table."""
+    """Create an empty table."""
     return _created(uri, options, "ignore")
 
 
@@ -69,14 +69,14 @@ def _created(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "
 def corrected_layout(
     uri: str, options: dict[str, str] | None, table: DeltaTable, difference: str | None
 ) -> DeltaTable:
-    """Return the table, without files and with our schema and rules again if it has a `difference` in these."""
+    """Recreate the table, without files, if its schema or rules have a `difference`. Returns the table to use."""
     if difference is None:
         return table
     return _created(uri, options, "overwrite")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether a failure of delta-rs, which gives its causes as text, is a full disk."""
+    """Check whether a failure of delta-rs, which reports causes as text, means a full disk."""
     number = getattr(error, "errno", None)
     return number in DISK_FULL or any(f"(os error {full})" in str(error) for full in DISK_FULL)
 
@@ -84,8 +84,8 @@ def is_disk_full(error: BaseException) -> bool:
 def commit(
     table: DeltaTable, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
 ) -> None:
-    """Write the entry of one attach, the TABLE row `attach_seq`."""
-    # A stream that follows the table has seen the rows of a rewrite, but not those of a table that begins again.
+    """Write the commit of one attach, the TABLE row `attach_seq`."""
+    # A stream that follows the table has already received the rows of a rewrite, but not those of a recreated table.
     changes = attachment.job != "rewrite" or bool(attachment.ranges) or attachment.job_id == ANEW
     actions: list[AddAction | RemoveAction] = [
         _add_action(entry, now_ms, data_change=changes) for entry in attachment.files
@@ -114,7 +114,7 @@ def commit(
 
 
 def said(error: Exception) -> str:
-    """Return what delta-rs says, in one line."""
+    """Format a message of delta-rs in one line."""
     return " ".join(_ORNAMENTS.sub(" ", str(error)).split())
 
 

@@ -1,18 +1,18 @@
-"""Local copies of the data files of a table in an object store, under the names that they have there.
+"""Local copies of the data files of a table in an object store, under the same names.
 
-A copy lies in the data folder where the file of a local table would lie, so all that reads data files reads copies. One
-is *local* when this life of the broker has written, fetched or read all of it, every checksum included: one of an
-earlier life is read through before it is used, and fetched again if it is damaged.
+A copy is in the data folder at the path of a local table's file, so all code that reads data files reads copies. A copy
+is *local* when this run of the broker has written, fetched or completely read it, including every checksum. A copy from
+an earlier run is read completely before its use, and fetched again if it is damaged.
 
     fetch     make a file local
-    put       bring a file that this broker wrote to the store; it is local then
+    put       copy a file that this broker wrote to the store; it is then local
     check     compare a file of another writer with its claim, by its footer alone, which is fetched by range
-    pin       keep these, also beyond the bound: a release must not depend on the store
+    pin       keep these files, even beyond the bound: a release must not depend on the store
     map       for a rewrite: a file that is not local is fetched first
-    ranged    for a look-up or a forecast: of a large file that is not local the columns of row groups are read by range
+    ranged    for a look-up or a forecast: of a large file that is not local, the needed columns are read by range
 
-Others go, least recently used first, when there is more than the bound. After a failure look-ups are refused at once,
-so that they do not wait for one time-out after the other, until `probe` or a fetch has had an answer.
+Above the bound, other copies are removed, the least recently used first. After a failure, look-ups are refused
+immediately, so that they do not wait for one time-out after another, until `probe` or a fetch gets an answer.
 """
 
 from __future__ import annotations
@@ -40,37 +40,39 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-THREADS = 4  # requests at a time
-RANGED_BYTES_MIN = 1024 * 1024  # smaller ones are fetched: a look-up takes some ten ranges
+THREADS = 4  # concurrent requests
+RANGED_BYTES_MIN = 1024 * 1024  # smaller files are fetched: a look-up takes some ten range reads
 _LOCKS = 64
-_FRESH = ".fetched"  # behind the name of a copy that is not whole yet
+_FRESH = ".fetched"  # suffix of a copy that is still being fetched
 
 
 class FileCache:
-    """Blocking, any thread; the reader thread, which releases wait for, maps local files alone."""
+    """The copies. Blocking, any thread. The reader thread, on which releases depend, maps only local files."""
 
     def __init__(self, files: Files, store: ObjectStore, size_bytes_max: int, problem: str = "") -> None:
-        """`problem`: with which the store has not answered yet."""
+        """`problem`: the error because of which the store has not answered yet, or ""."""
         self._files, self._store = files, store
         self._size_bytes_max = size_bytes_max
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
         self.table_thread = ThreadPoolExecutor(1, thread_name_prefix="table")  # for the Delta log
-        self._lock = threading.Lock()  # over the fields below
-        self._local: OrderedDict[str, int] = OrderedDict()  # sizes by path; used last comes last
-        self._left: dict[str, int] = {}  # copies of an earlier life, which may be damaged
-        self._stored: dict[str, FileEntry] = {}  # files that are in the store as their entries say
+        self._lock = threading.Lock()  # protects the fields below
+        self._local: OrderedDict[str, int] = OrderedDict()  # path -> bytes; the most recently used last
+        self._left: dict[str, int] = {}  # path -> bytes of copies from an earlier run, not checked yet
+        # Files known to be in the store as described by their entries.
+        self._stored: dict[str, FileEntry] = {}
         self._pinned: frozenset[str] = frozenset()
         self.size_bytes = 0
-        self.problem = problem  # of the last request, for people; empty when it was answered
+        self.problem = problem  # error of the last request, for display; "" if it succeeded
         self.fetched_files = self.fetched_bytes = self.failures = 0
-        self.missing_files = 0  # due soon and not local, by the last look (broker/stored_table.py)
-        # One at a time fetches a file; two of different names seldom meet.
+        # Files with messages due soon that are not local, at the last check (broker/stored_table.py).
+        self.missing_files = 0
+        # One thread at a time fetches a file. Two files seldom share a lock.
         self._busy = [threading.Lock() for _ in range(_LOCKS)]
         self._files.make_dir(KEYS_FOLDER)
         self._find_left()
 
     def leave_store(self) -> None:
-        """Ask the store no more; what waits for an answer that does not come is told that it is not there."""
+        """Stop using the store. Requests that wait for an answer fail."""
         self._store.requests.close()
 
     def close(self) -> None:
@@ -80,7 +82,7 @@ class FileCache:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _find_left(self) -> None:
-        """Count the copies of an earlier life, and remove those that it did not end."""
+        """Register the copies of an earlier run, and remove its incomplete ones."""
         for folder in self._files.list_dir(FOLDER):
             for name in self._files.list_dir(f"{FOLDER}/{folder}"):
                 path = f"{folder}/{name}"
@@ -93,24 +95,27 @@ class FileCache:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def is_local(self, path: str) -> bool:
-        """Return whether a file can be mapped without the store."""
+        """Check whether a file can be mapped without the store."""
         return path in self._local
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-        """Return a data file by its name in the data folder; raise Unavailable, Corrupt, NotFound."""
+        """Map a data file by its name in the data folder, fetching it if needed.
+
+        Raises Unavailable, Corrupt, NotFound.
+        """
         path = name.partition("/")[2]
         for _ in range(3):
             self.fetch(path, patiently=False)
             try:
                 return self._files.map_readonly(name, at_random=at_random)
             except NotFound:
-                self._forget(path)  # it had to make room meanwhile
+                self._forget(path)  # it was evicted meanwhile
         raise Unavailable(f"{name} is fetched and evicted in turn: raise --table-cache-bytes")
 
     def open_ranged(
         self, name: str, size_bytes_min: int, *, at_random: bool = False
     ) -> pa.Buffer | pa.NativeFile:
-        """Return a copy, if there is one or the file is small, or else the file in the store, read by ranges."""
+        """Map the copy if there is one or the file is small. Otherwise open the file in the store, read by ranges."""
         path = name.partition("/")[2]
         if path in self._local or path in self._left:
             return self.map_readonly(name, at_random=at_random)
@@ -126,9 +131,9 @@ class FileCache:
         return self._ask(partial(self._store.read_range, file, begin, size_bytes))
 
     def fetch(self, path: str, *, patiently: bool = True) -> None:
-        """Make a file local; raise Unavailable, Corrupt, and NotFound when the store has no such file.
+        """Make a file local. Raises Unavailable, Corrupt, and NotFound when the store has no such file.
 
-        Not `patiently`: without asking a store that did not answer last.
+        `patiently` false: fail at once if the store did not answer the last request.
         """
         with self._busy[hash(path) % _LOCKS]:
             with self._lock:
@@ -142,14 +147,14 @@ class FileCache:
         self._make_room(path)
 
     def fetch_all(self, paths: Iterable[str]) -> None:
-        """Make files local, some at a time; raise as `fetch` does, behind the last one."""
+        """Make files local, several at a time. Raises the first error of `fetch`, after all have ended."""
         futures = [self.threads.submit(self.fetch, path) for path in paths]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
 
     def _use_left(self, path: str) -> bool:
-        """Use the copy of an earlier life, if it is there and whole."""
+        """Use the copy of an earlier run, if it exists and is undamaged."""
         name = f"{FOLDER}/{path}"
         if not self._files.exists(name):
             self._forget(path)
@@ -174,14 +179,14 @@ class FileCache:
             for piece in self._asked(self._store.pieces(name)):
                 file.write_at(size_bytes, piece)
                 size_bytes += len(piece)
-            # Before it gets its name: a copy must outlive a power cut while the store is away.
+            # Synced before it gets its name: a copy must survive a power cut while the store is unavailable.
             with no_room_to_sync(f"writing {fresh}"):
                 file.sync()
             check_all(self._files.map_readonly(fresh))
         except Corrupt as error:
             self._files.remove(fresh)
             raise Corrupt(f"{name} at {self._store.uri}: {error}; restore this file from a copy") from error
-        except BaseException:  # of any kind: a part of a file is of no use
+        except BaseException:  # of any kind: a partial file is useless
             self._files.remove(fresh)
             raise
         finally:
@@ -195,7 +200,7 @@ class FileCache:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def check(self, entries: Sequence[FileEntry]) -> None:
-        """Raise Corrupt unless each file is what its entry claims, NotFound when it is nowhere; Unavailable."""
+        """Raise Corrupt unless each file matches its entry, NotFound for a missing file, or Unavailable."""
         list(self.threads.map(self._check, entries))
 
     def _check(self, entry: FileEntry) -> None:
@@ -210,7 +215,7 @@ class FileCache:
             self._stored[entry.path] = entry
 
     def put(self, entries: Sequence[FileEntry]) -> None:
-        """Bring those of these files that this broker wrote to the store; they are durable, and local."""
+        """Copy those of these files that this broker wrote to the store. They are then durable and local."""
         list(self.threads.map(self._put, entries))
 
     def _put(self, entry: FileEntry) -> None:
@@ -218,14 +223,15 @@ class FileCache:
             return
         name = f"{FOLDER}/{entry.path}"
         data = self._files.map_readonly(name)
-        # As for a local table, whose attach syncs it: it may be pinned, and a power cut come while the store is away.
+        # Synced as the attach of a local table does: the copy may be pinned, and a power cut may come while the store
+        # is unavailable.
         self._files.sync_file(name)
         self._ask(partial(self._store.put, name, data))
         self._stored[entry.path] = entry
         self._keep(entry.path, data.size)
 
     def bring(self, live: Sequence[FileEntry]) -> None:
-        """Raise Corrupt unless the store has these files; those that are in the data folder alone are put there."""
+        """Raise Corrupt unless the store has these files. Files that are only in the data folder are put there."""
         sizes = self._ask(self._store.sizes)
         missing = []
         for entry in live:
@@ -235,7 +241,7 @@ class FileCache:
                 missing.append(entry)
                 continue
             if size_bytes is None and self._ask(partial(self._store.exists, name)):
-                size_bytes = self._ask(partial(self._store.size, name))  # the list lacked it
+                size_bytes = self._ask(partial(self._store.size, name))  # the listing lacked it
             if size_bytes != entry.size_bytes:
                 found = (
                     "is missing" if size_bytes is None else f"has {size_bytes} bytes, not {entry.size_bytes}"
@@ -245,18 +251,21 @@ class FileCache:
         for entry in missing:
             DataFile(self._files, entry).check()
         self.put(missing)
-        # Copies of files that have left the table: no attach is under way that could bring them back.
+        # Copies of files that have left the table are removed. No attach that could bring them back is under way.
         gone = self._left.keys() - {entry.path for entry in live}
         for path in gone:
             self._remove(path)
 
     def put_back(self, live: Sequence[FileEntry]) -> list[FileEntry]:
-        """Put local copies of live files that another program has removed to the store; return those that are gone."""
+        """Put live files that another program has removed back to the store from local copies.
+
+        Returns the lost files.
+        """
         sizes = self._ask(self._store.sizes)
         gone = []
         for entry in live:
             name = f"{FOLDER}/{entry.path}"
-            if entry.path in sizes or self._ask(partial(self._store.exists, name)):  # the list may lack it
+            if entry.path in sizes or self._ask(partial(self._store.exists, name)):  # the listing may lack it
                 continue
             self._stored.pop(entry.path, None)
             if not self._files.exists(name):
@@ -268,7 +277,7 @@ class FileCache:
 
     def fetch_keys(self) -> None:
         """Move the key runs that executors left in the store to the data folder."""
-        self.check_answers()  # a look-up waits, or the thread that compacts
+        self.check_answers()  # a look-up or the compaction thread is waiting
         for run in self._ask(partial(self._store.list_dir, KEYS_FOLDER)):
             if not run.endswith(SUFFIX):
                 continue
@@ -279,19 +288,19 @@ class FileCache:
     # -- room ----------------------------------------------------------------------------------------------------
 
     def pin(self, paths: Iterable[str], *, besides: bool = False) -> None:
-        """Keep these files when they are local, and those pinned until now only if `besides`."""
+        """Protect these files from eviction when they are local. `besides` also keeps the files pinned before."""
         pinned = frozenset(paths)
         with self._lock:
             self._pinned = self._pinned | pinned if besides else pinned
 
     def keep_near(self, entries: Iterable[FileEntry], soon_ms: int) -> None:
-        """Fetch and pin those of these files that hold something due before `soon_ms`."""
+        """Fetch and pin the files with messages due before `soon_ms`."""
         near = [entry.path for entry in entries if entry.min_due_ms < soon_ms]
         self.pin(near, besides=True)
         self.fetch_all(near)
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Remove the copies of files that are in the store no more."""
+        """Remove the copies of files that are no longer in the store."""
         for path in paths:
             self._stored.pop(path, None)
             self._remove(path)
@@ -303,7 +312,7 @@ class FileCache:
             for path, size_bytes in (*self._left.items(), *self._local.items()):
                 if over <= 0:
                     break
-                # One that the store may lack is the only copy there is.
+                # A file that the store may lack is kept, because its copy is the only one.
                 if path != used and path not in self._pinned and path in self._stored:
                     gone.append(path)
                     over -= size_bytes
@@ -311,12 +320,12 @@ class FileCache:
             self._remove(path, unless_pinned=True)
 
     def _remove(self, path: str, *, unless_pinned: bool = False) -> None:
-        # Not while it is fetched: its name would go, and it would count as local.
+        # Not during a fetch: the name would be removed, but the file would count as local.
         with self._busy[hash(path) % _LOCKS]:
             with self._lock:
                 if unless_pinned and path in self._pinned:
-                    return  # since it was chosen
-                # First: what is not local is not mapped any more. What is mapped stays readable.
+                    return  # pinned since it was chosen
+                # Dropped first, so that it is no longer mapped. Existing mappings stay readable.
                 self._drop(path)
             self._files.remove(f"{FOLDER}/{path}")
 
@@ -336,7 +345,7 @@ class FileCache:
     # -- how the store is ----------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Ask a store that did not answer last whether it does; raise Unavailable."""
+        """Send a request to a store that did not answer the last one. Raises Unavailable."""
         if self.problem:
             self._ask(partial(self._store.list_dir, KEYS_FOLDER))
 
@@ -361,7 +370,7 @@ class FileCache:
             self.problem = str(error)
 
     def check_answers(self) -> None:
-        """Raise Unavailable when the store did not answer last."""
+        """Raise Unavailable if the store did not answer the last request."""
         if problem := self.problem:
             raise Unavailable(problem)
 

@@ -1,7 +1,7 @@
 """The live files between two changes of the table, with their bounds as columns.
 
-A look-up by number asks which of thousands of files may hold it: in columns that takes microseconds, file by file
-milliseconds.
+A look-up by number must find the files, among thousands, that may contain it. With columns this takes microseconds,
+file by file milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from timeball.table.attachment import FileEntry
 
 
 class FileSet:
-    """Never changed: an attach makes another one."""
+    """An immutable set of live files. An attach makes a new one."""
 
     def __init__(self, entries: Iterable[FileEntry]) -> None:
         self.entries = tuple(entries)
@@ -29,18 +29,18 @@ class FileSet:
         return len(self.entries)
 
     def get(self, path: str) -> FileEntry | None:
-        """Return the file of this path, if it lives."""
+        """Get the live file with this path, or None."""
         return self._by_path.get(path)
 
     def with_seqs(self, seq: Int64Array) -> list[FileEntry]:
-        """Return the files that may hold one of these numbers."""
+        """List the files that may contain one of these numbers."""
         seq = np.sort(seq)
         low = np.searchsorted(seq, self._min_seq, side="left")
         high = np.searchsorted(seq, self._max_seq, side="right")
         return [self.entries[at] for at in np.flatnonzero(high > low).tolist()]
 
     def with_pairs(self, due_ms: Int64Array, seq: Int64Array) -> list[tuple[FileEntry, Int64Array]]:
-        """Return the files that may hold some of these instants with their numbers, each with the places of those."""
+        """List the files that may contain some of these (due time, number) pairs, each with its pairs' indexes."""
         found: dict[int, list[int]] = {}
         for place, (due, number) in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):
             may = (self._min_seq <= number) & (number <= self._max_seq)

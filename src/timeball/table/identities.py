@@ -1,8 +1,8 @@
-"""The identities of a data file's rows once more, in small blocks: a look-up of one row reads one of them.
+"""A second copy of the identifying columns of a data file's rows, in small blocks: a look-up of a row reads one block.
 
-A cancel by key wants ID_COLUMNS of a row. In Parquet that is a footer to parse and seven columns of a row
-group to decode, a millisecond a row; a block costs a twentieth. The blocks stand between the last page and the seal of
-a data file (layout.py), where readers of Parquet never look, so they come, move and go with the rows:
+A cancel by key needs ID_COLUMNS of a row. From Parquet it would have to parse a footer and decode seven columns of a
+row group, which takes a millisecond per row. A block takes a twentieth. The blocks are between the last page and the
+seal of a data file (layout.py), where Parquet readers never look, so they are created, moved and removed with the rows:
 
     +---- … ----+- … -+---- … ----+------- … -------+-------------+------+------------+--------+-----------+
     | block 0   |     | block b-1 | b entries       | block_bytes | rows | block_rows | crc32c | "TBIDEN1" |
@@ -10,16 +10,17 @@ a data file (layout.py), where readers of Parquet never look, so they come, move
                                     20 bytes each     8             8      4            4        8 bytes
                                                                                         little-endian
 
-A block is the message of a record batch in Arrow's IPC format, without its schema: ID_COLUMNS, then `id16`, which holds
-the id in place of unique_key where that is 32 hexadecimal digits: in lower case, as ours are, where unique_key is null;
-in upper case, as RocketMQ's are, where it is empty. Its bytes are sorted by
-their place modulo 8, all those at place 0 first, since numbers that are alike then give long runs; and compressed with
-LZ4 (a raw block). It has `block_rows` rows, the last one fewer, in the order of the file. Its entry says where
-it begins behind the first one (8 bytes), its bytes here, its bytes decompressed, and the CRC-32C of its bytes here and
-of these three fields (4 each). All blocks together have `block_bytes`. The last checksum is of the three fields before
-it.
+A block is a record batch message in Arrow's IPC format, without its schema: ID_COLUMNS, then `id16`. If unique_key is
+32 hexadecimal digits, `id16` contains the id in its place. Then unique_key is null for lower-case digits, as in
+Timeball's ids, or empty for upper-case digits, as in RocketMQ's. The bytes of the message are sorted by their position
+modulo 8, those at position 0 first, because similar numbers then give long runs. Then they are compressed with LZ4 (a
+raw block). A block has `block_rows` rows in the order of the file, the last block fewer.
 
-A file without them is read by its row groups. Codec only: no I/O here.
+The entry of a block contains its begin relative to the first block (8 bytes), its compressed bytes, its decompressed
+bytes, and the CRC-32C of its compressed bytes and these three fields (4 bytes each). `block_bytes` is the total of all
+blocks. The last checksum covers the three fields before it.
+
+Rows of a file without blocks are read from its row groups. This module is only a codec and does no I/O.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "nu
 ID_SCHEMA = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS])
 _ID16 = pa.field("id16", pa.binary(16))
 _BLOCK_SCHEMA = ID_SCHEMA.append(_ID16)
-# 4.5 KB on the disk: a page or two to read, 8 us to decompress.
+# 4.5 KB on disk: one or two pages to read, 8 us to decompress.
 BLOCK_ROWS = 128
-_PART_ROWS = 64 * BLOCK_ROWS  # shaped at a time: a megabyte, three times
+_PART_ROWS = 64 * BLOCK_ROWS  # rows encoded at a time: a megabyte, held three times
 MAGIC = b"TBIDEN1\x00"
 TRAILER = struct.Struct("<QQII8s")
-_COVERED = struct.Struct("<QQI")  # of the trailer, by its checksum
-_PLACE = struct.Struct("<QII")  # of an entry
+_COVERED = struct.Struct("<QQI")  # the part of the trailer that its checksum covers
+_PLACE = struct.Struct("<QII")  # the first three fields of an entry
 _CRC = struct.Struct("<I")
 _ENTRY_BYTES = _PLACE.size + _CRC.size
 _WORD = 8
-# Not zstd, which makes a context for each block: 25 us to read it, 40 to write it.
+# Not zstd, which makes a context for each block: 25 us to read a block, 40 us to write it.
 _LZ4 = pa.Codec("lz4_raw")
 _ID_DIGITS = 32
 _NO_DIGIT = 255
-# Of a block's message, whose buffers are three for a text.
+# The layout of a block's message. A text column has three buffers, the others two.
 _ID16_FORM = struct.Struct("16s")
-_ENDS = struct.Struct("<ii")  # where a text begins and ends
+_ENDS = struct.Struct("<ii")  # begin and end of a text
 _FORMS = [
     {pa.int64(): struct.Struct("<q"), pa.string(): _ENDS}.get(f.type, _ID16_FORM) for f in _BLOCK_SCHEMA
 ]
@@ -71,24 +72,24 @@ _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 _DIGITS[np.frombuffer(b"ABCDEF", np.uint8)] = np.arange(10, 16)
 _LOWER_BIT = ord("a") ^ ord("A")
 
-Row = dict[str, Any]  # by ID_COLUMNS
+Row = dict[str, Any]  # a value for each of ID_COLUMNS
 ReadAt = Callable[[int, int], pa.Buffer]  # (begin, size) of a file
 
 
 def encode(rows: pa.Table) -> bytes:
-    """Return the blocks of these rows, and what stands behind them."""
+    """Encode the identities of these rows: blocks, entries and trailer."""
     encoder = Encoder()
     encoder.add(rows)
     return encoder.finish()
 
 
 class Encoder:
-    """Makes the blocks of rows that come part by part."""
+    """Encodes the identities of rows that are added part by part."""
 
     def __init__(self) -> None:
         self._blocks, self._entries = list[bytes](), list[bytes]()
         self._block_bytes = self._rows = 0
-        self._left = ID_SCHEMA.empty_table()  # less than a block
+        self._left = ID_SCHEMA.empty_table()  # fewer rows than a block
 
     def add(self, rows: pa.Table) -> None:
         """Add the next rows."""
@@ -97,7 +98,7 @@ class Encoder:
         self._encode(whole.slice(0, whole.num_rows - self._left.num_rows))
 
     def finish(self) -> bytes:
-        """Return the blocks, and what stands behind them."""
+        """Encode the last block. Returns the blocks, entries and trailer."""
         self._encode(self._left)
         counts = self._block_bytes, self._rows, BLOCK_ROWS
         trailer = TRAILER.pack(*counts, google_crc32c.value(_COVERED.pack(*counts)), MAGIC)
@@ -118,7 +119,7 @@ class Encoder:
 
 
 def _with_id16(rows: pa.Table) -> pa.RecordBatch:
-    """Return rows of ID_SCHEMA in that of a block."""
+    """Convert rows of ID_SCHEMA to the schema of a block."""
     columns = {name: pa.concat_arrays(rows.column(name).chunks) for name in ID_COLUMNS}
     ids, count = columns["unique_key"], rows.num_rows
     may_be = pc.fill_null(pc.equal(pc.binary_length(ids), _ID_DIGITS), False)
@@ -131,14 +132,15 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
         size_bytes = _ID_DIGITS * len(texts)
         characters = np.frombuffer(data, np.uint8, size_bytes, begin).reshape(-1, _ID_DIGITS)
         digits = _DIGITS[characters]
-        # Digits 0 to 9 have the bit of lower case, too.
+        # The bit that distinguishes lower case is also set in the digits 0 to 9.
         are_upper = ((characters & _LOWER_BIT == 0) | (digits < 10)).all(axis=1)
         are_lower = (characters & _LOWER_BIT != 0).all(axis=1)
         fit = (digits != _NO_DIGIT).all(axis=1) & (are_upper | are_lower)
         places = np.flatnonzero(np.asarray(may_be))[fit]
         packed[places] = (digits[:, ::2] << 4 | digits[:, 1::2])[fit]
         is_packed[places], is_upper[places] = True, ~are_lower[fit]
-    # Not `if_else`, which keeps the text of a null: a null is taken, and behind all texts an empty one.
+    # Not `if_else`, which keeps the text of a null. `take` gives a null for a masked index, and an empty text for the
+    # index after all ids.
     empty = pa.concat_arrays([ids, pa.array([""], ids.type)])
     columns["unique_key"] = empty.take(
         pa.array(np.where(is_upper, count, np.arange(count)), mask=is_packed & ~is_upper)
@@ -151,10 +153,10 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
 class Identities:
     """Reads the identities of one file, block by block."""
 
-    __slots__ = ("_begin", "_block_rows", "_entries", "_read_at", "rows")  # thousands are kept
+    __slots__ = ("_begin", "_block_rows", "_entries", "_read_at", "rows")  # thousands of these are kept
 
     def __init__(self, read_at: ReadAt, end: int) -> None:
-        """`end`: where they end in the file. Reads what stands behind the blocks; raises Corrupt."""
+        """`end`: the position of their end in the file. Reads the trailer. Raises Corrupt."""
         self._read_at = read_at
         trailer = bytes(read_at(end - TRAILER.size, TRAILER.size))
         block_bytes, self.rows, self._block_rows, crc, _ = TRAILER.unpack(trailer)
@@ -166,7 +168,7 @@ class Identities:
             raise Corrupt("it is shorter than its identities")
 
     def rows_at(self, places: Iterable[int]) -> list[Row]:
-        """Return the rows at these places of the file, in this order; raise Corrupt."""
+        """Read the rows at these indexes of the file, in this order. Raises Corrupt."""
         blocks: dict[int, _Block] = {}
         found = []
         for place in places:
@@ -184,7 +186,7 @@ class Identities:
             self._block(block)
 
     def _block(self, block: int) -> bytes:
-        """Return the message of a block, compared with its checksum."""
+        """Read the message of a block and compare it with its checksum."""
         entry = bytes(self._read_at(self._entries + _ENTRY_BYTES * block, _ENTRY_BYTES))
         begin, stored_bytes, raw_bytes = _PLACE.unpack_from(entry)
         if self._begin + begin + stored_bytes > self._entries:
@@ -197,9 +199,9 @@ class Identities:
 
 
 class _Block:
-    """The message of a block, for a row or two of it: to have Arrow open it takes longer than to read ten.
+    """The message of a block, for reading one or two rows: opening it with Arrow takes longer than reading ten rows.
 
-    Its metadata, a flatbuffer, says where its buffers stand (Arrow's format/Message.fbs).
+    Its metadata, a flatbuffer, contains the positions of its buffers (Arrow's format/Message.fbs).
     """
 
     def __init__(self, message: bytes) -> None:
@@ -208,13 +210,13 @@ class _Block:
         batch_at = fb.target(message, fb.present_field(message, fb.target(message, 8), fb.MESSAGE_HEADER))
         buffers_at = fb.target(message, fb.present_field(message, batch_at, fb.BATCH_BUFFERS)) + 4
         places = _PLACES.unpack_from(message, buffers_at)
-        # In pairs of place and size; of each column its bitmap, which is empty without nulls, comes first.
+        # Pairs of position and size. The first buffer of each column is its bitmap, which is empty if it has no nulls.
         self._bitmaps = [body_at + places[2 * at] if places[2 * at + 1] else -1 for at in _FIRST_BUFFERS]
         self._values = [body_at + places[2 * at + 2] for at in _FIRST_BUFFERS]
         self._texts = [body_at + places[2 * at + 4] if at in _OF_TEXT else -1 for at in _FIRST_BUFFERS]
 
     def row(self, row: int) -> Row:
-        """Return one row."""
+        """Read one row."""
         message, values = self._message, list[Any]()
         for form, bitmap, at, text in zip(_FORMS, self._bitmaps, self._values, self._texts, strict=True):
             if bitmap >= 0 and not message[bitmap + (row >> 3)] >> (row & 7) & 1:
@@ -227,11 +229,11 @@ class _Block:
         *values, id16 = values
         identity = dict(zip(ID_COLUMNS, values, strict=True))
         if id16 is not None:
-            # An empty text: the id is in upper case.
+            # If unique_key is empty, the id is in upper case.
             identity["unique_key"] = id16.hex() if identity["unique_key"] is None else id16.hex().upper()
         return identity
 
 
 def is_there(read_at: ReadAt, end: int) -> bool:
-    """Return whether identities end there."""
+    """Check whether a file has identities that end at `end`."""
     return end >= TRAILER.size and bytes(read_at(end - len(MAGIC), len(MAGIC))) == MAGIC

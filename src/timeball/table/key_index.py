@@ -1,16 +1,16 @@
-"""Find rows of the pending table by id, key or number, in any number of files: the one door to them for look-ups.
+"""Look-ups of rows of the pending table by id, key or number, across any number of files.
 
-    runs      sorted runs of the keys of files (file_keys.py), in `pending/_keys`; a look-up asks each for a block
-    cover     runs that writers have left are opened; files that no run speaks of are read, and become a run
-    merge     runs of like size become one, and what they say of files that have left is left out
+    runs      sorted runs of the keys of files (file_keys.py), in `pending/_keys`; a look-up reads a block of each
+    cover     runs left by writers are opened; files that no run lists are read, and their keys become a run
+    merge     runs of similar size become one, without the pairs of files that have left the table
 
-A cache: the log says which files live, the files what is in them. A run is used as far as it speaks of live files; one
-that is missing or damaged is made again, from the files. So a merge needs no order of steps: the new run is there, or
-the old ones are, or both are, which say the same.
+The runs are a cache: the log lists the live files, and the files contain the keys. A run is used as far as it lists
+live files. If one is missing or damaged, it is rebuilt from the files. So the steps of a merge need no particular
+order: if the new run, the old ones or all of them exist, the result is the same.
 
-What a look-up by key wants of a row stands in its file once more, in small blocks (identities.py), and files that were
-asked stay mapped. For all else a few files stay open, those used last: a footer costs more than the look-up. They are
-no one else's, since Arrow's reader fails when two threads use it.
+A look-up by key reads small blocks of the files (identities.py), and files that were read this way stay mapped. For
+other look-ups the most recently used files stay open, because parsing a footer costs more than the look-up. These open
+files are not shared, because Arrow's reader fails when two threads use it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 logger = logging.getLogger(__name__)
 
-RUNS_MIN = 6  # runs of like size before they become one: each pair is then written O(log n) times
-RUNS_MAX = 256  # merged at once
+RUNS_MIN = 6  # similar runs before they are merged: each pair is then written O(log n) times
+RUNS_MAX = 256  # most runs merged at once
+# Runs count as similar if the largest has at most this multiple of the smallest's pairs.
 SIZE_RATIO = 8
-SMALL_PAIRS = 65_536  # runs up to this size are alike
-# Whose identities stay mapped, 1.5 KB each: to map a file takes as long as to read two rows.
+SMALL_PAIRS = 65_536  # smaller runs count as having this size
+# Files whose identities stay mapped, 1.5 KB each: mapping a file takes as long as reading two rows.
 MAPPED_FILES_MAX = 16_384
 OPEN_GROUPS_MAX = 1_024  # row groups of the files that stay open: 14 KB each
 
@@ -51,44 +52,48 @@ _NO_ROWS = ID_SCHEMA.empty_table()
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A run on the disk; `name` is relative to the data folder."""
+    """A run on disk. `name` is relative to the data folder."""
 
     name: str
     run: KeyRun
 
 
 class TableKeys:
-    """The keys of the live files. Blocking, any thread; `merge` runs beside look-ups, all else waits for its turn."""
+    """The keys of the live files. Blocking, any thread. `merge` runs beside look-ups.
+
+    Other methods wait for each other.
+    """
 
     def __init__(self, files: Files, cache: FileCache | None = None, data: DataFiles | None = None) -> None:
-        """`cache`: the files are in an object store, and so are the runs that their writers leave.
+        """`cache`: set if the files, and the runs that their writers leave, are in an object store.
 
-        `data`: the data files, where they are not read from `files` as they are.
+        `data`: reads the data files, if they are not read directly from `files`.
         """
         self._files, self._cache = files, cache
         self._data: DataFiles = (data or files) if cache is None else Ranged(cache)
         self._lock = threading.RLock()
         self._runs: tuple[_Stored, ...] = ()
-        self._covered: FileSet | None = None  # the files that the runs are known to speak of
-        self._unreadable: set[str] = set()  # files whose keys could not be read, as the log lines have said
-        self._open: OrderedDict[str, DataFile] = OrderedDict()  # the one used last comes last
+        self._covered: FileSet | None = None  # the live files that the runs are known to list
+        self._unreadable: set[str] = set()  # files with unreadable keys that are logged already
+        self._open: OrderedDict[str, DataFile] = OrderedDict()  # the most recently used last
         self._open_groups = 0
-        self._mapped: dict[str, Identities] = {}  # of files that were asked, by path
+        self._mapped: dict[str, Identities] = {}  # path -> identities of the files read by key
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 
     def find_keys(self, live: FileSet, hashes: UInt64Array) -> list[Row]:
-        """Return the identities of the rows with a key that may be one of those hashed.
+        """Find the identities of rows with a key whose hash is among `hashes`. The caller compares the texts.
 
-        Raises Corrupt when a file cannot be read, NotFound when one of them has left the table and is gone.
+        Raises Corrupt when a file cannot be read, NotFound when a file has left the table and is removed.
         """
         with self._lock:
             hits = self._hits(live, hashes)
-        # Not of copies of a store's files, which come and go.
+        # Not for copies of a store's files, which are evicted.
         kept = self._mapped if self._cache is None else None
         found = list[Row]()
         for entry, places in hits:
-            # At each file, as a key may be in more of them than a process may map; and some at once.
+            # Checked before each file, because a key may be in more files than may stay mapped. Several are dropped at
+            # once.
             if len(self._mapped) >= MAPPED_FILES_MAX and entry.path not in self._mapped:
                 for path in list(self._mapped)[: max(1, MAPPED_FILES_MAX // 8)]:
                     self._mapped.pop(path, None)
@@ -96,13 +101,13 @@ class TableKeys:
         return found
 
     def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
-        """Return the same of the rows with these numbers; reads the numbers of files that may hold them."""
+        """Find the identities of rows with these numbers. Reads the numbers of the files whose bounds admit them."""
         with self._lock:
             parts = [self._file(entry).find_seqs(seq) for entry in live.with_seqs(seq)]
         return pa.concat_tables(parts) if parts else _NO_ROWS
 
     def rows_of(self, live: FileSet, due_ms: Int64Array, seq: Int64Array) -> list[pa.Table]:
-        """Return all columns of the rows with these instants and numbers, a table a file, in TABLE_SCHEMA."""
+        """Read all columns of the rows with these due times and numbers: one table per file, in TABLE_SCHEMA."""
         with self._lock:
             return [
                 self._file(entry).rows_of(due_ms[places], seq[places])
@@ -122,11 +127,11 @@ class TableKeys:
                 for number in numbers:
                     hits[stored.run.names[number >> ROW_BITS]].append(number & ROW_MASK)
             else:
-                # A run may speak of files that have left, or are not attached.
+                # A run may list files that have left, or that are not attached yet.
                 return [(entry, hits[path]) for path in hits if (entry := live.get(path)) is not None]
 
     def _file(self, entry: FileEntry) -> DataFile:
-        """Return a file, open; those used longest ago are closed."""
+        """Get a file, opened. Closes the least recently used ones."""
         if (file := self._open.get(entry.path)) and file.is_ranged and self._is_local(entry.path):
             self._close(entry.path)
         file = self._open.pop(entry.path, None)
@@ -150,23 +155,24 @@ class TableKeys:
     # -- covering the live files -----------------------------------------------------------------------------------
 
     def bring_up(self, live: FileSet) -> None:
-        """Do ahead of the look-ups what they would do: the first one would read thousands of files."""
+        """Cover the live files ahead of look-ups: otherwise the first look-up might read thousands of files."""
         with self._lock:
             for path in [path for path in self._open if live.get(path) is None]:
                 self._close(path)
-            # A mapping keeps the room of a file that has left.
+            # A mapping keeps the disk space of a file that has left.
             for path in [path for path in list(self._mapped) if live.get(path) is None]:
                 self._mapped.pop(path, None)
             try:
                 self._cover(live)
             except Corrupt:
-                return  # logged: a request that looks it up gets the error, and the other files are covered
+                # Logged already. A request that needs this file gets the error, and the other files are covered.
+                return
             for stored in self._runs:
                 if not any(live.get(path) for path in stored.run.names):
                     self._drop(stored, covered=live)
 
     def _cover(self, live: FileSet) -> tuple[_Stored, ...]:
-        """Return runs that speak of all these files; raise Corrupt for one that cannot be read."""
+        """Make the runs list all these files, and return them. Raises Corrupt for a file that cannot be read."""
         if self._covered is live:
             return self._runs
         missing = self._missing(live)
@@ -184,7 +190,7 @@ class TableKeys:
         return {entry.path: entry for entry in live.entries if entry.path not in spoken_of}
 
     def _open_new(self, missing: dict[str, FileEntry]) -> None:
-        """Use the runs in the folder that speak of files which are missing."""
+        """Use the runs in the folder that list missing files."""
         if self._cache is not None:
             self._cache.fetch_keys()
         known = {stored.name for stored in self._runs}
@@ -194,9 +200,9 @@ class TableKeys:
                 try:
                     found.append(_Stored(name, KeyRun(self._files.map_readonly(name))))
                 except Corrupt as error:
-                    # Of a writer that has not finished, or never will: `sweep` removes it.
+                    # Its writer has not finished, or never will. `sweep` removes it.
                     logger.info("keys of data files not used run=%s reason=%s", name, error)
-        # The largest first: those that were merged into it, and are still there, add nothing to it.
+        # The largest first: leftover runs that were merged into it then add no files.
         left = set(missing)
         for stored in sorted(found, key=lambda stored: -stored.run.pairs):
             if not left.isdisjoint(stored.run.names):
@@ -204,11 +210,11 @@ class TableKeys:
                 self._runs = (*self._runs, stored)
 
     def _build(self, missing: dict[str, FileEntry]) -> Corrupt | None:
-        """Read the keys of these files into runs; return what was wrong with the last that cannot be read."""
+        """Read the keys of these files into runs. Returns the error of the last file that cannot be read."""
         keys, failed = FileKeys(), None
         for path, entry in missing.items():
             try:
-                # Not among the open ones: all of them come by once.
+                # Not through the files kept open, because each of these is read only once.
                 keys.add(path, *DataFile(self._data, entry).key_columns())
             except Corrupt as error:
                 failed = error
@@ -223,9 +229,9 @@ class TableKeys:
         return failed
 
     def _store(self, pieces: Iterable[pa.Buffer | bytes]) -> _Stored:
-        """Write a run to the disk, and map it."""
+        """Write a run to disk, and map it."""
         name = f"{FOLDER}/{run_path()}"
-        # Under its own name at once: without its end it is no run.
+        # Written under its final name: an incomplete run is recognised by its missing end.
         write_pieces(self._files, name, pieces)
         return _Stored(name, KeyRun(self._files.map_readonly(name)))
 
@@ -237,7 +243,7 @@ class TableKeys:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def merge(self, live: FileSet) -> bool:
-        """Merge runs where that is worth it; return whether it was. Takes seconds for ten million keys."""
+        """Merge runs if worthwhile. Returns whether any were. Takes seconds for ten million keys."""
         with self._lock:
             chosen = self._choose(live)
         if not chosen:
@@ -248,7 +254,7 @@ class TableKeys:
             logger.warning("keys of data files not merged reason=%s", error)
             merged = None
         with self._lock:
-            # A damaged one is found by reading all of them: the files that they speak of are read again.
+            # A damaged run is found only during the merge. Then all of them are dropped and their files are read again.
             for stored in chosen:
                 self._drop(stored)
             if merged is not None:
@@ -256,13 +262,17 @@ class TableKeys:
         return True
 
     def sweep(self) -> None:
-        """Remove runs that speak of no live file: of failed jobs, of earlier lives. Drop those whose file is lost."""
+        """Remove key runs that are not in use (left by failed jobs or earlier runs of the broker).
+
+        Also drop used runs whose file is lost.
+        """
         with self._lock:
             there = {f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)}
-            # A run that was removed under the broker is mapped still; the next start would have to make it.
+            # The file of a mapped run was removed. Dropped now, because otherwise the next start would have to rebuild
+            # it.
             for stored in [each for each in self._runs if each.name not in there]:
                 self._drop(stored)
-            # Of an attach to come, too: its files are then read once more.
+            # This may remove the run of an attach still to come. Its files are then read once more.
             for name in there - {stored.name for stored in self._runs}:
                 self._files.remove(name)
 
@@ -273,7 +283,7 @@ class TableKeys:
             alike = [each for each in runs[at:] if each.run.pairs <= largest]
             if len(alike) >= RUNS_MIN:
                 return alike[:RUNS_MAX]
-        # By files, as a run does not say how many pairs each has.
+        # Counted in files, because a run does not record how many pairs each file has.
         for stored in runs:
             if 2 * sum(live.get(path) is not None for path in stored.run.names) < len(stored.run.names):
                 return [stored]
@@ -285,7 +295,7 @@ class TableKeys:
         for stored in chosen:
             to = np.full(len(stored.run.names), -1, np.int64)
             for at, path in enumerate(stored.run.names):
-                if live.get(path) is not None and path not in places:  # once: two runs may speak of one file
+                if live.get(path) is not None and path not in places:  # once: two runs may list the same file
                     to[at] = places[path] = len(places)
             changes.append(to)
 
@@ -298,13 +308,13 @@ class TableKeys:
         return self._store(encode(merge([stored.run for stored in chosen], changed), list(places)))
 
     def statistics(self) -> dict[str, int]:
-        """Return counts for people."""
+        """Count the runs and their pairs, for display."""
         runs = self._runs
         return {"key_runs": len(runs), "key_pairs": sum(stored.run.pairs for stored in runs)}
 
 
 def write_pieces(files: Files, name: str, pieces: Iterable[pa.Buffer | bytes]) -> None:
-    """Write a new file, piece by piece; durable on return. It is removed again when that fails."""
+    """Write a new file piece by piece. Durable on return. The file is removed again if that fails."""
     files.make_dir(KEYS_FOLDER)
     file, at = files.create(name), 0
     try:

@@ -1,22 +1,21 @@
-"""Where a promise lies in the pending table: bucket, order, file, and the seal of a file.
+"""The layout of the pending table: buckets, the order of rows, data files, and the seal of a file.
 
-A file holds one bucket's rows, sorted by (due_ms, seq). Buckets are hours for the near future, days for the
-next two months and months beyond, because one file per hour and run would be a flood: two years hold 17,520
-hours but only 48 hours + 60 days + 24 months = 132 buckets.
+A file contains rows of one bucket, sorted by (due_ms, seq). Buckets are hours for the near future, days for the next
+two months and months after that. One file per hour and run would be too many: two years have 17,520 hours, but only 48
+hours + 60 days + 24 months = 132 buckets.
 
     due in         bucket            example
     < 48 h         an hour, UTC      2026-11-21T13
     < 60 days      a day, UTC        2026-12-24
     later          a month           2028-02
 
-Readers never rely on the bucket: every file carries its due range and is sorted, so a coarse bucket that has
-come near is still served by binary search. Rewriting it into hours only keeps the number of open files small.
+Readers never rely on the bucket: every file has a range of due times and is sorted, so a coarse bucket that has become
+near is still read by binary search. Rewriting it into hours only keeps the number of open files small.
 
-Parquet has checksums for pages and none for the footer, on which everything depends: one bit of it decides which row
-groups are read, hence which promises are seen, and a reader given a wrong one may abort the process instead of
-raising. So each file has a *seal*, and no footer of ours is parsed before it has been checked. Readers find the footer
-from the end of the file and never look between it and the last page, where the seal stands, behind the identities of
-the rows (identities.py):
+Parquet has checksums for pages but none for the footer, on which everything depends. One flipped bit in it could hide
+row groups, hence scheduled messages, and a reader of a damaged footer may abort the process instead of raising. So each
+file has a *seal*, and its footer is checked before it is parsed. Parquet readers find the footer from the end of the
+file and never look between it and the last page. The seal is there, after the identities of the rows (identities.py):
 
         +------- … -------+----- … -----+-----------+----------+-------- … --------+--------+--------+
         | "PAR1", pages   | identities  | "TBSEAL1" | crc32c   | footer (thrift)   | length | "PAR1" |
@@ -24,7 +23,7 @@ the rows (identities.py):
                                           8 bytes     8 bytes    length bytes        4        4
                                                                  `------------ covered by crc32c ----'
 
-Pure functions on column batches; the caller writes the bytes, to a folder of ours or to an object store.
+The functions are pure and work on column batches. The caller writes the bytes to a folder or an object store.
 """
 
 from __future__ import annotations
@@ -49,18 +48,19 @@ from timeball.table.file_keys import KEYS, FileKeys
 
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
-# A read of few rows opens a file, at some 15 us a row group, and decodes one group: 0.5 ms for 2,048 rows, 1.3 ms for
-# 8,192. So a large file has larger groups; slices of a file that tasks share begin at multiples of the larger size.
+# A read of a few rows opens the file, at some 15 us per row group, and decodes one group: 0.5 ms for 2,048 rows, 1.3 ms
+# for 8,192. So larger files have larger groups. When tasks share a file, their slices begin at multiples of the larger
+# size.
 ROW_GROUP_ROWS, SMALL_GROUP_ROWS = 8_192, 2_048
 SMALL_FILE_ROWS = 65_536
-PART_ROWS = 32_768  # rows that are sorted and written at a time: some megabytes, four times
+PART_ROWS = 32_768  # rows sorted and written at a time: some megabytes, held four times
 PARTITION_COLUMN = "bucket"
 FOLDER = "pending"  # below the data folder
 KEYS_FOLDER = f"{FOLDER}/{KEYS}"
 
 
 def sort_rows(rows: pa.Table | pa.RecordBatch) -> pa.Table:
-    """Rows of TABLE_SCHEMA by (due_ms, seq)."""
+    """Sort rows of TABLE_SCHEMA by (due_ms, seq)."""
     table = pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
     table = table.combine_chunks()
     due, seq = _values(table, "due_ms"), _values(table, "seq")
@@ -68,7 +68,7 @@ def sort_rows(rows: pa.Table | pa.RecordBatch) -> pa.Table:
 
 
 def bucket_starts(due_ms: Int64Array, now_ms: int) -> Int64Array:
-    """First instant of each row's bucket, as seen at `now_ms`; `bucket_name` turns it into text."""
+    """Compute the start (ms) of each row's bucket, as seen at `now_ms`. `bucket_names` names it."""
     hours = due_ms - due_ms % limits.HOUR_MS
     days = due_ms - due_ms % limits.DAY_MS
     months = due_ms.astype("datetime64[ms]").astype("datetime64[M]").astype("datetime64[ms]").astype(np.int64)
@@ -77,7 +77,7 @@ def bucket_starts(due_ms: Int64Array, now_ms: int) -> Int64Array:
 
 
 def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
-    """Bucket of each of a few instants."""
+    """Name the bucket of each of a few due times."""
     starts = bucket_starts(due_ms, now_ms).astype("datetime64[ms]")
     units = np.where(
         due_ms < now_ms + HOURS_AHEAD_MS, "h", np.where(due_ms < now_ms + DAYS_AHEAD_MS, "D", "M")
@@ -88,20 +88,20 @@ def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
 def sorted_files(
     rows: pa.Table, now_ms: int, keys: FileKeys | None = None, copied: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[FileEntry, bytes]]:
-    """Yield what `cut_files` does of these rows sorted; some PART_ROWS rows and one file are in memory at a time.
+    """Sort rows and yield their files as `cut_files` does, with some PART_ROWS rows and one file in memory at a time.
 
-    `copied` is called when a part of `rows` has been.
+    `copied` is called each time a part of `rows` has been copied.
     """
     due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
     order = np.lexsort((seq, due))
     cuts = [*_bucket_cuts(due[order], now_ms).tolist(), len(order)]
     begin = 0
     for cut, following in itertools.pairwise([*cuts, len(order) + PART_ROWS + 1]):
-        # Cut between buckets alone, since each part of one would be a file of its own.
+        # Cut only between buckets, because each part of a bucket would be a file of its own.
         if following - begin <= PART_ROWS or cut == begin:
             continue
         positions = order[begin:cut]
-        if len(positions) > PART_ROWS:  # one bucket
+        if len(positions) > PART_ROWS:  # a single bucket
             yield _large_file(rows, positions, now_ms, keys, copied)
         else:
             part = _rows_at(rows, positions)
@@ -113,7 +113,7 @@ def sorted_files(
 def _large_file(
     rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None, copied: Callable[[], None]
 ) -> tuple[FileEntry, bytes]:
-    """Return the entry and the content of the file of one bucket, written PART_ROWS rows at a time."""
+    """Build the entry and the content of the file of one bucket, encoding PART_ROWS rows at a time."""
     parts = (_rows_at(rows, positions[at : at + PART_ROWS]) for at in range(0, len(positions), PART_ROWS))
     places: list[pa.Table] = []
 
@@ -129,8 +129,8 @@ def _large_file(
 
 
 def _rows_at(rows: pa.Table, positions: Int64Array) -> pa.Table:
-    """Return the rows at these positions, all different, in this order."""
-    # Batch by batch: `take` of a table joins its chunks first, all of them.
+    """Take the rows at these positions, which are distinct, in this order."""
+    # Batch by batch, because `take` of a table first joins all its chunks.
     ascending = np.sort(positions)
     batches = rows.to_batches()
     ends = np.cumsum([batch.num_rows for batch in batches])
@@ -146,10 +146,10 @@ def _rows_at(rows: pa.Table, positions: Int64Array) -> pa.Table:
 
 
 def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]:
-    """Slices of sorted `rows`, one a bucket, in due order.
+    """Yield slices of sorted `rows`, one per bucket, in order of due time.
 
-    Sorted by due time, a bucket is one contiguous run: hours, days and months follow each other, and a day
-    that is cut by the 48 h border gives an hour run and then a day run.
+    In rows sorted by due time, a bucket is one contiguous run: hours, days and months follow each other. A day that
+    contains the 48 h border gives an hour run and then a day run.
     """
     due = _values(rows, "due_ms")
     cuts = _bucket_cuts(due, now_ms)
@@ -159,7 +159,7 @@ def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table
 
 
 def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
-    """Return where each bucket begins in a sorted column; empty for an empty one."""
+    """Find the start index of each bucket in a sorted column, which may be empty."""
     starts = bucket_starts(due, now_ms)
     zone = np.searchsorted(due, [now_ms + HOURS_AHEAD_MS, now_ms + DAYS_AHEAD_MS])
     changed = np.flatnonzero(np.diff(starts)) + 1
@@ -168,12 +168,12 @@ def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
 
 
 def group_rows(rows: int) -> int:
-    """Return how many rows a row group has in a file of so many."""
+    """Choose the rows per row group for a file of `rows` rows."""
     return ROW_GROUP_ROWS if rows > SMALL_FILE_ROWS else min(SMALL_GROUP_ROWS, ROW_GROUP_ROWS)
 
 
 def encode_file(rows: pa.Table) -> bytes:
-    """A sealed Parquet file of sorted rows: zstd level 1, statistics on columns we search by, identities."""
+    """Encode sorted rows as a sealed Parquet file: zstd level 1, statistics on searched columns, identities."""
     return _encoded([rows], rows.num_rows)
 
 
@@ -186,7 +186,7 @@ def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
         compression_level=1,
         use_dictionary=["topic", "tag", "born_host"],
         write_statistics=["due_ms", "seq", "topic"],
-        write_page_checksum=True,  # a rotten page is an error when it is read, never a message
+        write_page_checksum=True,  # a damaged page raises an error when it is read
     ) as writer:
         for part in parts:
             writer.write_table(part.select(TABLE_SCHEMA.names), row_group_size=group_rows(rows))
@@ -195,7 +195,7 @@ def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
 
 
 def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
-    """The entry for a new file holding `rows`; the name is fresh on each call, so a retried task overwrites nothing."""
+    """Build the entry for a new file with `rows`. Each call makes a new name, so a repeated task overwrites nothing."""
     due, seq = _values(rows, "due_ms"), _values(rows, "seq")
     return FileEntry(
         path=f"{PARTITION_COLUMN}={bucket}/{uuid.uuid4().hex}.parquet",
@@ -210,9 +210,9 @@ def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
 
 
 def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iterator[tuple[FileEntry, bytes]]:
-    """Entries and contents of the files for sorted `rows`: what compaction, bulk and rewrite all write.
+    """Yield entries and contents of the files for sorted `rows`, for compaction, bulk and rewrite jobs.
 
-    `keys` gathers theirs, for a run that the caller writes behind the files.
+    `keys` collects the keys of the files, for a run that the caller writes after them.
     """
     for bucket, part in split_by_bucket(rows, now_ms):
         data = encode_file(part)
@@ -241,13 +241,13 @@ PARQUET_MAGIC = b"PAR1"
 
 
 def seal(data: bytes) -> bytes:
-    """A finished Parquet file, sealed."""
+    """Seal a finished Parquet file."""
     return _sealed(io.BytesIO(data))
 
 
 def _sealed(file: io.BytesIO, before: bytes = b"") -> bytes:
-    """Return it sealed; `before`: bytes that stand before the seal."""
-    # In place: a file may have hundreds of megabytes, of which each copy would count.
+    """Seal a Parquet file. `before`: bytes to insert before the seal."""
+    # In place: a file may have hundreds of megabytes, so copies would be expensive.
     with file.getbuffer() as view:
         length, magic = TRAILER.unpack_from(view, len(view) - TRAILER.size)
         begin = len(view) - TRAILER.size - length
@@ -259,7 +259,7 @@ def _sealed(file: io.BytesIO, before: bytes = b"") -> bytes:
 
 
 def sealed_bytes(end: pa.Buffer) -> int:
-    """Return how many of a file's last bytes are its seal and footer, by the last ones; of no file if these are not."""
+    """Compute the length of a file's seal and footer from its last bytes. Meaningless for other files."""
     if end.size < TRAILER.size:
         return 0
     length, _ = TRAILER.unpack_from(end, end.size - TRAILER.size)
@@ -267,7 +267,7 @@ def sealed_bytes(end: pa.Buffer) -> int:
 
 
 def check_seal(data: pa.Buffer) -> None:
-    """Raise Corrupt unless the file, or as much of its end, has a seal and its footer matches it."""
+    """Raise Corrupt unless `data`, a file or its end, has a seal that matches its footer."""
     if data.size < SEAL.size + TRAILER.size:
         raise Corrupt("it is shorter than a footer")
     length, magic = TRAILER.unpack_from(data, data.size - TRAILER.size)

@@ -1,17 +1,17 @@
-"""The live data files in the data folder, each under a second name that no other program's VACUUM finds.
+"""The live data files in the data folder, each with a second name that the VACUUM of another program does not find.
 
-The log decides which files live. The Delta table is public: another program may OPTIMIZE it, which makes live files
+The log decides which files are live. The Delta table is public: another program may OPTIMIZE it, which makes live files
 look deleted, and a VACUUM then removes them. So each live file also has a hard link in `pending/_live`. Delta's readers
 and VACUUM skip folders whose name begins with an underscore. A link costs one directory entry and no data.
 
     keep        an attach makes the links of its files
-    map         a file whose name is gone gets its name back from the link, then it is read
+    map         a file whose name is missing gets its name back from the link, then it is read
     put_back    the same for all live files, after another program has committed to the table
     remove      a file that has left the table loses both names
 
 A link is a precaution and not a part of the format. A start makes missing links and removes those of files that have
-left. A file system without hard links, and an object store, have none: there a file that is gone is `MissingFile`, its
-messages wait for the operator, and all others are delivered.
+left. File systems without hard links and object stores have none. There a missing file raises `MissingFile`. Its
+messages stay undelivered until an operator restores it, and all others are delivered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from timeball.table.layout import FOLDER
 
 logger = logging.getLogger(__name__)
 
-LIVE = "_live"  # the folder, in the table's
+LIVE = "_live"  # folder inside the table's
 LIVE_FOLDER = f"{FOLDER}/{LIVE}"
 
 
@@ -48,14 +48,17 @@ class Linking(Protocol):
 
 
 class LiveFiles:
-    """The data files of a table (`data_file.DataFiles`). Any thread; `live` is replaced and never changed."""
+    """The data files of a table (`data_file.DataFiles`). Any thread. `live` is replaced, never changed in place."""
 
     def __init__(self, files: Linking) -> None:
         self._files = files
         self.live: Mapping[str, FileEntry] = {}  # by path; the catalog sets it
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-        """See DataFiles; raise MissingFile for a live file that is gone, NotFound for one that has left the table."""
+        """See DataFiles.
+
+        Raises MissingFile for a live file that is missing, NotFound for one that has left the table.
+        """
         try:
             return self._files.map_readonly(name, at_random=at_random)
         except NotFound:
@@ -67,7 +70,7 @@ class LiveFiles:
             raise
 
     def keep(self, entries: Iterable[FileEntry]) -> None:
-        """Link these files; a disk without room for a link does not matter."""
+        """Link these files. A full disk is only logged, because links are optional."""
         if not self._files.has_links:
             return
         try:
@@ -79,7 +82,7 @@ class LiveFiles:
             logger.info("live data file not linked reason=%s", error)
 
     def keep_only(self, live: Mapping[str, FileEntry]) -> None:
-        """Link all of these files, and remove the links of others."""
+        """Link all these files, and remove the links of others."""
         self.live = live
         linked = set(self._files.list_dir(LIVE_FOLDER)) if self._files.has_links else set()
         wanted = {live_name(path).rpartition("/")[2]: entry for path, entry in live.items()}
@@ -88,7 +91,7 @@ class LiveFiles:
         self.keep(entry for name, entry in wanted.items() if name not in linked)
 
     def put_back(self) -> list[FileEntry]:
-        """Give each live file its name back; return those that are gone for good."""
+        """Restore the names of live files from their links. Returns the files that cannot be restored."""
         buckets = {entry.path.partition("/")[0] for entry in self.live.values()}
         here = {
             f"{bucket}/{name}" for bucket in buckets for name in self._files.list_dir(f"{FOLDER}/{bucket}")
@@ -98,13 +101,13 @@ class LiveFiles:
         ]
 
     def put_back_all(self, entries: Iterable[FileEntry]) -> None:
-        """Give these files their names back, where files have second names."""
+        """Restore the names of these files, if files have links."""
         if self._files.has_links:
             for entry in entries:
                 self.put_back_one(entry.path)
 
     def put_back_one(self, path: str) -> bool:
-        """Give a file its name back from its link; return whether it is there now."""
+        """Restore a file's name from its link. Returns whether the file exists now."""
         name, kept = f"{FOLDER}/{path}", live_name(path)
         if self._files.exists(name):
             return True
@@ -120,20 +123,20 @@ class LiveFiles:
 
 
 def live_name(path: str) -> str:
-    """Return the second name of a data file."""
-    # Without its suffix: a reader that is given `pending/*/*.parquet` must not find the rows twice.
+    """Build the second name of a data file."""
+    # Without its suffix: a reader of `pending/*/*.parquet` must not find the rows twice.
     return f"{LIVE_FOLDER}/{path.rpartition('/')[2].removesuffix('.parquet')}"
 
 
 def remove(files: Linking, path: str) -> None:
-    """Remove a data file, under both its names."""
+    """Remove a data file under both its names."""
     files.remove(f"{FOLDER}/{path}")
     if files.has_links and files.exists(live_name(path)):
         files.remove(live_name(path))
 
 
 def missing(entry: FileEntry) -> MissingFile:
-    """Return the error that a live file is gone."""
+    """Build the error for a missing live file."""
     return MissingFile(
         f"{FOLDER}/{entry.path} is missing: put this file back from a copy; its {entry.rows} messages are not "
         "delivered before, and all others are"

@@ -1,11 +1,11 @@
-"""The folder of a table in an object store: bytes by name, and no more.
+"""The folder of a table in an object store: named files, read and written whole or by range.
 
-Names are those of the data folder (`pending/bucket=…/….parquet`); below the store's URI the first part is left out. A
-put is whole or not there at all, and durable when it is answered, so there is nothing to sync. Names are never used
-twice, except in the Delta log, whose entries delta-rs puts on condition that they are not there.
+Names are those of the data folder (`pending/bucket=…/….parquet`). Below the store's URI the first part is omitted. A
+put is atomic, and durable when it is answered, so no sync is needed. Names are never reused, except in the Delta log,
+whose entries delta-rs puts on condition that they do not exist.
 
-The store may be away for hours, or take requests and answer none. That is `Unavailable` after ANSWER_S, for a caller to
-try again; only a refusal at the start, of the keys or the bucket, is for the operator.
+The store may be unavailable for hours, or accept requests and answer none. After ANSWER_S this raises `Unavailable`, so
+that the caller tries again. Only a refusal of the keys or the bucket at the start is an error for the operator.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from timeball.table.store_requests import StoreRequests
 T = TypeVar("T")
 
 PIECE_BYTES = 8 * 1024 * 1024
-ANSWER_S = 10.0  # for a request; for as many of them as a file that is put has pieces
-# Of delta-rs, which would try for three minutes: an attach and all that comes behind it wait for a commit.
+# Seconds to wait for the answer to a request. Putting a file waits this long for each of its pieces.
+ANSWER_S = 10.0
+# Retry limits for delta-rs, which would try for three minutes by default: an attach, and everything after it, waits for
+# a commit.
 _PATIENCE = {"max_retries": "3", "retry_timeout": "15s", "timeout": "20s", "connect_timeout": "5s"}
-# What Arrow says of an answer that will be the same tomorrow.
+# Parts of Arrow's messages for errors that a later try does not fix.
 _REFUSALS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
 
 
 class ObjectStore:
-    """What catalog.py and file_cache.py ask of a folder (`files.Files`), of one in an object store. Any thread."""
+    """A folder in an object store, with the methods of `files.Files` that catalog.py and file_cache.py use.
+
+    Any thread.
+    """
 
     has_links = False
 
     def __init__(self, uri: str) -> None:
-        """Raise SetupError for a place that is in no object store, or that no library reaches."""
+        """Raise SetupError for a URI that is not in an object store, or that no library supports."""
         if not places.in_object_store(uri):
             raise SetupError(
                 f"--table {uri}: a place in an object store, as s3://bucket/path; without --table the pending table "
@@ -50,7 +55,7 @@ class ObjectStore:
         self.requests = StoreRequests()
 
     def check(self, answer_s: float) -> None:
-        """Raise SetupError when the store refuses us, Unavailable when it does not answer."""
+        """Raise SetupError when the store refuses access, Unavailable when it does not answer."""
 
         def look() -> fs.FileInfo:
             bucket = self._store.get_file_info(self._root.partition("/")[0])
@@ -69,72 +74,72 @@ class ObjectStore:
     # -- what is there -------------------------------------------------------------------------------------------
 
     def list_dir(self, name: str) -> list[str]:
-        """Return the sorted names in a folder; empty when it does not exist."""
+        """List the sorted names in a folder, or empty when it does not exist."""
         selector = fs.FileSelector(self._at(name), allow_not_found=True)
         found = self._ask(lambda: self._store.get_file_info(selector))
         return sorted(info.base_name for info in found)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each data file, by its path in the table. A list may lack the newest of them."""
+        """Read the size in bytes of each data file, by its path in the table. The newest files may be missing."""
         selector = fs.FileSelector(self._root, allow_not_found=True, recursive=True)
         everything = self._ask(lambda: self._store.get_file_info(selector))
         files = [info for info in everything if info.type == fs.FileType.File]
         return {info.path[len(self._root) + 1 :]: info.size for info in files}
 
     def exists(self, name: str) -> bool:
-        """Return whether a file has this name, or is in a folder of this name."""
+        """Check whether a file or a folder has this name."""
         return bool(self._info(name).type != fs.FileType.NotFound)
 
     def size(self, name: str) -> int:
-        """Return the length of a file in bytes; raise NotFound."""
+        """Read the length of a file in bytes. Raises NotFound."""
         info = self._info(name)
         if info.type != fs.FileType.File:
             raise NotFound(f"{name} is not at {self.uri}")
         return int(info.size)
 
     def external(self, name: str) -> str:
-        """Return the URI by which other processes find a folder of the table, or the table."""
+        """Build the URI of the table, or of a folder in it, for other processes."""
         below = name.partition("/")[2]
         return f"{self.uri}/{below}" if below else self.uri
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-        """Return a whole file, small enough for memory; raise NotFound."""
+        """Read a whole file into memory. Raises NotFound."""
         return pa.py_buffer(b"".join(self.pieces(name)))
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """Yield a file, piece by piece; raise NotFound."""
+        """Yield the bytes of a file, piece by piece. Raises NotFound."""
         stream = self._ask(lambda: self._store.open_input_stream(self._at(name)))
         while piece := self._ask(lambda: stream.read(PIECE_BYTES)):
             yield piece
-        stream.close()  # else a read may be under way, which closes it when it ends
+        stream.close()  # skipped after an error: a read under way closes the stream when it ends
 
     def open(self, name: str) -> pa.NativeFile:
-        """Return a file to be read by `read_range`; raise NotFound."""
+        """Open a file for `read_range`. Raises NotFound."""
         return self._ask(lambda: self._store.open_input_file(self._at(name)))
 
     def read_range(self, file: pa.NativeFile, begin: int, size_bytes: int) -> bytes:
-        """Return bytes of an open file."""
+        """Read `size_bytes` bytes from `begin` of an open file."""
         return bytes(self._ask(lambda: file.read_at(size_bytes, begin)))
 
     # -- changing ------------------------------------------------------------------------------------------------
 
     def put(self, name: str, data: pa.Buffer) -> None:
-        """Put a file; durable on return."""
+        """Put a file. Durable on return."""
         begins = range(0, data.size, PIECE_BYTES)
 
         def write() -> None:
-            # Written by one put, or by several that become a file together: no reader sees half of it.
+            # Written by one put, or by several that become a file together, so no reader sees a part of it.
             with self._store.open_output_stream(self._at(name)) as stream:
                 for begin in begins:
                     stream.write(data.slice(begin, min(PIECE_BYTES, data.size - begin)))
 
-        # As one request: one that is left behind amid the pieces would end as a file that is cut.
+        # As one request: if it were left behind between pieces, the file would end up truncated.
         self._ask(write, ANSWER_S * max(1, len(begins)))
 
     def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is removed."""
+        """Remove a file, if it exists."""
         try:
             self._ask(lambda: self._store.delete_file(self._at(name)))
         except NotFound:
@@ -177,12 +182,12 @@ class ObjectStore:
 
 
 class RangedFile:
-    """A file as Python has them, for Arrow, which passes on what `read_range` raises: each read is one range."""
+    """A Python file object for Arrow, which passes on errors of `read_range`. Each read is one range request."""
 
     closed = False
 
     def __init__(self, read_range: Callable[[int, int], bytes], size_bytes: int) -> None:
-        """`read_range`: returns bytes by where they begin and how many they are."""
+        """`read_range(begin, size_bytes)` returns these bytes of the file."""
         self._read_range, self._size_bytes, self._at = read_range, size_bytes, 0
 
     def read(self, size_bytes: int = -1) -> bytes:

@@ -1,11 +1,11 @@
-"""Requests to an object store that may take connections and never answer.
+"""Requests to an object store that may accept connections and never answer.
 
-The libraries give such a request up after a minute, by themselves and no earlier. So each has a thread of its own,
-and the one that asks waits for a stated time: then the request counts as failed, and its thread is left behind. A
-broker that stops waits a moment for requests under way, and not for these.
+The libraries give up such a request after a minute, and cannot be stopped earlier. So each request has a thread of its
+own, and the caller waits for a stated time. After that the request counts as failed, and its thread is left behind. A
+broker that stops waits briefly for requests under way, but not for those left behind.
 
-A request that was left behind may still be done, as after an answer that was lost. So it is one whole step that may be
-repeated: a file is put under its own name, and never half of it.
+A request that was left behind may still take effect, as after a lost answer. So each request is one whole step that may
+be repeated: a file is put under its own name, and never a part of it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from timeball.errors import Unavailable
 
 T = TypeVar("T")
 
-LAST_ANSWERS_S = 1.0  # for requests that are under way when the broker stops
+LAST_ANSWERS_S = 1.0  # wait for requests under way when the broker stops
 
 
 class StoreRequests:
-    """Any thread."""
+    """Runs requests with a time limit. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # over the fields below
+        self._lock = threading.Lock()  # protects the fields below
         self._under_way: set[Future[Any]] = set()
         self._is_closed = False
 
     def ask(self, call: Callable[[], T], answer_s: float | None) -> T:
-        """Return what a request returns; raise what it raises, Unavailable without an answer.
+        """Run a request. Returns its result, raises its error, or Unavailable after `answer_s` seconds.
 
-        `answer_s` None: for what gives up by itself.
+        `answer_s` None: no limit, for a request that gives up by itself.
         """
         asked = Future[T]()
         with self._lock:
             if self._is_closed:
                 raise _stops()
             self._under_way.add(asked)
-        # No pool: its threads would be waited for when the process ends.
+        # No thread pool, because a pool's threads are joined when the process ends.
         threading.Thread(target=_answer, args=(asked, call), name="store-request", daemon=True).start()
         try:
             if not wait([asked], answer_s).done:
@@ -51,7 +51,7 @@ class StoreRequests:
                 self._under_way.discard(asked)
 
     def close(self) -> None:
-        """Refuse further requests, and leave behind those that have no answer after LAST_ANSWERS_S."""
+        """Refuse further requests, and leave behind those without an answer after LAST_ANSWERS_S."""
         with self._lock:
             self._is_closed = True
             left = list(self._under_way)
@@ -59,7 +59,7 @@ class StoreRequests:
             try:
                 each.set_exception(_stops())
             except InvalidStateError:
-                continue  # answered in this moment
+                continue  # answered at this moment
 
 
 def _answer(asked: Future[T], call: Callable[[], T]) -> None:
@@ -68,7 +68,7 @@ def _answer(asked: Future[T], call: Callable[[], T]) -> None:
             asked.set_result(call())
         except InvalidStateError:
             raise
-        except BaseException as error:  # of any kind: it is raised where it was asked
+        except BaseException as error:  # of any kind: `ask` raises it
             asked.set_exception(error)
     except InvalidStateError:
         return  # left behind

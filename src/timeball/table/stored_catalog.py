@@ -1,15 +1,15 @@
-"""The Delta log of a pending table in an object store, and the steps of an attach there (catalog.py).
+"""The Delta log of a pending table in an object store, and the steps of an attach there (compare catalog.py).
 
     1. put the data files        instead of syncs; those of other writers are compared with their claims by range
-    2. append the TABLE row      the decision, as ever
-    3. Delta commit              a put on condition that the entry is not there: of two writers the store refuses one,
-                                 and a commit whose answer was lost is found when it is repeated
-    4. -                         what the store has answered is durable
+    2. append the TABLE row      the decision, as for a local table
+    3. Delta commit              a put on condition that the entry does not exist: of two writers the store refuses
+                                 one, and a commit whose answer was lost is found when it is repeated
+    4. -                         not needed: an answered put is durable
 
-What the store does not answer is `Unavailable` and changes nothing. The log stays the truth: a table that lags it is
-brought up when the store answers again.
+A request without an answer raises `Unavailable` and changes nothing in the log. The log stays the source of truth: a
+table that is behind it is brought up when the store answers again.
 
-Two brokers must not share a place. A table with files that the log does not know is refused, and not made anew.
+Two brokers must not share a URI. A table with files that the log does not contain is refused, and not recreated.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from timeball.table.object_store import ANSWER_S, ObjectStore
 
 T = TypeVar("T")
 
-START_ANSWER_S = 5.0  # what is due is late by as much
+# Seconds. Overdue messages are late by up to this time.
+START_ANSWER_S = 5.0
 
 
 def open_table(
     place: str, files: Files, size_bytes_max: int, *, is_known: bool
 ) -> tuple[Catalog, FileCache | None]:
-    """Return the Delta log of the pending table at a place, and the copies of its files if that is an object store.
+    """Open the pending table's Delta log at a URI, and, for an object store, the cache of its files.
 
-    Raises SetupError for a place that cannot be used, also when the store does not answer unless the table `is_known`
-    from before: a broker that has waited for it once starts without it, and waits no more than START_ANSWER_S.
+    Raises SetupError for a URI that cannot be used. If the store does not answer, this is a SetupError only when the
+    table is not known (`is_known`): a broker that has used the table before starts without it, after at most
+    START_ANSWER_S.
     """
     if not place:
         return Catalog(files), None
@@ -55,27 +57,30 @@ def open_table(
 
 
 class StoredCatalog(Catalog):
-    """Blocking; belongs to one thread, and not to the reader thread: a store may take half a minute to fail."""
+    """The Delta log in an object store.
+
+    Blocking. Belongs to one thread, but not to the reader thread, because a store may take half a minute to fail.
+    """
 
     _says_nothing: ClassVar[tuple[type[Exception], ...]] = (OSError, Unavailable, SetupError)
 
     def __init__(self, store: ObjectStore, cache: FileCache) -> None:
         super().__init__(store, store.storage_options)
         self._store, self._cache = store, cache
-        self._is_behind = True  # until it has been brought up to the log
+        self._is_behind = True  # true until it is brought up to the log
 
     @property
     def version(self) -> int:
-        """See Catalog; -1 while the table is behind the log: a reader of it would miss promises."""
+        """See Catalog. It is -1 while the table is behind the log, because its readers would miss messages."""
         return -1 if self._is_behind else self._version
 
     def check_data(self, live: list[FileEntry]) -> None:
-        """Raise Corrupt when the store lacks a data file; one that lies in the data folder alone is put there."""
-        self._cache.check_answers()  # a start has asked just now
+        """Raise Corrupt when the store lacks a data file. A file that is only in the data folder is put there."""
+        self._cache.check_answers()  # the start has sent a request just before
         self._cache.bring(live)
 
     def sync_data(self, entries: list[FileEntry]) -> None:
-        """Step 1."""
+        """Step 1: put the data files."""
         self._cache.put(entries)
 
     def bring_up(
@@ -86,7 +91,7 @@ class StoredCatalog(Catalog):
         watermark: int,
         now_ms: int,
     ) -> None:
-        """See Catalog; raise SetupError when the table is another log's, Unavailable when the store does not answer."""
+        """See Catalog. Raises SetupError for another log's table, Unavailable when the store does not answer."""
         bring_up = partial(super().bring_up, live, attaches, attach_seq, watermark, now_ms)
 
         def check_and_bring_up() -> None:
@@ -98,7 +103,7 @@ class StoredCatalog(Catalog):
         self._is_behind = False
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
-        """See Catalog; raise Unavailable, after which it may be repeated."""
+        """See Catalog. Raises Unavailable, after which the call may be repeated."""
         try:
             version = self._ask(partial(super().commit, attachment, attach_seq, removed, now_ms))
         except Unavailable:
@@ -108,19 +113,21 @@ class StoredCatalog(Catalog):
         return version
 
     def vacuum(self, older_than_ms: int) -> int:
-        """See Catalog; raise Unavailable."""
+        """See Catalog. Raises Unavailable."""
         return self._ask(partial(super().vacuum, older_than_ms))
 
     def look(self, now_ms: int) -> None:
-        """See Catalog; raise Unavailable."""
+        """See Catalog. Raises Unavailable."""
         self._ask(partial(super().look, now_ms))
 
     def _put_back(self) -> list[FileEntry]:
-        # A store has no second names. Local copies, of all that is due soon among others, are put there again.
+        # A store has no links. Files are put there again from local copies, which include all files with messages due
+        # soon.
         return self._cache.put_back(list(self.data.live.values()))
 
     def _ask(self, step: Callable[[], T]) -> T:
-        # delta-rs gives up by itself, and is left behind only when the broker stops: no other step may run beside it.
+        # Without a limit: delta-rs gives up by itself, and no other step may run beside it. Only a stop of the broker
+        # leaves it behind.
         return self._store.requests.ask(step, None)
 
     def _check_owner(self, live: list[FileEntry], attaches: list[tuple[int, Attachment]]) -> None:
@@ -129,8 +136,8 @@ class StoredCatalog(Catalog):
         try:
             found = self.open().files
         except Corrupt:
-            return  # it is made anew
-        # Files of other programs have names of another shape, and leave the table again (`_correct`).
+            return  # it is recreated later
+        # Files of other programs have names of another form, and `_correct` removes them from the table.
         unknown = [e.path for e in found if e.path not in known and PATH.fullmatch(e.path)]
         if unknown:
             raise SetupError(
@@ -143,10 +150,10 @@ class StoredCatalog(Catalog):
         self._cache.forget([path])
 
     def _make_durable(self) -> None:
-        """Do nothing: an answer says that it is."""
+        """Do nothing: an answered put is durable."""
 
     def _drop_torn_commits(self) -> None:
-        """Do nothing: a put is whole or not there."""
+        """Do nothing: a put is atomic."""
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:

@@ -1,12 +1,22 @@
-"""Consuming: groups share messages out, each for a time, and answer with receipts.
+"""Message consumption: consumer groups lease messages for a limited time and answer with receipts.
 
-engine.py           the verbs: receive, acknowledge, change the time, dead letter, give back
-requests.py         requests, received messages, receipts, subscriptions
-selection.py        the positions one request gets
-leases.py           one queue of one group: leased, come back, done; and all of them
-memory_leases.py    leases in memory; redelivery.py: their ends, and when
-log_leases.py       leases as promises in the log; lookup.py: their rows
-redelivery_rows.py  the rows that bring a message back
-group_places.py     how far each group is with one message
-restart.py          leases after a crash, and across an orderly stop
+engine.py             the operations: receive, acknowledge, change the invisible time, dead letter, give back
+requests.py           requests, received messages, receipts, subscriptions
+selection.py          the positions that one request leases
+selected_rows.py      the rows of these positions, with the exact filter decision
+leases.py             the leases of a group in a queue (in flight, returned, done), and all of these
+memory_leases.py      leases in memory
+redelivery.py         redelivery of messages whose leases in memory have ended
+log_leases.py         leases as promises in the log
+lease_promises.py     which version of a promise is the newest, and how concurrent answers to it are decided
+acknowledgements.py   acknowledgements of leases in the log
+lease_ends.py         the CANCEL rows that end leases in the log
+lookup.py             the rows of these promises
+redelivery_rows.py    the rows that bring a message back to its group
+retry.py              retries that RocketMQ's clients request
+pull.py               reads by offset
+group_places.py       the state of one message in each group
+subscriptions.py      detection of different filters in one group
+restart.py            leases after a crash, and across an orderly stop
+traced.py             the engine with spans
 """

@@ -1,7 +1,7 @@
-"""Acknowledgements of leases kept in the log: their promises are cancelled, and a turn's rows are one append.
+"""Acknowledgements of leases kept in the log: their promises are cancelled, with one append for the requests of a turn.
 
-Nearly all end within the turn that begins them: they are decided on, their rows are appended, and the commit answers. A
-receipt that finds its promise settled or moved needs a second look, once the row that did it is durable: a task.
+Nearly all are finished within the turn that begins them: they are decided, their rows are appended, and the commit
+answers. If a promise was already settled or moved, a task decides again once the row that did it is durable.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from timeball.errors import OverLimit, RequestError
 from timeball.message import CANCEL_REASON, encode_properties
 
 ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
-CALLS_PER_TURN = 4_096  # bounds one turn's rows; requests beyond it share the next one
-ROWS_PER_APPEND = 65_536  # far below what a frame may hold; the next ones wait no longer than for a commit
+CALLS_PER_TURN = 4_096  # requests of one turn: the others wait for the next turn
+ROWS_PER_APPEND = 65_536  # far below the limit of a frame
 
 _Asked = tuple[Sequence[Receipt], "asyncio.Future[list[bool]]"]
 
 
 class Acknowledgements:
-    """Ends leases. Belongs to the event loop."""
+    """Ends leases kept in the log. Belongs to the event loop."""
 
     def __init__(self, parts: Components, appender: Appender) -> None:
         self._parts, self._appender = parts, appender
@@ -48,7 +48,7 @@ class Acknowledgements:
         self._tasks: set[asyncio.Future[BoolArray]] = set()
 
     def put(self, receipts: Sequence[Receipt]) -> asyncio.Future[list[bool]]:
-        """Return, when it is durable, which of these were valid."""
+        """End these leases. The future has one bool for each receipt, whether it was valid, when all is durable."""
         future: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
         self._batcher.put((receipts, future))
         return future
@@ -57,7 +57,7 @@ class Acknowledgements:
         receipts = asked[0][0] if len(asked) == 1 else [receipt for some, _ in asked for receipt in some]
         versions = newest_versions(self._parts, receipts)
         valid, durable = self._end(receipts, versions)
-        # Nearly always: no task, and no turn of the loop more than the commit takes.
+        # The usual case needs no task, and no turn of the loop beyond the commit.
         if durable is not None and valid.all():
             return valid, durable
         task = asyncio.ensure_future(self._look_again(receipts, versions, valid, durable))
@@ -68,17 +68,17 @@ class Acknowledgements:
     def _end(
         self, receipts: Sequence[Receipt], versions: Versions
     ) -> tuple[BoolArray, asyncio.Future[int] | None]:
-        """Cancel the promises of these; return which still waited, and when their ends are durable."""
+        """Cancel the promises of these. Return which were pending, and a future for the commit of their rows."""
         valid, durable = np.zeros(len(receipts), dtype=np.bool_), None
         for begin in range(0, len(receipts), ROWS_PER_APPEND):
             part = receipts[begin : begin + ROWS_PER_APPEND]
             due_ms, version = (column[begin : begin + len(part)] for column in versions)
-            # Decided on by the newest version, between two awaits: a release that comes later finds it cancelled.
+            # Decided by the newest version, between two awaits: a later release finds the promise cancelled.
             now_ms = self._parts.clock.now_ms()
             won = valid[begin : begin + len(part)] = settle_leases(self._parts, due_ms, version)
             count_ended(self._parts, part, won)
             if won.any():
-                # No pause since the decision: the CANCEL rows stand in the log before any later release.
+                # No await since the decision: the CANCEL rows stand in the log before any later release.
                 durable = self._append(part, (due_ms, version), won, now_ms)
         return valid, durable
 
@@ -98,10 +98,10 @@ class Acknowledgements:
         valid: BoolArray,
         durable: asyncio.Future[int] | None,
     ) -> BoolArray:
-        """End those that another request moved meanwhile; return all that were valid."""
+        """End the leases that another request moved meanwhile, and return which receipts were valid in all."""
         if durable is not None:
-            await durable  # those that were valid are answered only then
-        # The newest version is not known before the row that moved the promise is durable.
+            await durable  # the receipts that were valid are answered only when their rows are durable
+        # The newest version is known only when the row that moved the promise is durable.
         await self._parts.writer.flushed()
         left = np.flatnonzero(~valid & (newest_versions(self._parts, receipts)[1] != versions[1]))
         if len(left):
@@ -110,7 +110,7 @@ class Acknowledgements:
             except (RequestError, OverLimit):
                 if not valid.any():
                     raise
-                # Others of these have ended: the rest is answered as not valid, and comes again in time.
+                # Others of these have ended. The rest is answered as not valid, and comes back when its leases end.
         return valid
 
     async def _attempt(self, receipts: Sequence[Receipt], _at: Sequence[int]) -> BoolArray:

@@ -1,12 +1,17 @@
-"""The one engine by which groups share messages out: remoting's POP, gRPC's receive and Flight's groups call it.
+"""The engine that hands messages out to consumer groups, used by remoting's POP, gRPC's receive and Flight's groups.
 
-A request is served in three steps. The engine selects positions of the group's queues and leases them, on the event
-loop and between two awaits: so no lock is taken, and no position is leased twice. It reads their rows. Then the leases
-are kept where the request says: in memory (memory_leases.py), or in the log as promises (log_leases.py). When reading
-or writing fails, the positions come back at once: no consumer has seen their rows.
+A request is served in three steps:
 
-A message that is not acknowledged in time comes back through the group's retry topic, counted, and ends in its dead
-letters. In order, a queue gives nothing while any of its messages is leased, and one that comes back is the next.
+1. The engine selects positions of the group's queues and leases them, on the event loop and between two awaits.
+   Therefore it needs no lock, and no position is leased twice.
+2. It reads the rows of these positions.
+3. It keeps the leases as the request demands: in memory (memory_leases.py), or in the log as promises (log_leases.py).
+
+When reading or writing fails, the positions come back at once, because no consumer has seen their rows.
+
+A message that is not acknowledged in time comes back through the group's retry topic. Its attempts are counted, and
+after the last one it becomes a dead letter. In order, a queue hands out nothing while any of its messages is leased,
+and a message that comes back is the next one.
 """
 
 from __future__ import annotations
@@ -54,9 +59,9 @@ from timeball.message import READ_SCHEMA
 
 logger = logging.getLogger(__name__)
 
-GONE = "its consumer went away without an answer"  # the reason of what is given back for it
+GONE = "its consumer went away without an answer"  # the reason shown in messages given back for it
 
-# Each fifth request looks at the retry topic first: RocketMQ's popFromRetryProbability of 20 %.
+# Every fifth request starts with the retry topic: RocketMQ's popFromRetryProbability of 20 %.
 RETRY_TURN = 5
 
 _PROPERTIES = READ_SCHEMA.get_field_index("properties")
@@ -64,7 +69,10 @@ _RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
 
 
 class Consuming:
-    """The verbs. Belongs to the event loop; `close` ends its tasks. `save_offsets` appends them to the log."""
+    """The operations of consumers. Belongs to the event loop, and `close` ends its tasks.
+
+    `save_offsets` appends the groups' offsets to the log.
+    """
 
     def __init__(
         self,
@@ -84,39 +92,39 @@ class Consuming:
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(parts.clock.clock.monotonic_ns)
         self._waiting = WaitQueue()
-        # Who may consume what, at these versions of the topics and the groups: asked for with every request.
+        # Cached, because every request needs one. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def restore(self) -> None:
-        """Skip, after a crash, the positions that promises in the log say were handed out."""
+        """After a crash, skip the positions that the promises in the log show as handed out."""
         parts = self._parts
         if not parts.offsets.table:
-            return  # no group has come anywhere, so none goes on behind anything: the log need not be read for it
-        # Saved with the offsets: where in the log the leases begin that the offsets do not count.
+            return  # no group has an offset, so none has positions to skip, and the log need not be read
+        # Saved with the offsets: where in the log those leases begin that the offsets do not reflect.
         known = parts.offsets.parked
         found = await in_thread(parts.reader_thread, restart.done_positions, parts.reader, known)
         restart.skip_done(parts, self.leases, found)
 
     async def close(self) -> None:
-        """Finish giving back for consumers that have gone, and save the leases kept in memory."""
+        """Finish giving messages back for consumers that disconnected, and save the leases kept in memory."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._memory.close()
 
     def wake(self) -> None:
-        """Read the clock now."""
+        """Make redelivery read the clock again."""
         self._memory.redelivery.wake()
 
     def parked(self) -> Parked:
-        """Return the state of leases in the log that a start after a crash needs, beside the offsets of this moment."""
+        """Return the state of leases in the log that is saved with the offsets, for a start after a crash."""
         return self._log.parked()
 
     # -- handing out -------------------------------------------------------------------------------------------
 
     def join(self, group: str, topic: str, caller: Caller) -> Subscription:
-        """Return a group, made by its first member, and the topic it consumes.
+        """Let a caller consume a topic as a member of a group. The first member creates the group.
 
         Raise InvalidName, NotFound, Forbidden, OverLimit.
         """
@@ -125,7 +133,7 @@ class Consuming:
         return self._subscription(group, topic)
 
     def _subscription(self, group: str, topic: str) -> Subscription:
-        """Return what `join` does, for a request whose caller was asked when it came."""
+        """Find or create the subscription for a request whose caller was checked by `join`."""
         versions = (self._parts.topics.version, self._parts.groups.version)
         if self._versions != versions or len(self._subscriptions) >= limits.POP_WINDOWS_MAX:
             self._subscriptions.clear()
@@ -133,10 +141,10 @@ class Consuming:
         found = self._subscriptions.get((group, topic))
         if found is None:
             again, dead = retry_topic(group, topic), retry.dead_letter_topic(group)
-            # The topics that redelivered messages go to must have valid names too.
+            # The topics of redelivered messages must have valid names too.
             for name in (topic, again, dead):
                 check_topic(name)
-            # For every caller: what an account may do is asked by `join`, and is not kept.
+            # ANONYMOUS, because the cache serves every caller: `join` checks the permissions of an account each time.
             config, main = self._policy.joined(group, ANONYMOUS), self._policy.readable(topic, ANONYMOUS)
             times_max = self._parts.groups.times_max(group)
             of_again = None if again == topic else self._parts.topics.find_topic(again)
@@ -147,13 +155,14 @@ class Consuming:
     async def receive(
         self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
     ) -> Received:
-        """Lease up to `request.rows` rows; wait up to `wait_ms` for the first. Raise RequestError, OverLimit.
+        """Lease up to `request.rows` rows, and wait up to `wait_ms` for the first. Raise RequestError, OverLimit.
 
-        `on_wait`: called before each wait.
+        `on_wait` is called before a wait.
         """
         check(request)
         self._begin(self._subscription(request.group, request.topic))
         asked = self.subscriptions.asked
+        # Bounded, because clients choose the names and filters, and the set grows until it is drained.
         if len(asked) < ASKED_MAX:
             asked.add((request.group, request.topic, request.wanted.text[:ASKED_CHARACTERS_MAX]))
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
@@ -172,21 +181,24 @@ class Consuming:
                     return received
             elif not selection.unseen:
                 return Received(NO_ROWS, [], rest=selection.rest)
-            await asyncio.sleep(0)  # the filter passes few: others get their turn between two looks
+            await asyncio.sleep(0)  # the filter matches few messages: other tasks run between two selections
 
     def _begin(self, subscription: Subscription) -> None:
-        """Give a group that is new in a topic its place at the end, if its operator wants that for new groups."""
+        """Store the ends of all queues as the offsets of a new group, unless it shall start at the first messages."""
         group, topic = subscription.group, subscription.topic
         if group.consume_from_min_enable or self._parts.offsets.table.get(group.group_name, {}).get(
             topic.name
         ):
             return
-        # Of all queues at once: one that the topic gets later has only messages that the group must not miss.
+        # All queues at once: a queue that the topic gets later contains only messages that the group must not miss.
         ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
         self._parts.offsets.commit(group.group_name, topic.name, ends, ends)
 
     async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
-        """Wait up to `wait_ms` for rows, filters aside, and return whether there are any; lease nothing."""
+        """Wait up to `wait_ms` until the group has rows to receive, filters aside. Return whether it has some.
+
+        Lease nothing.
+        """
         check(request)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         while True:
@@ -200,12 +212,12 @@ class Consuming:
     async def _select(
         self, request: ReceiveRequest, deadline_s: float, on_wait: Callable[[], None]
     ) -> Selection:
-        """Lease what there is, or the first that comes before `deadline_s` on the loop's clock."""
+        """Lease available rows, or the first ones that arrive before `deadline_s` on the loop's clock."""
         selection = self._select_now(request)
         if selection.found or selection.unseen or self._loop.time() >= deadline_s:
             return selection
         on_wait()
-        # Equal requests wait in one line: only the first of them looks, so a message wakes one consumer and not all.
+        # Equal requests wait in one line, and only the first one looks: a message wakes one consumer and not all.
         async with self._waiting.turn(request, deadline_s) as has_turn:
             while has_turn:
                 selection = self._select_now(request)
@@ -214,7 +226,7 @@ class Consuming:
         return selection
 
     async def _wait(self, request: ReceiveRequest, deadline_s: float) -> bool:
-        """Wait for news; false when the time is up."""
+        """Wait until one of the request's topics may have rows. Return False if the time is up."""
         left_s = deadline_s - self._loop.time()
         again = self._subscription(request.group, request.topic).again_name
         names = {request.topic} if request.in_order else {request.topic, again}
@@ -225,25 +237,25 @@ class Consuming:
         now_ms = self._parts.clock.now_ms()
         pop_ms = now_ms
         if request.in_order:
-            # Positions are handed out again here, and an old receipt must not pass for the new one.
+            # In order, positions are handed out again from here, so an old receipt must differ from the new one.
             pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
         elif request.in_log:
-            pop_ms = NO_RECEIPT  # the receipts name promises
+            pop_ms = NO_RECEIPT  # the receipts name promises, not positions
         selection = Selection(
             max(0, min(request.rows, room)), pop_ms, self._parts.clock.read_elapsed_ms + request.invisible_ms,
             in_order=request.in_order, attempt_id=request.attempt_id,
         )  # fmt: skip
         for queue in queues:
-            # A message in the retry topic passed the filter before.
+            # A message in the retry topic has passed the filter before.
             selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
         if not selection.found or pop_ms == NO_RECEIPT:
-            # Else when the rows are read: a queue must not be narrowed before.
+            # For leases in memory, offsets are stored after the rows are read: a queue must not be narrowed before.
             self.leases.store_all(selection.queues)
         return selection
 
     def _queues(self, request: ReceiveRequest) -> list[QueueLeases]:
-        """Return the group's queues that this request may lease from, in the order of looking."""
+        """List the group's queues that this request may lease from, in their order. Raise OutOfRange, OverLimit."""
         turn = next(self._turn)
         main = self._subscription(request.group, request.topic)
         topics = [main.topic] if request.in_order or main.again is None else [main.topic, main.again]
@@ -259,15 +271,15 @@ class Consuming:
                 if queue.returned:
                     queue.drop_before(self._parts.reader.first_seq)
             if by_priority and is_main:
-                found += reversed(queues)  # the last one has the highest priority (rules.queue_of_priority)
+                found += reversed(queues)  # the last queue has the highest priority (rules.queue_of_priority)
                 continue
-            # Each request begins with another queue, or the last ones would starve while the first have messages.
+            # Each request begins with another queue, so that the last ones do not starve while the first have messages.
             first = turn % max(1, len(queues))
             found += queues[first:] + queues[:first]
         return found
 
     async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
-        """Return the wanted rows of a selection, which gives up the others."""
+        """Read the rows of a selection, and drop those positions from it that are not for this consumer."""
         seqs = [lease.seq for _, _, lease in selection.found]
         rows, keep = await selected_rows(self._parts, request, seqs)
         if keep is not None:
@@ -277,11 +289,11 @@ class Consuming:
     # -- where the leases are kept -------------------------------------------------------------------------------
 
     async def _hand_out_in_memory(self, request: ReceiveRequest, selection: Selection) -> Received:
-        # Before the read: a consumer that goes away during it must not leave positions leased for ever.
+        # Before the read: if the consumer disconnects during it, the positions must still come back.
         self._memory.hold(selection)
         try:
             rows = await self._read(request, selection)
-        except BaseException:  # also a consumer that has gone away: it has not seen these rows
+        except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
             self.leases.give_up(selection.found, selection.pop_ms)
             raise
         self.leases.store_all(selection.queues)
@@ -292,11 +304,11 @@ class Consuming:
         return Received(rows, list(receipts), pop_ms, [lease.times for _, _, lease in found], selection.rest)
 
     async def _hand_out_counted(self, request: ReceiveRequest, selection: Selection) -> Received:
-        """Hand out in order; messages that have used up their attempts go to the dead letters instead."""
+        """Hand out in order. Messages that have used up their attempts go to the dead letters instead."""
         received = await self._hand_out_in_memory(request, selection)
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
         late = times > self._parts.groups.times_max(request.group)
-        # The copy in memory shows the attempts: an in-order lease has no row of its own that could count them.
+        # The attempts are set in the answer's rows, because an in-order lease has no row in the log that counts them.
         rows = received.rows.set_column(
             _RECONSUME_TIMES, READ_SCHEMA.field(_RECONSUME_TIMES), pa.array(times.astype(np.int32))
         )
@@ -308,7 +320,8 @@ class Consuming:
                 for receipt, is_late in zip(received.receipts, late, strict=True):
                     if is_late:
                         await self.dead_letter(receipt)
-            except BaseException:  # also a consumer that has gone away: it has not seen the others
+            # Also when the consumer has disconnected, because it has not seen the other rows.
+            except BaseException:
                 self.not_seen(received.receipts)
                 raise
             rows = rows.filter(pa.array(~late))
@@ -318,7 +331,8 @@ class Consuming:
     async def _hand_out_in_log(self, request: ReceiveRequest, selection: Selection) -> Received:
         try:
             if self.leases.has_new_groups:
-                # Where a group begins, ahead of what it is handed: after a crash it must not begin elsewhere.
+                # A group's first offsets are in the log before its first messages are handed out. Otherwise the group
+                # could begin elsewhere after a crash.
                 self.leases.has_new_groups = False
                 self._save_offsets()
             rows = await self._read(request, selection)
@@ -326,12 +340,13 @@ class Consuming:
                 return Received(rows, [])
             main = self._subscription(request.group, request.topic)
             durable, received = self._log.write(request, main, rows, selection)
-        except BaseException:  # also a consumer that has gone away: it has not seen these rows
+        except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
             self.leases.give_up(selection.found, selection.pop_ms)
             raise
         try:
             await durable
         except asyncio.CancelledError:
+            # The promises may be durable already, so the leases are ended instead of given up.
             self.not_seen(received.receipts)
             raise
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
@@ -341,25 +356,26 @@ class Consuming:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
-        """End leases kept in memory; false for a receipt that is not valid (any more)."""
+        """End leases kept in memory. Return False for a receipt that is not valid (any more)."""
         return self._memory.acknowledge(receipts)
 
     async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """End these leases, those in the log durably; false for a receipt that is not valid. Raise OutOfRange."""
+        """End these leases, those in the log durably. Return False for an invalid receipt. Raise OutOfRange."""
         in_log = [one for one in receipts if isinstance(one, Receipt)]
         settled = await self._log.acknowledge(in_log)
         for one, is_valid in zip(in_log, settled, strict=True):
             if is_valid:
                 self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
+        # The verdicts of both kinds are merged into the order of `receipts`.
         verdicts = iter(settled)
         in_memory = iter(self._memory.acknowledge(_positions(receipts)))
         return [next(verdicts if isinstance(one, Receipt) else in_memory) for one in receipts]
 
     def was_ended(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """Return which of these were acknowledged, or made dead letters, before, as far as that is remembered.
+        """Return which of these receipts were acknowledged or made dead letters before, as far as the broker remembers.
 
-        To acknowledge once more is right: the answer to the first time may have been lost. False for a message that has
-        come back meanwhile, and false some time after its lease would have been over.
+        To acknowledge such a receipt again is no error, since the answer to the first time may have been lost. False
+        for a message that has come back meanwhile, and False from some time after the end of its lease on.
         """
         return [
             self._log.was_ended(one) if isinstance(one, Receipt) else self._memory.was_acknowledged(one)
@@ -369,11 +385,11 @@ class Consuming:
     async def change_invisible_time(
         self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
     ) -> AnyReceipt | None:
-        """Make a lease end `invisible_ms` from now; return its receipt from now on, None when it is not valid.
+        """Make a lease end `invisible_ms` from now. Return its new receipt, or None if the old one is not valid.
 
-        Of a lease in the log, or in order, the receipt stays as it is. `invisible_ms` None: after as long as the
-        group's retry policy says for this attempt (of a lease in memory: at once).
-        Without `counts` this lease is no attempt (RocketMQ's `suspend`); in order it is one all the same.
+        The receipt of a lease in the log, or in order, does not change. If `invisible_ms` is None, a lease in the log
+        ends after the delay of the group's retry policy for this attempt, and a lease in memory ends at once. Without
+        `counts` a lease in the log is no attempt (RocketMQ's `suspend`). A lease in order always is one.
         """
         check_invisible(invisible_ms or 0, 0)
         if isinstance(receipt, Receipt):
@@ -389,10 +405,10 @@ class Consuming:
         counts: bool = True,
         first: int = FIRST_LEVEL,
     ) -> AnyReceipt | None:
-        """Give a message back: as `change_invisible_time`, and its consumer holds it no more.
+        """Give a message back: like `change_invisible_time`, but its consumer no longer holds it.
 
-        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON). `first`: where the group's
-        retry policy begins if it is asked, see `retry_delay_ms`.
+        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON). `first` is the level where
+        the group's retry policy begins when `delay_ms` is None, see `retry_delay_ms`.
         """
         check_invisible(delay_ms or 0, 0)
         if isinstance(receipt, Receipt):
@@ -400,18 +416,21 @@ class Consuming:
         return await self._memory.nack(receipt, delay_ms or 0, reason)
 
     async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
-        """Put the message into the group's dead letters now; false when the receipt is not valid (any more)."""
+        """Move the message to the group's dead letters now. Return False if the receipt is not valid (any more)."""
         if isinstance(receipt, Receipt):
             return await self._log.dead_letter(receipt, reason)
         return await self._memory.dead_letter(receipt, reason)
 
     async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
-        """End the leases of a consumer that has gone without an answer, as after an attempt that failed."""
+        """End the leases of a consumer that disconnected without an answer, as after a failed attempt."""
         self._memory.give_back(_positions(receipts))
         await self._change_all([Change(one, None, nack=GONE) for one in receipts if isinstance(one, Receipt)])
 
     def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
-        """End leases whose consumer was gone before it had the messages: they come at once, and it was no attempt."""
+        """End leases whose consumer disconnected before it received the messages.
+
+        They come back at once, and the lease does not count as an attempt.
+        """
         self._memory.give_back(_positions(receipts))
         changes = [Change(one, 0, counts=False) for one in receipts if isinstance(one, Receipt)]
         if changes:
@@ -421,10 +440,10 @@ class Consuming:
 
     async def _change_all(self, changes: Sequence[Change]) -> None:
         try:
-            await self._parts.writer.flushed()  # no promise is changed before it is there
+            await self._parts.writer.flushed()  # a promise can be moved only when it is durable
             await asyncio.gather(*map(self._log.change, changes))
         except TimeballError as error:
-            # Their promises stand as they were: they come when their time is over.
+            # Their promises are unchanged, so the messages come back when their leases end.
             logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
 
 

@@ -1,8 +1,9 @@
-"""How far each group is with one visible message, as the rows with its id and the group's leases say.
+"""The state of a visible message in each consumer group, from the rows with its id and the group's leases.
 
-A copy is a row of a retry topic or of dead letters. Those of one message are a chain: the promise that a lease is
-(log_leases.py) names the row that was handed out, its release names the promise, the next lease that release. A copy
-that names no row, as leases in memory and dead letters write it, belongs to the newest message of its topic.
+A copy is a row in a retry topic or in dead letters. The copies of one message form a chain: the promise of a lease
+(log_leases.py) names the row that was handed out, its release names the promise, and the next lease names that release.
+Leases in memory and dead letters write copies that name no row. Such a copy is attributed to the newest message of its
+topic.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ class Copy(NamedTuple):
 
     kind: int
     seq: int
-    source_seq: int | None  # of a promise: the row handed out; of other kinds: the promise
+    source_seq: int | None  # of a promise: the row handed out, of other kinds: the promise
     topic: str
     queue_id: int
     queue_offset: int | None
     due_ms: int | None
     attempts: int
     group: str
-    origin: str | None  # the topic that its sender has named
+    origin: str | None  # the topic that the message was sent to
 
 
 def copy_of(row: Mapping[str, Any]) -> Copy | None:
-    """Return a row of the log as a copy on its way back to a group; None for any other."""
+    """Interpret a row of the log as a copy for a group. Return None if it is not one."""
     properties, topic = decode_properties(row["properties"] or ""), row["topic"]
     if topic == SCHEDULE_TOPIC:
         topic = properties.get(REAL_TOPIC, topic)
     if not topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
         return None
-    # RocketMQ's own clients send back to a topic of the group's name alone, and the dead letters have no other.
+    # RocketMQ's own clients use a retry topic with only the group's name, and dead-letter topics always have only that.
     group = properties.get(ORIGIN_GROUP) or topic.removeprefix(RETRY_PREFIX).removeprefix(DLQ_PREFIX)
     origin = properties.get(RETRY_TOPIC)
     if origin is None or origin.startswith(RETRY_PREFIX):
@@ -65,11 +66,12 @@ def copy_of(row: Mapping[str, Any]) -> Copy | None:
 
 
 def by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> dict[int, list[Copy]]:
-    """Return the copies of each message, in the order of the log; `places`: the messages by the rows they stand in."""
+    """Group copies by their messages, in the order of the log. `places`: the messages, by their rows."""
     message_of = {row: place.seq for row, place in places.items()}
     newest = {place.topic: place.seq for _, place in sorted(places.items())}
     found: dict[int, list[Copy]] = defaultdict(list)
     for copy in sorted(copies, key=lambda one: one.seq):
+        # A copy comes after the row that it names, so `message_of` already contains that row.
         number = message_of.get(copy.source_seq) if copy.source_seq is not None else None
         if number is None and copy.origin in newest:
             number = newest[copy.origin]
@@ -80,14 +82,18 @@ def by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> di
 
 
 class GroupPlaces:
-    """Says it. Belongs to the event loop. `may`: whether the caller may consume as a group."""
+    """Finds the state of messages in groups. Belongs to the event loop.
+
+    `may`: whether the caller may consume as a group.
+    """
 
     def __init__(self, parts: Components, leases: Leases, may: Callable[[str], bool]) -> None:
         self._parts, self._leases, self._may = parts, leases, may
 
     async def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
-        """Return how far each group is with a message that stands in a queue."""
+        """Return the state of a visible message in each group. `copies` are its copies in the order of the log."""
         assert place.topic is not None
+        # Each group's last copy decides, because it is the newest state of the message there.
         last = {copy.group: copy for copy in copies}
         groups = {*last, *self._parts.offsets.groups_of(place.topic)}
         found = list[GroupPlace]()
@@ -102,12 +108,13 @@ class GroupPlaces:
         return found
 
     def _of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
-        """Return the place by the last row that speaks of the message to this group."""
-        # A MOVED row without an instant repeats a dead letter.
+        """Return the state that the last copy of the message for this group shows."""
+        # A MOVED row without a due time is a repeated dead letter.
         if copy.kind in (Kind.PROMISE, Kind.MOVED) and copy.due_ms is not None:
             if copy.kind == Kind.PROMISE and copy.source_seq is None:
-                # Sent back by a RocketMQ client with a delay: no lease, and not released yet.
+                # A RocketMQ client sent it back with a delay: it is not a lease, and not released yet.
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
+            # Moves keep the number of the promise, which is the key of the lease.
             number = copy.seq if copy.kind == Kind.PROMISE else copy.source_seq
             state = self._parts.lease_counts.state_of(number or 0)
             if state == State.HELD:
@@ -122,7 +129,7 @@ class GroupPlaces:
     def _at(
         self, group: str, topic: str, queue_id: int | None, offset: int | None, attempts: int
     ) -> GroupPlace | None:
-        """Return the place by how far the group is in a queue; None where it has not begun."""
+        """Derive the state from the group's progress in a queue. Return None if the group has not begun there."""
         if queue_id is None or offset is None:
             return None
         queue = self._leases.get(group, topic, queue_id)
@@ -143,5 +150,5 @@ class GroupPlaces:
 
 
 def _passed(group: str, attempts: int) -> GroupPlace:
-    # A copy in the retry topic is for this group alone and has passed its filter: it was handed out once more.
+    # A copy in the retry topic is for this group alone and has passed its filter, so it was handed out once more.
     return GroupPlace(group, DONE, attempts + 1 if attempts else 0)

@@ -1,8 +1,8 @@
-"""The promises that stand for leases: which version the schedule knows, and how answers to them are decided.
+"""The promises that stand for leases: their newest versions, and the decision on concurrent answers to them.
 
-Each is decided on the event loop as every cancel is, by the promise's newest version: a receipt whose promise is being
-released is not valid any more, and a promise that was cancelled is never released. If another request moved the promise
-first, its newest version is looked up once that request's row is durable, and decided on again.
+Like every cancel, an answer is decided on the event loop, by the newest version of the promise. A receipt is no longer
+valid once the release of its promise has begun, and a cancelled promise is never released. If another request moved the
+promise first, its newest version is looked up when that request's row is durable, and the answer is decided again.
 """
 
 from __future__ import annotations
@@ -17,37 +17,41 @@ from timeball.broker.filters.tags import BoolArray
 from timeball.errors import OverLimit, RequestError
 from timeball.message import Int64Array
 
-Versions = tuple[Int64Array, Int64Array]  # due_ms and version, by which the schedule knows a promise
-# Settles or moves the promises of these receipts that wait, durably; is told their indexes too; returns which waited.
+Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a promise in the schedule
+# Settles or moves those promises of these receipts that are pending, durably, and returns which they were. The second
+# argument contains the indexes of the receipts.
 Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 
 def newest_versions(parts: Components, receipts: Sequence[Receipt]) -> Versions:
-    """Return the versions by which the schedule knows the promises of these now."""
-    # The receipt has the instant of the first version, and stays good when the lease is given another.
+    """Find the due times and versions that the schedule has for the promises of these receipts now."""
+    # The receipt contains the due time of the first version, and stays valid when the lease gets another.
     due_ms = np.array([receipt.due_ms for receipt in receipts], dtype=np.int64)
     number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
     return parts.outcomes.moved.newest_of(due_ms, number)
 
 
 def count_ended(parts: Components, receipts: Sequence[Receipt], won: BoolArray) -> None:
-    """Count the leases of these that were ended."""
+    """Count those of these leases that were ended (`won`)."""
     parts.lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[won])
 
 
 def settle_leases(parts: Components, due_ms: Int64Array, version: Int64Array) -> BoolArray:
-    """Cancel the promises of these that still wait; return which did."""
-    # Nearly always: a set costs less than numpy's `unique`, also for many.
+    """Cancel those of these promises that are pending, and return which they were."""
+    # The usual case, without duplicates: a set costs less than numpy's `unique`, even for many receipts.
     if len(set(version.tolist())) == len(version):
         return parts.scheduler.cancel(due_ms, version)
     won = np.zeros(len(version), dtype=np.bool_)
-    first = np.unique(version, return_index=True)[1]  # a receipt that is there twice settles once
+    first = np.unique(version, return_index=True)[1]  # a receipt that occurs twice settles its promise once
     won[first] = parts.scheduler.cancel(due_ms[first], version[first])
     return won
 
 
 async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -> BoolArray:
-    """Call `attempt` for these, again for those that another request moved meanwhile; return which it settled."""
+    """Call `attempt` for these receipts, and again for those that another request moved meanwhile.
+
+    Return which of them were settled. Errors of `attempt` (RequestError, OverLimit) are raised only while none was.
+    """
     valid = np.zeros(len(receipts), dtype=np.bool_)
     left = np.arange(len(receipts))
     while len(left):
@@ -58,13 +62,13 @@ async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -
         except (RequestError, OverLimit):
             if not valid.any():
                 raise
-            # Some were settled in a round before, and the batcher must not begin those again: the rest is answered
-            # as not valid, and comes again when its lease ends.
+            # An earlier round has settled some of them, and the batcher must not begin those again. The others are
+            # answered as not valid, and their messages come back when their leases end.
             break
         lost = ~valid[left]
         if not lost.any():
             break
-        # The newest version is not known before the row that moved the promise is durable.
+        # The newest version is known only when the row that moved the promise is durable.
         await parts.writer.flushed()
         left = left[lost & (newest_versions(parts, some)[1] != version)]
     return valid

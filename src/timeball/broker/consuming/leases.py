@@ -1,17 +1,17 @@
-"""Leases: which positions of which queues each group has in flight, how far it has come, and where a new one begins.
+"""The leases of consumer groups: which positions of a queue are in flight, and where each group continues.
 
-One queue of one group:
+The positions of one queue, as one group sees them:
 
     done … done | in_flight, returned, done, in_flight … | next …
                 ^ first_open                             ^ next_offset
 
-Positions are handed out from `returned` first, then from `next_offset` on. The group's stored offset may be
-`first_open`, the first position that is not done. Memory is kept for open positions alone: a position before
-`next_offset` that is neither in `in_flight` nor in `returned` is done.
+A request gets positions from `returned` first, and then from `next_offset` on. The group's stored offset never passes
+`first_open`, the first position that is not done. Only open positions take memory: a position before `next_offset` that
+is neither in `in_flight` nor in `returned` is done.
 
-The state of one queue is a cache: without it a group goes on from its stored offset. So idle queues are dropped when
-there are too many, and a stored offset that was changed elsewhere (by an administrator, by a consumer that pulls) wins:
-the leases of that queue are forgotten.
+The state of a queue is a cache. Without it, the group continues at its stored offset. Therefore idle queues are dropped
+when there are too many. If an administrator or a consumer that pulls has changed the stored offset, that offset wins
+and the leases of the queue are forgotten.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ SWEEP_POSITIONS_MIN = 1_024
 
 @dataclass(slots=True)
 class Lease:
-    """One position that a consumer has, or that is being written to the log for it."""
+    """One position that a consumer holds, or whose message is being written to the log for redelivery."""
 
     seq: int
     size_bytes: int
-    pop_ms: int  # makes the receipt; NO_RECEIPT while no receipt is valid for the position
-    deadline_ms: int  # by `SchedulerClock.elapsed_ms`
+    pop_ms: int  # identifies the receipt, or NO_RECEIPT while none is valid
+    deadline_ms: int  # on the clock of `SchedulerClock.elapsed_ms`
     in_order: bool = False
-    times: int = 0  # in order: how many leases of this position ended without an acknowledgement
-    nacked_ms: int | None = None  # when a member gave it back, while it waits for its next delivery
-    nack_reason: str = ""  # the last one given
+    times: int = 0  # only in order: the leases of this position that ended without an acknowledgement
+    nacked_ms: int | None = None  # when a member gave it back, until its next delivery
+    nack_reason: str = ""  # the last reason that a member gave
 
 
 @dataclass(slots=True)
 class OpenCount:
-    """Open positions of all queues together, which is what memory is needed for."""
+    """The number of positions that all queues together keep in memory: open ones, and those in `acked_ahead`."""
 
     rows: int = 0
 
@@ -61,23 +61,23 @@ class QueueLeases:
     topic: str
     queue_id: int
     index: QueueIndex
-    next_offset: int  # no position at or behind it has been leased
-    stored_offset: int  # last stored from here; another value was stored by an administrator or a puller
-    count: OpenCount  # shared with all queues: memory has one bound
-    in_flight: dict[int, Lease] = field(default_factory=dict)  # leased; never also in `returned`
-    returned: dict[int, Lease] = field(default_factory=dict)  # came back; handed out before new ones
-    acked_ahead: set[int] = field(default_factory=set)  # at or behind `next_offset`, and done already
-    nacked: set[int] = field(default_factory=set)  # of `in_flight`, those that a member has given back
-    last_pop_ms: int = 0  # of the newest receipt: in order the next one must be larger
-    attempt_id: str = ""  # of the last request served; in order its repeat gets the same positions
-    in_log: bool = False  # promises in the log stand for positions of it that are done (log_leases.py)
-    _order: list[int] = field(default_factory=list)  # heap of open positions; done ones are removed late
+    next_offset: int  # neither it nor any position after it has been leased
+    # Last value stored from here. A different stored value comes from an administrator or a puller.
+    stored_offset: int
+    count: OpenCount  # shared by all queues, because one bound limits their memory
+    in_flight: dict[int, Lease] = field(default_factory=dict)  # leased, and disjoint from `returned`
+    returned: dict[int, Lease] = field(default_factory=dict)  # came back: leased again before new ones
+    acked_ahead: set[int] = field(default_factory=set)  # done already, at or after `next_offset`
+    nacked: set[int] = field(default_factory=set)  # the positions of `in_flight` that a member has given back
+    last_pop_ms: int = 0  # of the newest receipt: in order, the next one must be larger
+    attempt_id: str = ""  # of the last request: in order, its repetition gets the same positions
+    in_log: bool = False  # some done positions have a promise in the log (log_leases.py)
+    _order: list[int] = field(default_factory=list)  # heap of open positions, and done ones not removed yet
 
     @property
     def first_open(self) -> int:
-        """Return the first position that is not done."""
-        # A heap with late removal: the first open position is asked with every answer, and positions end in any
-        # order.
+        """The first position that is not done."""
+        # A heap with late removal: every answer asks for the first open position, and positions end in any order.
         order = self._order
         while order and order[0] not in self.in_flight and order[0] not in self.returned:
             heapq.heappop(order)
@@ -85,21 +85,21 @@ class QueueLeases:
 
     @property
     def open_rows(self) -> int:
-        """Return the number of positions that are leased or have come back."""
+        """The number of positions that are leased or have come back."""
         return len(self.in_flight) + len(self.returned)
 
     @property
     def held_rows(self) -> int:
-        """Return the number of positions that members hold."""
+        """The number of positions that members hold."""
         return len(self.in_flight) - len(self.nacked)
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is known of the queue but its stored place."""
+        """True if the stored offset is the only state of this queue."""
         return not (self.in_flight or self.returned or self.acked_ahead)
 
     def ahead(self) -> list[tuple[int, int]]:
-        """Return the stretches [begin, end) at or behind the first open position that are done."""
+        """Find the ranges [begin, end) of done positions at or after the first open one."""
         begin = self.first_open
         found = []
         for offset in sorted([*self.in_flight, *self.returned]):
@@ -114,7 +114,7 @@ class QueueLeases:
         return found
 
     def skip_done(self, offsets: Iterable[int]) -> None:
-        """Count positions as done that were handed out before a restart, and go on behind those that come next."""
+        """Mark positions as done that were leased before a restart, and move `next_offset` past them where possible."""
         for offset in offsets:
             if offset >= self.next_offset:
                 self.ack_ahead(offset)
@@ -124,7 +124,7 @@ class QueueLeases:
         self.advance(next_offset)
 
     def lease_returned(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
-        """Lease the lowest `rows` positions that have come back; return them."""
+        """Lease the lowest `rows` positions that have come back, and return them."""
         offsets = sorted(self.returned)[:rows]
         for offset in offsets:
             lease = self.in_flight[offset] = self.returned.pop(offset)
@@ -135,74 +135,74 @@ class QueueLeases:
     def lease_next(
         self, offsets: Sequence[int], entries: EntryArray, pop_ms: int, deadline_ms: int, *, in_order: bool
     ) -> None:
-        """Lease positions at or behind `next_offset`; `entries` are theirs in the queue's index."""
+        """Lease new positions at or after `next_offset`. `entries` are their entries in the queue's index."""
         for offset, seq, size in zip(offsets, entries["seq"].tolist(), entries["size"].tolist(), strict=True):
             self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, in_order)
             heapq.heappush(self._order, offset)
             self.count.rows += 1
         if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
-            # One position that stays open must not keep the entries of all done positions behind it.
+            # Otherwise one position that stays open would keep the heap entries of all done positions after it.
             self._order = sorted([*self.in_flight, *self.returned])
 
     def ack_ahead(self, offset: int) -> None:
-        """Count a position at or behind `next_offset` as done: it was handed out before a restart."""
-        # A receipt may come twice; the position counts once.
+        """Mark a position at or after `next_offset` as done. It was leased before a restart."""
+        # The same receipt may arrive twice, but its position counts once.
         self.count.rows += offset not in self.acked_ahead
         self.acked_ahead.add(offset)
 
     def advance(self, next_offset: int) -> None:
-        """Move `next_offset`: all before it has been looked at."""
+        """Move `next_offset` forward: every position before it has been leased or skipped."""
         self.next_offset = next_offset
         if self.acked_ahead:
-            # They need not be remembered any more: the place itself says that they are done.
+            # `next_offset` has passed these positions, which already marks them as done.
             passed = {offset for offset in self.acked_ahead if offset < next_offset}
             self.acked_ahead -= passed
             self.count.rows -= len(passed)
 
     def lease_of(self, offset: int, pop_ms: int) -> Lease | None:
-        """Return the lease that a receipt names, while the receipt is valid."""
+        """Find the lease that belongs to a receipt, or None if the receipt is not valid (any more)."""
         lease = self.in_flight.get(offset)
         return lease if lease is not None and lease.pop_ms == pop_ms else None
 
     def done(self, offset: int) -> None:
-        """End a lease: the group does not need this position any more."""
+        """End a lease: the position is done for this group. Does nothing if the position is not leased."""
         if self.in_flight.pop(offset, None) is not None:
             self.count.rows -= 1
             self.nacked.discard(offset)
 
     def give_back(self, offset: int) -> None:
-        """End a lease: the position waits to be handed out again, before all later ones."""
+        """End a lease so that its position is leased again before all new ones."""
         lease = self.returned[offset] = self.in_flight.pop(offset)
         self.nacked.discard(offset)
-        # Its receipt is void from now on; the next lease makes another.
+        # The old receipt is void from now on. The next lease makes another one.
         lease.pop_ms = NO_RECEIPT
 
     def nack(self, offset: int, now_ms: int) -> None:
-        """Count a lease as given back: no member holds it until its next delivery."""
+        """Mark a leased position as given back: no member holds it until its next delivery."""
         self.in_flight[offset].nacked_ms = now_ms
         self.nacked.add(offset)
 
     def held_again(self, offset: int) -> None:
-        """Count a lease that was given back as held."""
+        """Mark a position that was given back as held again."""
         self.in_flight[offset].nacked_ms = None
         self.nacked.discard(offset)
 
     def drop_before(self, first_seq: int) -> None:
-        """Forget returned positions whose rows retention has removed (before `first_seq`)."""
+        """Forget returned positions whose rows retention has removed (rows before `first_seq`)."""
         gone = [offset for offset, lease in self.returned.items() if lease.seq < first_seq]
         for offset in gone:
             del self.returned[offset]
         self.count.rows -= len(gone)
 
     def restore(self, in_flight: dict[int, Lease], returned: dict[int, Lease], acked_ahead: set[int]) -> None:
-        """Take over the leases that the last orderly stop has saved."""
+        """Take over the leases that the last orderly stop saved."""
         self.in_flight, self.returned, self.acked_ahead = in_flight, returned, acked_ahead
         self.nacked = {offset for offset, lease in in_flight.items() if lease.nacked_ms is not None}
         self._order = sorted([*in_flight, *returned])
         self.count.rows += self.open_rows + len(acked_ahead)
 
     def forget(self) -> None:
-        """Void all receipts; no position comes back."""
+        """Void all receipts and forget all positions, so that none comes back."""
         self.count.rows -= self.open_rows + len(self.acked_ahead)
         self.in_flight.clear()
         self.nacked.clear()
@@ -215,34 +215,40 @@ Found = tuple[QueueLeases, int, Lease]  # a queue, a position of it, and the pos
 
 
 class Leases:
-    """QueueLeases by group and queue. Belongs to the event loop. `kept`: those that the last stop has saved."""
+    """All `QueueLeases`, by group and queue. Belongs to the event loop.
+
+    `kept`: the queues that the last orderly stop saved.
+    """
 
     def __init__(
         self, offsets: Offsets, waiters: Waiters, count: OpenCount, kept: Iterable[QueueLeases] = ()
     ) -> None:
         self._offsets, self._waiters, self.count = offsets, waiters, count
-        self.has_new_groups = False  # a group has begun in a queue, and its offset there is not saved yet
-        # Called with a queue whose open positions hold its stored offset back too far.
+        self.has_new_groups = False  # whether a group has begun in a queue since offsets were last saved
+        # Called with a queue whose open positions hold its stored offset back too far (POP_SPAN_MAX).
         self.on_too_wide: Callable[[QueueLeases], None] = lambda _: None
         self._queues: dict[Key, QueueLeases] = {(q.group, q.topic, q.queue_id): q for q in kept}
 
     @property
     def room(self) -> int:
-        """Return how many more positions may be leased."""
+        """The number of positions that may still be leased, over all queues."""
         return limits.POP_HELD_MAX - self.count.rows
 
     def get(self, group: str, topic: str, queue_id: int) -> QueueLeases | None:
-        """Return the leases of a group in a queue, if it has been there."""
+        """Find the leases of a group in a queue, or None if the group has no state there."""
         return self._queues.get((group, topic, queue_id))
 
     def all(self) -> list[QueueLeases]:
-        """Return those of all groups and queues."""
+        """List the leases of all groups and queues."""
         return list(self._queues.values())
 
     def open(
         self, group: str, topic: Topic, queue_ids: Iterable[int], *, from_max: bool
     ) -> list[QueueLeases]:
-        """Return those of a group in queues. `from_max`: where the group begins where it has no stored offset."""
+        """Find or create the leases of a group in these queues of a topic. Raise OverLimit.
+
+        With `from_max`, a group without a stored offset begins at the end of a queue, otherwise at its beginning.
+        """
         stored = self._offsets.table.get(group, {}).get(topic.name, {})
         found = []
         for queue_id in queue_ids:
@@ -255,28 +261,28 @@ class Leases:
     def _begin(
         self, group: str, topic: Topic, queue_id: int, offset: int | None, *, from_max: bool
     ) -> QueueLeases:
-        """Make those of a queue the group is new in, or was moved in; `offset` is the stored one."""
+        """Create the leases of a queue in which the group is new or was moved. `offset` is the stored offset."""
         key = (group, topic.name, queue_id)
         if key in self._queues:
             self._forget(key, self._queues[key])
         self._make_room()
         index = topic.queues[queue_id].index
         if offset is None:
-            # Stored at once, or a crash before the first answer would let the group begin elsewhere.
+            # Stored at once: otherwise the group could begin elsewhere after a crash before the first answer.
             offset, self.has_new_groups = _first_offset(index, from_max), True
             self._offsets.commit(group, topic.name, {queue_id: offset}, {queue_id: index.max_offset})
-        # The stored offset may be outside: retention has removed rows, or an administrator stored another number.
+        # The stored offset may be out of range: retention has removed rows, or an administrator stored another number.
         start = min(max(offset, index.min_offset), index.max_offset)
         queue = self._queues[key] = QueueLeases(group, topic.name, queue_id, index, start, offset, self.count)
         return queue
 
     def is_live(self, queue: QueueLeases) -> bool:
-        """Return whether the group still goes on from here: its stored offset was not changed elsewhere."""
+        """Return whether this state is current, which it is until the stored offset is changed elsewhere."""
         key = (queue.group, queue.topic, queue.queue_id)
         return self._queues.get(key) is queue and self._offsets.find_offset(*key) == queue.stored_offset
 
     def ahead(self) -> Ahead:
-        """Return the positions done behind the stored offsets, of queues with leases in the log."""
+        """Find the positions that are done after the stored offsets, for queues with leases in the log."""
         found: Ahead = {}
         for queue in self._queues.values():
             if queue.in_log and not queue.idle and self.is_live(queue) and (done := queue.ahead()):
@@ -284,15 +290,15 @@ class Leases:
         return found
 
     def skip_done(self, group: str, topic: Topic, queue_id: int, offsets: Iterable[int]) -> None:
-        """Count positions as done that were handed out before a crash, as if the stored offset said so."""
+        """Mark positions as done that were leased before a crash, and store the offset that results."""
         (queue,) = self.open(group, topic, [queue_id], from_max=False)
         queue.in_log = True
         queue.skip_done(sorted({o for o in offsets if queue.next_offset <= o < queue.index.max_offset}))
         self.store(queue)
 
     def ack_ahead(self, queue: QueueLeases, offset: int) -> bool:
-        """Accept a receipt of before a restart, as long as its message has not been handed out again."""
-        # Bounded as leases are: receipts of an earlier life may name any number of positions.
+        """Accept a receipt from before a restart. Return False if its position was leased again or memory is full."""
+        # Bounded like leases, because old receipts may name any number of positions.
         is_ahead = max(queue.next_offset, queue.index.min_offset) <= offset < queue.index.max_offset
         if not is_ahead or len(queue.acked_ahead) >= limits.POP_HELD_PER_QUEUE_MAX or self.room <= 0:
             return False
@@ -300,10 +306,10 @@ class Leases:
         return True
 
     def finish(self, found: list[Found]) -> None:
-        """End leases whose positions are done, and tell who waits for room in a queue that was full."""
+        """End leases whose positions are done, and wake consumers that wait because a queue was full."""
         was_full = {queue: queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for queue, _, _ in found}
         for queue, offset, lease in found:
-            # The same object: the group's offset may have been changed meanwhile, and the position leased anew.
+            # Compared by identity, because the position may have a new lease if the group was moved meanwhile.
             if queue.in_flight.get(offset) is lease:
                 queue.done(offset)
         self.store_all(was_full)
@@ -311,20 +317,23 @@ class Leases:
             self._waiters.wake({queue.topic for queue, full in was_full.items() if full})
 
     def give_up(self, found: list[Found], pop_ms: int) -> None:
-        """Return positions that no consumer has seen: they are the next to be handed out."""
+        """Put positions back that no consumer has seen: they are leased next."""
         for queue, offset, lease in found:
             if queue.lease_of(offset, pop_ms) is lease:
                 queue.give_back(offset)
         self._waiters.wake({queue.topic for queue, _, _ in found})
 
     def store_all(self, queues: Iterable[QueueLeases]) -> None:
-        """Store how far the group has come in these queues, and have those narrowed that span too wide a stretch."""
+        """Store the group's offsets in these queues, and call `on_too_wide` for those with too wide a span."""
         for queue in queues:
             if self.store(queue):
                 self.on_too_wide(queue)
 
     def store(self, queue: QueueLeases) -> bool:
-        """Store how far the group has come; return whether its open positions span too wide a stretch."""
+        """Store the group's offset, and return whether its open positions span more than POP_SPAN_MAX.
+
+        If the stored offset was changed elsewhere, the queue is forgotten instead.
+        """
         group, topic, queue_id = key = (queue.group, queue.topic, queue.queue_id)
         if self._queues.get(key) is not queue:
             return False
@@ -344,17 +353,17 @@ class Leases:
     def _make_room(self) -> None:
         if len(self._queues) < limits.POP_WINDOWS_MAX:
             return
-        # Idle ones are only a place, which is stored: they come back as they were.
+        # Idle queues hold nothing but their stored offset, so they can be created again.
         self._queues = {key: queue for key, queue in self._queues.items() if not queue.idle}
         if len(self._queues) >= limits.POP_WINDOWS_MAX:
             raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
 
 
 def _first_offset(index: QueueIndex, from_max: bool) -> int:
-    """Return where a new group begins.
+    """Find the offset where a new group begins: the first message, or with `from_max` the end.
 
-    "The end" is the last message, as in RocketMQ; or the first one while the queue still has its very first, so that
-    a group that starts a moment after the first send misses nothing.
+    The end is the last message, as in RocketMQ. While the queue still has its very first message, the end is that first
+    message, so that a group that starts a moment after the first send misses nothing.
     """
     if not from_max or index.min_offset == 0:
         return index.min_offset

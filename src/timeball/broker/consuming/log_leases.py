@@ -1,19 +1,20 @@
-"""Leases kept in the log: a message that is handed out is a promise to its group, and its receipt names the promise.
+"""Leases kept in the log: each message handed out becomes a promise for its group, and its receipt names the promise.
 
     handed out     a PROMISE for the group's retry topic, or for its dead letters if this was the last attempt, due
-                   when the lease ends; the consumer sees the message, and the position is done, when it is durable
+                   when the lease ends; once it is durable, the consumer sees the message and the position is done
     acknowledged   the promise is cancelled
-    other time     moved: a MOVED row of the same number, for the other instant; the receipt stays
-    given back     moved as well; the row says when and why, and the next delivery shows it
+    other time     moved: a MOVED row of the same number, with the other due time; the receipt stays valid
+    given back     moved as well; the row contains the time and the reason, which the next delivery shows
     dead letter    cancelled, and a message for the group's dead letters in its place, with the reason
 
-What is not acknowledged is released by the schedule that releases every promise, exactly once, also after a crash.
-None of what a group has received and not acknowledged is kept in memory here.
+If a message is not acknowledged, the schedule releases its promise like any other: exactly once, also after a crash.
+Messages that a group has received and not acknowledged take no memory here.
 
-A CANCEL and what takes its place are one append: both are in the log or none is. How an answer is decided says
-lease_promises.py. After the decision the append must not fail, so all that may refuse runs before it.
+A CANCEL and the row that replaces its promise are one append: both are in the log or none is. lease_promises.py
+describes how concurrent answers to a lease are decided. After that decision the append must not fail, so all checks
+that may refuse it run before.
 
-An append costs nearly the same for one row as for a hundred, so requests that come together share one (AsyncBatcher).
+An append costs nearly the same for one row as for a hundred, so requests that arrive together share one (AsyncBatcher).
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ _TOPIC = LOG_SCHEMA.get_field_index("topic")
 
 DEAD = encode_properties({CANCEL_REASON: "dead letter"})
 
-# As many bodies as one request may have, were they all of the largest: each is written once more.
+# As many bodies as fit into one request if all had the maximum size, because a turn writes each body once more.
 MOVES_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 
 
 class Change(NamedTuple):
-    """Another invisible time for a receipt. None: what the group's retry policy says. `counts`: as an attempt.
+    """A request to change the end of a lease.
 
-    `nack`: the reason for which the message is given back; None when its consumer keeps it. `first`: see
+    `invisible_ms`: from now, or None for the delay of the group's retry policy. `counts`: whether the lease was an
+    attempt. `nack`: the reason for which the message is given back, or None if its consumer keeps it. `first`: see
     `retry_delay_ms`.
     """
 
@@ -76,19 +78,19 @@ class Change(NamedTuple):
 
 
 class GivenUp(NamedTuple):
-    """A message for the dead letters, and why."""
+    """A message that a consumer puts into the dead letters, and its reason."""
 
     receipt: Receipt
     reason: str
 
 
 class LogLeases:
-    """Writes and settles leases that are promises. Belongs to the event loop."""
+    """Writes and settles leases kept in the log. Belongs to the event loop."""
 
     def __init__(self, parts: Components, appender: Appender, leases: Leases) -> None:
         self._parts, self._appender, self._leases = parts, appender, leases
         self._compacts = parts.compacts
-        # First row of promises not durable yet -> their queues.
+        # The first sequence number of each append that is not durable yet -> the queues of its positions.
         self._under_way: dict[int, list[QueueLeases]] = {}
         self._acks = Acknowledgements(parts, appender)
         self._changes: AsyncBatcher[Change, Receipt | None] = AsyncBatcher(self._change, MOVES_PER_TURN)
@@ -99,15 +101,15 @@ class LogLeases:
     def write(
         self, request: ReceiveRequest, main: Subscription, rows: ReadRows, selection: Selection
     ) -> tuple[asyncio.Future[int], Received]:
-        """Append the rows handed out as promises; return when that is durable, and what was handed out.
+        """Append promises for the rows handed out. Return a future of their durability, and the answer.
 
-        Their positions are done when they are durable, and stay leased when the log fails.
+        The positions are done once the promises are durable. If the log fails, they stay leased. Raise OverLimit.
         """
         parts = self._parts
         parts.writer.check_room()
         now_ms = parts.clock.now_ms()
         due_ms = now_ms + request.invisible_ms
-        # A few as values: by columns one row costs as much as a hundred.
+        # A few rows are made as values: in columns, one row costs as much as a hundred.
         is_few = rows.num_rows <= FEW_ROWS and self._compacts
         make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
         promises = make(
@@ -116,9 +118,10 @@ class LogLeases:
         )  # fmt: skip
         topics = [row[_TOPIC] for row in promises] if is_few else promises.column("topic").to_pylist()
         for topic in set(topics):
+            # Usually the subscription has already found the retry topic, so it exists.
             if main.again is None or topic != main.again_name:
                 parts.topics.ensure(topic, 1)
-        # Read right before the append, without a pause: the receipts name these numbers.
+        # Read right before the append, without an await between: the receipts contain these numbers.
         first_seq, queues = parts.writer.next_seq, list({queue: None for queue, _, _ in selection.found})
 
         def on_durable() -> None:
@@ -133,6 +136,7 @@ class LogLeases:
             durable = self._appender.append_few(promises, on_durable)
         else:
             durable = self._appender.append(self._appender.prepare(promises, now_ms), on_durable).durable
+        # Only after the append: an append that is refused leaves nothing under way.
         self._under_way[first_seq] = queues
         receipts = [
             Receipt(request.group, request.topic, first_seq + i, due_ms) for i in range(rows.num_rows)
@@ -140,30 +144,32 @@ class LogLeases:
         return durable, Received(rows, list(receipts), now_ms, rest=selection.rest)
 
     def parked(self) -> Parked:
-        """Return which positions are handed out, for a start after a crash, beside the offsets of this moment."""
+        """Return the state of these leases that is saved with the offsets, for a start after a crash."""
+        # A group that was moved meanwhile begins again elsewhere, and its older promises do not count.
         live = self._leases.is_live
         under_way = [seq for seq, queues in self._under_way.items() if any(map(live, queues))]
+        # These promises may become durable although the saved offsets do not count their positions as done.
         return Parked(min([self._parts.writer.next_seq, *under_way]), self._leases.ahead())
 
     # -- receipts ------------------------------------------------------------------------------------------------
 
     async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
-        """End these leases, durably; false for a receipt that is not valid (any more). Raise OutOfRange."""
+        """End these leases, durably. Return False for a receipt that is not valid (any more). Raise OutOfRange."""
         if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
         return await self._acks.put(receipts) if receipts else []
 
     def was_ended(self, receipt: Receipt) -> bool:
-        """Return whether this lease was ended by its consumer, while the schedule remembers it."""
+        """Return whether this lease was ended by its consumer, as long as the schedule remembers it."""
         due_ms, version = newest_versions(self._parts, [receipt])
         return bool(self._parts.outcomes.was_cancelled(due_ms, version)[0])
 
     async def change(self, change: Change) -> Receipt | None:
-        """Return the receipt, durably good for the new time; None when it is not valid (any more)."""
+        """Change the end of a lease, durably. Return its receipt, or None if it is not valid (any more)."""
         return await self._changes.put(change)
 
     async def dead_letter(self, receipt: Receipt, reason: str) -> bool:
-        """Write the message to the group's dead letters, durably; false when the receipt is not valid."""
+        """Write the message to the group's dead letters, durably. Return False if the receipt is not valid."""
         return await self._dead.put(GivenUp(receipt, reason))
 
     # -- one turn of each ----------------------------------------------------------------------------------------
@@ -179,13 +185,14 @@ class LogLeases:
         return [bool(one) for one in valid]
 
     async def _renew(self, changes: Sequence[Change]) -> BoolArray:
-        """Move the promises of these to their other instants, durably; return which still waited."""
+        """Move the promises of these leases to their new due times, durably. Return which of them were pending."""
         rows, times, at = await self._read([change.receipt for change in changes])
         asked = [changes[i] for i in at.tolist()]
         now_ms = self._parts.clock.now_ms()
         valid = np.zeros(len(changes), dtype=np.bool_)
         if not asked:
             return valid
+        # The attempts before this lease, and this lease unless it does not count.
         times += np.array([change.counts for change in asked])
         due_ms = np.array(
             [now_ms + self._invisible_ms(change, n) for change, n in zip(asked, times.tolist(), strict=True)],
@@ -202,13 +209,13 @@ class LogLeases:
         return valid
 
     async def _give_up(self, given_up: Sequence[GivenUp]) -> BoolArray:
-        """Write the messages of these to their dead letters, durably; return which still waited."""
+        """Write the messages of these leases to the dead letters, durably. Return which promises were pending."""
         rows, times, at = await self._read([one.receipt for one in given_up])
         valid = np.zeros(len(given_up), dtype=np.bool_)
         if len(at):
             now_ms, found = self._parts.clock.now_ms(), [given_up[i] for i in at.tolist()]
             asked = [one.receipt for one in found]
-            # One more attempt: the message was handed out, even if its consumer gives it up at once.
+            # One more attempt: the message was handed out, even if its consumer gives up at once.
             topics = [retry.dead_letter_topic(receipt.group) for receipt in asked]
             saying = [redelivery_rows.given_up(one.reason) for one in found]
             fresh = self._copies(rows, asked, topics, times + 1, now_ms, saying, kind=Kind.MESSAGE)
@@ -218,14 +225,16 @@ class LogLeases:
     async def _move(
         self, before: pa.RecordBatch, fresh: pa.RecordBatch, nacked: BoolArray, now_ms: int
     ) -> BoolArray:
-        """Write these promises again, for the instants in `fresh`, durably; return which still waited."""
-        prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
+        """Append the promises again, with the due times in `fresh`, durably. Return which of them were pending."""
+        prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
         from_ms = int64(before.column("due_ms"))
         won = settle_leases(self._parts, from_ms, int64(before.column("seq")))
         if not won.any():
             return won
         chosen = pa.array(won)
+        # Only those that were pending: the others are settled and must not be written again.
         rows = as_moves(prepared.filter(chosen), before.filter(chosen))
+        # Read without an await before the append, whose rows get these numbers.
         first_seq = self._parts.writer.next_seq
         columns = int64(rows.column("due_ms")), int64(rows.column("source_seq")), from_ms[won]
         moves = [
@@ -235,10 +244,11 @@ class LogLeases:
         numbers = columns[1]
 
         def on_durable() -> None:
+            # Only now: until the row is durable, a crash would leave the promise at its old due time.
             self._parts.outcomes.moved.add(moves)
             self._parts.lease_counts.change(numbers, nacked[won])
 
-        # No pause since the decision: after it the append must not fail.
+        # No await since the decision, because after it the append must not fail.
         await self._appender.append(rows, on_durable).durable
         return won
 
@@ -247,21 +257,26 @@ class LogLeases:
     async def _bury(
         self, receipts: Sequence[Receipt], before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int
     ) -> BoolArray:
-        """Cancel these promises and write `fresh` in their place; return which still waited."""
-        prepared = self._appender.prepare(fresh, now_ms)  # all that may refuse
+        """Cancel these promises and append `fresh` in their place, durably. Return which of them were pending."""
+        prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
         versions = pairs_of(before)
+        # Built before the decision too, and filtered after it.
         cancels = cancel_rows(receipts, *versions, DEAD, now_ms)
         won = settle_leases(self._parts, *versions)
         count_ended(self._parts, receipts, won)
         if won.any():
-            # No pause since the decision, and one append: a promise is never gone without what takes its place.
+            # No await since the decision, and one append: a promise is never gone without the row that replaces it.
             chosen = pa.array(won)
             rows = pa.concat_batches([cancels.filter(chosen), prepared.filter(chosen)])
             await self._appender.append(rows).durable
         return won
 
     async def _read(self, receipts: Sequence[Receipt]) -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
-        """Return the promises that are found, how often each was tried before it was handed out, and which they are."""
+        """Read the promises of these receipts.
+
+        Return the rows that are found, the number of attempts of each message before this lease, and the indexes of
+        their receipts. Raise OverLimit when the log accepts no more rows.
+        """
         parts = self._parts
         parts.writer.check_room()
         files = await lookup.local_files(parts, *(newest := newest_versions(parts, receipts)))
@@ -270,6 +285,7 @@ class LogLeases:
             rows, at = lookup.promises(parts.reader, files, *newest)
             return rows, lookup.times_before(parts.reader, rows), at
 
+        # Both reads in one step, because each change of threads costs time.
         return await in_thread(parts.reader_thread, read)
 
     def _copies(
@@ -284,7 +300,7 @@ class LogLeases:
         kind: Kind = Kind.PROMISE,
         due_ms: Int64Array | None = None,
     ) -> pa.RecordBatch:
-        """Return READ_SCHEMA promises as rows for other topics, with what is to be said of each besides."""
+        """Build rows for other topics from READ_SCHEMA promises. `saying`: the additional properties of each row."""
         adding = [
             redelivery_rows.added(receipt.group, receipt.topic, now_ms) | said
             for receipt, said in zip(receipts, saying, strict=True)
@@ -324,4 +340,5 @@ class LogLeases:
             return change.invisible_ms
         group = self._parts.groups.find_group(change.receipt.group)
         policy = group.group_retry_policy if group is not None else None
+        # At least one attempt, even if the first one does not count.
         return groups.retry_delay_ms(policy, max(1, times), first=change.first)

@@ -1,9 +1,9 @@
-"""The row of the promise that a receipt names: in the log, in a file of the table, or at a later place of the log.
+"""Lookup of the promise that a receipt names: in the log, in a file of the pending table, or moved within the log.
 
-It is in the log nearly always, since receipts are young. An invisible time of hours may outlive the segment that its
-promise was written to; then compaction has put it into the pending table, or the schedule has written it again (MOVED).
-A lease that was given another time is the same promise in another version (schedule/moved.py), which is looked for.
-A promise that is found nowhere was settled long ago, and its receipt is not valid.
+It is nearly always in the log, because receipts are young. With an invisible time of hours, retention may have removed
+the segment that contains the promise. By then compaction has written it to the pending table, or the schedule has
+written it again (MOVED). A lease whose end was changed is the same promise in another version (schedule/moved.py), and
+the lookup is by this version. A promise that is found nowhere was settled long ago, and its receipt is not valid.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _SCAN_ROWS = 65_536
 def promises(
     reader: LogReader, files: Sequence[DataFile], due_ms: Int64Array, version: Int64Array
 ) -> tuple[pa.RecordBatch, Int64Array]:
-    """Return READ_SCHEMA promises of these versions that are found, and which those are (reader thread)."""
-    # All that the log still has in one read; the others one by one, since they are rare.
+    """Read the READ_SCHEMA promises of these versions. Return those found, and their indexes (reader thread)."""
+    # All versions that the log still has take one read. The others are rare and read one by one.
     in_log = np.flatnonzero((version >= reader.first_seq) & (version < reader.next_seq))
     rows = reader.read_rows(version[in_log])
+    # A row of another kind is no promise, and counts as not found.
     is_promise = np.isin(rows.column("kind").to_numpy(), list(KINDS))
     kept = rows if is_promise.all() else rows.filter(pa.array(is_promise))
     found = [(as_promises(kept), in_log[is_promise])]
@@ -45,34 +46,38 @@ def promises(
 
 
 async def local_files(parts: Components, due_ms: Int64Array, version: Int64Array) -> list[DataFile]:
-    """Return all files; those in an object store in which some of these versions may lie are made local before."""
+    """Return all files of the table, after a download of those that may contain these versions (object store)."""
     files = parts.hour_log.pending.all()
     if parts.cache is None:
         return files
     gone = np.flatnonzero(version < parts.reader.first_seq).tolist()
     paths = {file.entry.path for at in gone for file in _holding(files, int(due_ms[at]), int(version[at]))}
+    # Downloaded before, because the reader thread must not wait for an object store.
     if paths:
         await in_thread(parts.lookup_thread, parts.cache.fetch_all, paths)
     return files
 
 
 def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
-    """Return how often the originals of these promises had been tried before this lease (reader thread).
+    """Return the attempts of each promise's message before this lease (reader thread).
 
-    A promise's first row counts the lease already; a later one does not when a change of its time was no attempt. Where
-    retention has removed the first row, the lease is taken to be counted.
+    The first row of a promise already counts the lease. A later row does not if the change of its time was no attempt.
+    If retention has removed the first row, the lease is assumed to be counted.
     """
     times = times_of(rows)
     was_moved = rows.column("kind").to_numpy() == Kind.MOVED
     if was_moved.any():
         number = rows.column("source_seq").fill_null(0).to_numpy()
         known = np.flatnonzero(was_moved & (number >= reader.first_seq))
+        # `number` is the promise's first row.
         times[known] = times_of(reader.read_rows(number[known]))
+    # Without the lease that the promise stands for.
     return np.maximum(times - 1, 0)
 
 
 def _in_table(files: Sequence[DataFile], due_ms: int, version: int) -> pa.RecordBatch | None:
-    """Return it from the file that holds it: sorted by instant, so that one row group is read."""
+    """Read the promise from the file that contains it. Files are sorted by due time, so one row group is read."""
+    # A half-open range of positions with exactly one version.
     return pending.load(_holding(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
 
 
@@ -86,10 +91,11 @@ def _holding(files: Sequence[DataFile], due_ms: int, version: int) -> list[DataF
 
 
 def _moved(reader: LogReader, version: int) -> pa.RecordBatch | None:
-    """Return its last place in the log. No index has it, and it is asked for rarely: so the log is read through."""
+    """Find the last MOVED row of this version. No index has it and the case is rare, so the whole log is read."""
     last = None
     for rows in reader.coalesced(reader.first_seq, reader.next_seq, [Kind.MOVED], _SCAN_ROWS):
         mine = np.flatnonzero(moved_versions(rows) == version)
         if len(mine):
+            # The log is in order, so the last row is the newest.
             last = rows.slice(int(mine[-1]), 1)
     return None if last is None else as_promises(last)

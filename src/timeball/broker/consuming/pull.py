@@ -1,8 +1,8 @@
-"""Reading by offset: from several queues at once, from one queue through a filter, and by time.
+"""Reads by offset: from several queues at once, from one queue through a filter, and by time.
 
-Through a filter the queue's index excludes most messages (a hash column, as vectors); only the others are opened for
-the filter's exact decision. The answer says how far the queue has been looked through, so a consumer of a rare tag
-moves on with every pull instead of beginning again, and never further than a bounded stretch at a time.
+For a filter, the queue's index excludes most messages with a hash column, in vectorised form. Only the remaining ones
+are read for the filter's exact decision. The answer contains the offset up to which the queue was searched, so a
+consumer of a rare tag advances with every pull. One pull searches a bounded number of entries.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from timeball.message import Int64Array
 
 
 def locate(topic: Topic, offsets: dict[int, int], rows: int) -> Int64Array:
-    """Return the numbers of up to `rows` visible rows from each queue's offset on; fair between the queues."""
+    """Find up to `rows` visible rows from each queue's offset on, with fair shares, and return their sequence numbers.
+
+    Raise NotFound, OutOfRange.
+    """
     rows = min(rows, limits.PULL_ROWS_MAX)
     left = {queue: offset for queue, offset in offsets.items() if _available(topic, queue, offset)}
     taken = []
     while left and rows > 0:
-        # Equal shares, round after round: a full queue must not keep the others out of the answer.
+        # Equal shares, round after round, so that a full queue does not displace the others from the answer.
         share = max(1, rows // len(left))
         for queue, offset in sorted(left.items()):
-            # Positions only: rows are read afterwards, all together and in another thread.
+            # Positions only: the rows are read afterwards, all together and in another thread.
             entries = topic.queues[queue].index.read(offset, min(share, rows))
             taken.append(entries["seq"].astype(np.int64))
             rows -= len(entries)
-            # The queue has no more. The others share its part in the next round.
+            # The queue has no more rows, so the others share its part in the next round.
             if len(entries) < share or rows == 0:
                 del left[queue]
             else:
@@ -56,20 +59,20 @@ def _available(topic: Topic, queue: int, offset: int) -> bool:
 
 
 def read(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch:
-    """Return the rows, as many as fit into one answer, at least one (reader thread)."""
+    """Read as many of these rows as fit into one answer, at least one (reader thread)."""
     rows = reader.read_rows(seqs)
     while rows.num_rows > 1 and rows.nbytes > limits.PULL_BYTES_MAX:
-        # By halves: sizes differ, and counting them costs more than the few rounds that are needed.
+        # Halved: row sizes differ, and adding them up costs more than the few rounds needed here.
         rows = rows.slice(0, rows.num_rows // 2)
     return rows
 
 
-SCAN_ROWS_MAX = 16_384  # entries one pull looks at: 320 KB of index
+SCAN_ROWS_MAX = 16_384  # index entries searched by one pull: 320 KB
 
 
 @dataclass(frozen=True, slots=True)
 class FilteredPull:
-    """Sequence numbers and offsets of what was chosen, and the offset up to which all is decided."""
+    """The sequence numbers and offsets of the selected messages, and the offset up to which the queue was searched."""
 
     seqs: Int64Array
     offsets: Int64Array
@@ -79,15 +82,18 @@ class FilteredPull:
 def candidates(
     index: QueueIndex, offset: int, rows: int, wanted: Filter, *, bytes_max: int = 1 << 62
 ) -> FilteredPull:
-    """Return up to `rows` messages from `offset` on that may match, `bytes_max` in all or one; raises OutOfRange."""
-    # Without a filter no more than asked for; with one a bounded stretch, as most may not match.
+    """Select up to `rows` messages from `offset` on that may match. Raise OutOfRange.
+
+    Their sizes add up to at most `bytes_max`, unless the first one alone is larger.
+    """
+    # With a filter, a bounded range is searched, because most messages may not match.
     entries = index.read(offset, rows if wanted.matches_all else SCAN_ROWS_MAX)
     seqs, end = entries["seq"].astype(np.int64), offset + len(entries)
     if wanted.matches_all and entries["size"].sum(dtype=np.int64) <= bytes_max:
         return FilteredPull(seqs, np.arange(offset, end), end)
     at = np.arange(len(seqs)) if wanted.matches_all else np.flatnonzero(wanted.candidates(entries))
     ends = np.cumsum(entries["size"][at[:rows]], dtype=np.int64)
-    # At least one, or a message larger than the bound could never be pulled.
+    # At least one, otherwise a message larger than the bound could never be pulled.
     fit = max(1, int(np.searchsorted(ends, bytes_max, side="right")))
     if len(at) > fit:
         at = at[:fit]
@@ -96,7 +102,7 @@ def candidates(
 
 
 def decide(selection: FilteredPull, reader: LogReader, wanted: Filter) -> FilteredPull:
-    """Return the candidates whose rows match the filter (reader thread)."""
+    """Keep those candidates whose rows match the filter (reader thread)."""
     if wanted.matches_all or not len(selection.seqs):
         return selection
     keep = wanted.exact(reader.read_rows(selection.seqs))
@@ -105,20 +111,20 @@ def decide(selection: FilteredPull, reader: LogReader, wanted: Filter) -> Filter
 
 # ---- by time -----------------------------------------------------------------------------------------------
 
-# Store times grow along a queue, except where the clock was set back; a bisection then still ends at one of the places
-# that fit. It opens one row a step: some seventeen for a hundred thousand messages.
+# Store times grow along a queue, except where the clock was set back. Even then a bisection ends at a valid position.
+# It reads one row in each step: about 17 for 100,000 messages.
 
 
 def offset_at(reader: LogReader, index: QueueIndex, instant_ms: int, upper: bool = False) -> int:
-    """Return the first offset stored at or after `instant_ms`, else the queue's end (reader thread).
+    """Find the first offset stored at or after `instant_ms`, or the queue's end (reader thread).
 
-    `upper`: the last one stored at or before it instead, as RocketMQ's boundary UPPER.
+    `upper`: find the last offset stored at or before it instead, as RocketMQ's boundary UPPER does.
     """
     low, high = index.min_offset, index.max_offset
     first, end = low, high
     while low < high:
         middle = (low + high) // 2
-        # From the row: index entries do not hold the store time.
+        # Read from the row, because index entries do not contain the store time.
         store_ms = _store_ms(reader, index, middle)
         if store_ms < instant_ms or (upper and store_ms == instant_ms):
             low = middle + 1
@@ -130,7 +136,7 @@ def offset_at(reader: LogReader, index: QueueIndex, instant_ms: int, upper: bool
 
 
 def earliest_ms(reader: LogReader, index: QueueIndex) -> int:
-    """Return when the first message kept was stored; -1 for an empty queue (reader thread)."""
+    """Return the store time of the queue's first message, in milliseconds, or -1 if it is empty (reader thread)."""
     return _store_ms(reader, index, index.min_offset) if index.min_offset < index.max_offset else -1
 
 

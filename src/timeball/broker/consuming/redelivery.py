@@ -1,10 +1,10 @@
-"""Leases in memory that end: one task sleeps until the earliest deadline and writes the messages to their group again.
+"""Redelivery of messages whose leases in memory end: a task writes them to their group again at the earliest deadline.
 
-A position's receipt is voided before anything is awaited, so that no acknowledgement counts while its message is being
-written, and the position is done once the row is durable, never before. When the row cannot be written now (the disk
-is full) the task tries again after `AGAIN_MS`; until then the receipt is as good as before. A message whose frame in
-the log is damaged cannot be written again by any number of attempts: it is recorded in the broker's log as lost to its
-group, and the others are written. In order nothing is written: the positions are the next to be handed out.
+The task voids the receipt of a position before anything is awaited, so that no acknowledgement counts while its message
+is being written. The position is done when the new row is durable, never before. If the row cannot be written (the disk
+is full), the task tries again after `AGAIN_MS`. Until then the receipt is valid again. A message whose frame in the log
+is damaged can never be written again: the task reports it in the broker's log as lost to its group, and writes the
+others. In order nothing is written: the positions are leased again before all others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from timeball.schedule.ticker import CLOCK_LOOK_MS
 logger = logging.getLogger(__name__)
 
 AGAIN_MS = 1_000
-PART_ROWS, PART_BYTES = 4_096, 8 * 1024 * 1024  # read and written in one go
+PART_ROWS, PART_BYTES = 4_096, 8 * 1024 * 1024  # bounds of one read and write
 PARTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Voided:
-    """A position that is being written, and what its receipt was."""
+    """A position whose message is being written, and the number of its voided receipt."""
 
     offset: int
     lease: Lease
@@ -52,44 +52,44 @@ _Entry = tuple[int, int, int, list[int], QueueLeases]  # deadline_ms, serial, po
 
 
 class Deadlines:
-    """When leases end: a heap with an entry for each batch of positions that shares a deadline.
+    """The ends of leases: a heap with one entry for each batch of positions that share a deadline.
 
-    An acknowledgement leaves its entry in the heap; the entry is passed over when its time comes. So that fast
-    consumers with long leases do not fill the memory, the heap is swept when it has grown to twice the number of open
-    positions, `count`.
+    An acknowledgement leaves its entry in the heap, and the entry is skipped at its deadline. So that fast consumers
+    with long leases do not fill the memory, the heap is swept when it has more than twice as many entries as there are
+    open positions (`count`).
     """
 
     def __init__(self, count: OpenCount) -> None:
         self._heap: list[_Entry] = []
-        self._serials = itertools.count()  # decides between equal deadlines, before a queue is compared
+        self._serials = itertools.count()  # orders equal deadlines, because queues cannot be compared
         self._count = count
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> bool:
-        """Add positions that were leased together; return whether this is now the earliest deadline."""
+        """Add positions that were leased together, and return whether this is now the earliest deadline."""
         entry = (deadline_ms, next(self._serials), pop_ms, offsets, queue)
         # One entry for all positions of a request: they end together, and most are acknowledged before.
         heapq.heappush(self._heap, entry)
-        # Acknowledged leases leave their entries behind; they are swept when they are more than half of the heap.
+        # Acknowledged leases leave their entries behind, until these are more than half of the heap.
         if len(self._heap) > SWEEP_ENTRIES_MIN + 2 * self._count.rows:
             self._heap = [e for e in self._heap if any(True for _ in _live(e))]
             heapq.heapify(self._heap)
         return bool(self._heap) and self._heap[0] is entry
 
     def next_ms(self) -> int | None:
-        """Return the earliest deadline; None when there is none."""
+        """Return the earliest deadline, or None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_ms: int) -> list[tuple[QueueLeases, list[int]]]:
-        """Remove and return the positions whose leases have ended without an acknowledgement; each one once."""
+        """Remove and return the positions whose leases have ended by `now_ms`, each position once."""
         found = []
         seen: set[tuple[int, int]] = set()
         while self._heap and self._heap[0][0] <= now_ms:
             entry = heapq.heappop(self._heap)
             queue = entry[4]
-            # A time that was changed to the value it had has two entries, and both are live.
+            # A deadline that was changed and changed back has two entries, and both are live.
             offsets = [offset for offset in _live(entry) if (id(queue), offset) not in seen]
             seen.update((id(queue), offset) for offset in offsets)
             if offsets:
@@ -98,7 +98,7 @@ class Deadlines:
 
 
 def _live(entry: _Entry) -> Iterator[int]:
-    """Yield the positions that this entry still decides on: a changed time has an entry of its own."""
+    """Yield the positions whose lease still has this deadline. A lease whose end was changed has another entry."""
     deadline_ms, _, pop_ms, offsets, queue = entry
     for offset in offsets:
         lease = queue.lease_of(offset, pop_ms)
@@ -107,7 +107,10 @@ def _live(entry: _Entry) -> Iterator[int]:
 
 
 class Redelivery:
-    """Belongs to the event loop. The task begins with the first deadline; `close` ends it."""
+    """Writes messages to their groups again. Belongs to the event loop.
+
+    The task starts with the first deadline, and `close` ends it.
+    """
 
     def __init__(self, parts: Components, appender: Appender, waiters: Waiters, leases: Leases) -> None:
         self._parts, self._appender, self._waiters, self._leases = parts, appender, waiters, leases
@@ -120,25 +123,25 @@ class Redelivery:
         leases.on_too_wide = self.narrow
 
     def wake(self) -> None:
-        """Read the clock now."""
+        """Make the task read the clock again, and process the leases that have ended."""
         self._wake.set()
 
     def expect(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> None:
-        """Bring these back at `deadline_ms` unless they are acknowledged before."""
+        """Bring these positions back at `deadline_ms` unless they are acknowledged before."""
         if self._deadlines.add(queue, offsets, pop_ms, deadline_ms):
             self._wake.set()
         if self._task is None:
-            # Begun late: a broker whose consumers only pull never has this task.
+            # Started late, because a broker whose consumers only pull never needs this task.
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._ended)
 
     def narrow(self, queue: QueueLeases) -> None:
-        """Write the queue's oldest leases to the log as promises: they hold its stored offset back too far."""
+        """Write a queue's oldest leases to the log as promises, because they keep its stored offset too far back."""
         self._too_wide.add(queue)
         self._wake.set()
 
     async def close(self) -> None:
-        """End the task; a row that is being written is written."""
+        """End the task. A write that has begun is completed."""
         self._closing = True
         self._wake.set()
         if self._task is not None:
@@ -147,8 +150,9 @@ class Redelivery:
     async def write(
         self, queue: QueueLeases, offsets: list[int], *, later: bool = False, dead: bool = False
     ) -> None:
-        """Write these to the group again, durably: as messages, as promises for the ends of their leases (`later`), or
-        as dead letters. When this raises, they are leased as before.
+        """Write these messages to the group again, durably. When this raises, they are leased as before.
+
+        They become promises due at the ends of their leases (`later`), dead letters (`dead`), or visible messages.
         """
         await self._write(queue, _void(queue, offsets), later=later, dead=dead)
 
@@ -159,15 +163,15 @@ class Redelivery:
             self._wake.clear()
             now_ms = self._parts.clock.elapsed_ms()
             jobs = [job for due in self._deadlines.pop_due(now_ms) for job in self._expired(*due)]
-            # Written as promises for the ends of their leases: the group's stored offset can then move on.
+            # As promises, these positions are done, so the group's stored offset can move on.
             jobs += [(queue, _void(queue, _oldest(queue)), True) for queue in self._too_wide]
             self._too_wide.clear()
             if jobs:
-                # Jobs are of different queues, so a failed one must not hold back the others.
+                # Each job has another queue, so a failed job must not hold back the others.
                 await asyncio.gather(*(self._try_write(*job) for job in jobs))
                 continue
             next_ms = self._deadlines.next_ms()
-            # A machine that was suspended announces nothing, so the clock is read again and again (see ticker.py).
+            # A machine gives no notice when it resumes from suspension, so the clock is read regularly (see ticker.py).
             timeout = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_LOOK_MS) / 1000
             try:
                 async with asyncio.timeout(timeout):
@@ -181,7 +185,7 @@ class Redelivery:
         in_order = [offset for offset in offsets if queue.in_flight[offset].in_order]
         for offset in in_order:
             queue.in_flight[offset].times += 1
-            # In order it goes back to its own queue: a copy in the retry topic would come behind the others.
+            # In order, a message goes back to its own queue: a copy in the retry topic would come after later messages.
             queue.give_back(offset)
         if in_order:
             self._waiters.wake([queue.topic])
@@ -203,7 +207,7 @@ class Redelivery:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._parts.on_failure(error)  # without the task no lease would end any more
+            self._parts.on_failure(error)  # without the task, no lease would end any more
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -213,18 +217,18 @@ class Redelivery:
         was_full = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
         try:
             for part in _parts(voided):
-                # Bounds the bodies in memory: a queue of large messages may end thousands of leases at once.
+                # Bounds the bodies in memory: in a queue of large messages, thousands of leases may end at once.
                 async with self._slots:
                     await self._write_part(queue, part, later=later, dead=dead)
                 for one in part:
-                    # Only now: until the copy is durable, a crash must find the position open.
+                    # Not earlier: while the copy is not durable, a crash must find the position open.
                     queue.done(one.offset)
         finally:
             for one in voided:
-                # Not written, or the write failed: the lease is as before, and the task tries again soon.
+                # Not written, or the write failed: the lease is valid as before, and the task soon tries again.
                 if queue.in_flight.get(one.offset) is one.lease:
                     self._restore(queue, one)
-            # In any case: a part may have been written before another failed, and its positions are done.
+            # Also after an error: some parts may have been written before, and their positions are done.
             self._leases.store(queue)
         if was_full or dead:
             self._waiters.wake([queue.topic])
@@ -232,13 +236,13 @@ class Redelivery:
     def _restore(self, queue: QueueLeases, one: _Voided) -> None:
         lease = one.lease
         lease.pop_ms = one.pop_ms
-        # Not at once: what refused the write, a full disk for example, is seldom over in a millisecond.
+        # Not at once, because the reason of the failure, for example a full disk, seldom ends within a millisecond.
         lease.deadline_ms = max(lease.deadline_ms, self._parts.clock.elapsed_ms() + AGAIN_MS)
         self.expect(queue, [one.offset], lease.pop_ms, lease.deadline_ms)
 
     async def _write_part(self, queue: QueueLeases, part: list[_Voided], *, later: bool, dead: bool) -> None:
         parts = self._parts
-        # Retention may have removed some rows; other leases were forgotten when the group's offset was changed.
+        # Retention may have removed rows, and leases are forgotten when the group's offset was changed.
         kept = [
             one
             for one in part
@@ -250,7 +254,7 @@ class Redelivery:
         parts.writer.check_room()
         now_ms = parts.clock.now_ms()
         times = redelivery_rows.times_after(rows)
-        # -1: every number of attempts is too many, so all go to the dead letters.
+        # -1: any number of attempts is too many, so all messages go to the dead letters.
         times_max = -1 if dead else parts.groups.times_max(queue.group)
         again = redelivery_rows.retry_topic(queue.group, queue.topic)
         topics = redelivery_rows.topics_after(again, retry.dead_letter_topic(queue.group), times, times_max)
@@ -270,7 +274,7 @@ class Redelivery:
         )
 
         def on_durable() -> None:
-            if later:  # the consumer still has them
+            if later:  # the consumer still holds these messages
                 numbers = np.arange(appended.first_seq, appended.first_seq + len(kept))
                 parts.lease_counts.add(queue.group, topic_of(queue.group, queue.topic), numbers)
 
@@ -278,7 +282,7 @@ class Redelivery:
         await appended.durable
 
     async def _read(self, queue: QueueLeases, voided: list[_Voided]) -> tuple[pa.RecordBatch, list[_Voided]]:
-        """Return the rows that can be read, and of which positions they are; those in damaged frames are given up."""
+        """Read the rows of these positions. Return the rows, and their positions without those in damaged frames."""
         reader = self._parts.reader
         seqs = np.array([one.lease.seq for one in voided], dtype=np.int64)
         try:
@@ -295,7 +299,7 @@ class Redelivery:
                     error,
                 )
                 return await in_thread(self._parts.reader_thread, reader.read_rows, seqs[:0]), []
-        # A read fails as a whole: by halves, until the damaged rows are apart from the others.
+        # A read fails as a whole, so it is halved until the damaged rows are separated from the others.
         middle = len(voided) // 2
         halves = [await self._read(queue, half) for half in (voided[:middle], voided[middle:])]
         return pa.concat_batches([rows for rows, _ in halves]), [one for _, kept in halves for one in kept]
@@ -314,7 +318,7 @@ def _properties(rows: pa.RecordBatch, queue: QueueLeases, kept: list[_Voided]) -
 
 
 def _void(queue: QueueLeases, offsets: Collection[int]) -> list[_Voided]:
-    """Void the receipts of these: their messages are being written."""
+    """Void the receipts of these positions, whose messages are about to be written."""
     voided = [_Voided(o, queue.in_flight[o], queue.in_flight[o].pop_ms) for o in offsets]
     for one in voided:
         one.lease.pop_ms = NO_RECEIPT
@@ -322,8 +326,8 @@ def _void(queue: QueueLeases, offsets: Collection[int]) -> list[_Voided]:
 
 
 def _oldest(queue: QueueLeases) -> list[int]:
-    """Return the leases in the older half of a stretch that is too wide."""
-    # Half of the stretch at once, so that it need not be done again with the next message.
+    """List the leases in the older part of a range that is too wide."""
+    # Leaves half of the allowed span, so that the next message does not make it too wide again.
     end = queue.next_offset - limits.POP_SPAN_MAX // 2
     return [
         o for o, one in queue.in_flight.items() if o < end and not one.in_order and one.pop_ms != NO_RECEIPT

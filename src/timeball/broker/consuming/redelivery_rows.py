@@ -1,22 +1,24 @@
-"""The rows that bring a message back to its group: what changes on the way, and nothing else. No I/O.
+"""The rows that bring a message back to its group. No I/O.
+
+These columns change, besides the kind, the queue, and the time and host of the store:
 
     topic            the group's retry topic for this topic (POP's form), or its dead letters after the last attempt
     reconsume_times  one more, unless this attempt does not count
-    properties       which group's copy it is, of which topic, when it was first handed out, why and when a member has
-                     given it back; spent delays come off
-    due_ms           of a promise: when the lease ends
+    properties       the copy's group, the message's topic, the time of its first delivery, and the time and reason when
+                     a member gave it back; delays that are over are removed
+    due_ms           of a promise: the end of the lease
     source_seq       of a promise: the row handed out
 
-The retry topic of POP has the names of group and topic in it (RocketMQ's first form, which its brokers use unless told
-otherwise): `%RETRY%<group>_<topic>`. Two pairs of names may make the same topic ("a_b" with "c", "a" with "b_c";
-RocketMQ #9633), so every copy names its group, and other groups are not handed it.
+POP's retry topic contains the names of group and topic: `%RETRY%<group>_<topic>` (RocketMQ's first form, the default of
+its brokers). Two pairs of names may make the same topic ("a_b" with "c", "a" with "b_c"; RocketMQ #9633), so every copy
+names its group, and other groups do not get it.
 
-Rows are made by columns, since a receive writes every message once more and Python for each row would be most of its
-cost; a few are made as values, since each call of Arrow costs as much for one row. Only properties that need more than
-something put behind them are taken apart.
+Rows are built by columns: a receive writes every message once more, and Python code for each row would be most of its
+cost. A few rows are built as values, because each call of Arrow costs as much for one row as for many. Properties are
+decoded only when appending text to them is not enough.
 
-Nothing is refused: the message has been accepted. Properties that would grow beyond what RocketMQ's wire can carry get
-what still fits, in the order of what would be missed most.
+Nothing is refused, because the message has been accepted. If the properties would exceed the limit of RocketMQ's
+protocol, the least important ones are left out.
 """
 
 from __future__ import annotations
@@ -55,49 +57,50 @@ from timeball.message import (
 FIRST_POP_TIME = "1ST_POP_TIME"
 POP_CK = "POP_CK"
 
-# The first would be missed most.
+# In the order of importance, the most important first.
 _SET_HERE = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
 _NAMES = "|".join(sorted([*retry.SPENT, *_SET_HERE, POP_CK]))
 _TO_TAKE_APART = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
 _TAKEN_APART = re.compile(_TO_TAKE_APART)
-FEW_ROWS = 32  # so many cost less one by one than by columns
+FEW_ROWS = 32  # up to this number, building row by row costs less than by columns
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
 _READ = ("seq", "reconsume_times", "properties", *_KEPT)
 _READ_VALUES = itemgetter(*(READ_SCHEMA.get_field_index(name) for name in _READ))
 
 
 def retry_topic(group: str, topic: str) -> str:
-    """Return the topic from which a group gets again what it did not acknowledge; of a retry topic, itself."""
+    """Name the topic in which a group gets unacknowledged messages of `topic` again. A retry topic is its own."""
+    # A message that comes back again stays in its retry topic.
     return topic if topic.startswith(RETRY_PREFIX) else f"{RETRY_PREFIX}{group}_{topic}"
 
 
 def is_of(group: str, properties: str | None) -> bool:
-    """Return whether a row of a retry topic is for this group; one that names no group is for every reader."""
+    """Return whether a row of a retry topic is for this group. A row that names no group is for all."""
     text = PROPERTY_END + (properties or "")
-    # By text, not decoded: each row of a shared retry topic is looked at for every group that reads it.
+    # Compared as text, not decoded, because every row of a shared retry topic is checked for every group that reads it.
     mark = f"{PROPERTY_END}{ORIGIN_GROUP}{PROPERTY_NAME_END}"
     return mark not in text or f"{mark}{group}{PROPERTY_END}" in text + PROPERTY_END
 
 
 def times_of(rows: pa.RecordBatch) -> Int64Array:
-    """Return how often each of these READ_SCHEMA rows had been tried before."""
+    """Return the attempts counted in each of these READ_SCHEMA rows."""
     return np.asarray(filled(rows.column("reconsume_times"), 0).to_numpy(), dtype=np.int64)
 
 
 def times_after(rows: pa.RecordBatch) -> Int64Array:
-    """Return how often each will have been tried in vain once this lease ends."""
+    """Return the attempts of each row, including the lease that it is handed out with now."""
     return np.minimum(times_of(rows) + 1, retry.INT_MAX)
 
 
 def topics_after(again: str, dead: str, times: Int64Array, times_max: int) -> list[str]:
-    """Return where each goes then: the retry topic, or the dead letters when that was its last attempt."""
+    """Choose a topic for each row: `again`, or `dead` when its attempts are used up."""
     return [dead if late else again for late in (times > times_max).tolist()]
 
 
 def handed_out(
     rows: pa.RecordBatch, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
 ) -> pa.RecordBatch:
-    """Return the promises that bring rows handed to a group back when their lease ends, at `due_ms`."""
+    """Build the promises that bring these rows back to the group when the lease ends at `due_ms`."""
     times = times_after(rows)
     return build(
         rows,
@@ -114,7 +117,7 @@ def handed_out(
 def few_handed_out(
     rows: ReadRows, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
 ) -> list[LogRow]:
-    """Return the same rows as `handed_out`, as values."""
+    """Build the same rows as `handed_out`, as values."""
     adding = added(group, topic, now_ms)
     behind = encode_properties(adding)
     few = (
@@ -125,6 +128,7 @@ def few_handed_out(
     built: list[LogRow] = []
     for seq, before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in few:
         times = min((before or 0) + 1, retry.INT_MAX)
+        # As in `topics_after`.
         name = main.dead_name if times > main.times_max else main.again_name
         properties = _properties_with(text or "", adding, behind)
         built.append(
@@ -137,8 +141,9 @@ def few_handed_out(
 
 
 def _properties_with(text: str, adding: dict[str, str], behind: str) -> str:
-    """Return what `properties_for` does, of one row."""
+    """Add properties to those of one row, as `properties_for` does to a column."""
     found = f"{text}{PROPERTY_END if text and not text.endswith(PROPERTY_END) else ''}{behind}"
+    # The same condition as for columns in `properties_for`, so that both ways build the same text.
     if _TAKEN_APART.search(text) or len(found.encode()) > limits.PROPERTIES_BYTES_MAX:
         return properties_of(text, adding)
     return found
@@ -156,7 +161,7 @@ def build(
     now_ms: int,
     host: str,
 ) -> pa.RecordBatch:
-    """Return LOG_SCHEMA rows of `kind` for READ_SCHEMA rows; `due_ms` and `source_seq` None: null."""
+    """Build LOG_SCHEMA rows of `kind` from READ_SCHEMA rows. Without `due_ms` or `source_seq`, the column is null."""
     return build_rows(
         rows.num_rows,
         kind=int(kind),
@@ -179,9 +184,9 @@ def properties_for(texts: pa.Array, group: str, topic: str, first_ms: int) -> pa
     texts = filled(texts, "")
     needs_end = pc.and_(pc.not_equal(texts, ""), pc.invert(pc.ends_with(texts, PROPERTY_END)))
     ended = pc.if_else(needs_end, pc.binary_join_element_wise(texts, "", PROPERTY_END), texts)
-    # The usual row: its text, and three properties behind it, joined as a column.
+    # The usual row: its text with three properties appended, joined as a column.
     found = pc.binary_join_element_wise(ended, behind, "")
-    # Rows that were handed out before, or carry a delay: their properties are taken apart one by one.
+    # Rows that were handed out before, or carry a delay, have properties to replace or remove: one by one.
     slow = np.asarray(pc.match_substring_regex(texts, _TO_TAKE_APART))
     slow |= byte_lengths(found) > limits.PROPERTIES_BYTES_MAX
     if not slow.any():
@@ -192,11 +197,11 @@ def properties_for(texts: pa.Array, group: str, topic: str, first_ms: int) -> pa
 
 
 def with_reasons(texts: pa.Array, reasons: Sequence[str]) -> pa.Array:
-    """Return properties that show why each message was given back; an empty reason changes nothing."""
+    """Return properties that show why each message was given back. An empty reason changes nothing."""
     found = []
     for text, reason in zip(texts.to_pylist(), reasons, strict=True):
         shown = decode_properties(text or "") | {NACK_REASON: reason}
-        # Over the bound it is left out, as in a copy of the message.
+        # A reason that would exceed the limit is left out, as in a copy of the message.
         shown_text = encode_properties(shown)
         is_shown = reason and len(shown_text.encode()) <= limits.PROPERTIES_BYTES_MAX
         found.append(shown_text if is_shown else text)
@@ -204,58 +209,59 @@ def with_reasons(texts: pa.Array, reasons: Sequence[str]) -> pa.Array:
 
 
 def properties_of_each(texts: pa.Array, adding: Sequence[dict[str, str]]) -> pa.Array:
-    """Return the same where the rows were handed out to different groups or at different times."""
+    """Add properties to each row's, for rows of different groups or delivery times."""
     each = zip(texts.to_pylist(), adding, strict=True)
     return pa.array([properties_of(text or "", names) for text, names in each], pa.string())
 
 
 def added(group: str, topic: str, first_ms: int) -> dict[str, str]:
-    """Return the properties that a copy gets unless an earlier attempt has given them."""
+    """Return the properties that every copy gets. `properties_of` keeps the topic and time of an earlier attempt."""
     return {ORIGIN_GROUP: group, RETRY_TOPIC: topic, FIRST_POP_TIME: str(first_ms)}
 
 
 def given_back(reason: str, now_ms: int) -> dict[str, str]:
-    """Return the properties of a message that a member gives back, or up, at `now_ms`."""
+    """Return the properties of a message that a member gives back at `now_ms`."""
     return {NACK_TIME: str(now_ms), NACK_REASON: reason_text(reason)}
 
 
 def given_up(reason: str) -> dict[str, str]:
     """Return the properties of a message that a member puts into the dead letters."""
     text = reason_text(reason)
-    return {NACK_REASON: text} if text else {}  # else the last reason that was given stays
+    return {NACK_REASON: text} if text else {}  # without a reason, the last one that was given stays
 
 
 def reason_text(reason: str) -> str:
-    """Return a reason as a property may hold it: one line, without what ends a property, cut to its bound.
+    """Make a reason fit for a property: one line, no property separators, at most NACK_REASON_BYTES_MAX bytes.
 
     >>> reason_text("Refused:\\n\\x02 no  stock ")
     'Refused: no stock'
     """
-    # Cut before anything else, as it may be of any length; a character is at least a byte.
+    # Cut first, because the reason may be of any length. A character takes at least one byte.
     cut = reason[: limits.NACK_REASON_BYTES_MAX]
     line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
-    # Half a surrogate pair is not printable, so this encodes; half a character at the cut is left out.
+    # Half a surrogate pair is not printable, so `encode` cannot fail. Half a character at the cut is dropped.
     return line.encode()[: limits.NACK_REASON_BYTES_MAX].decode(errors="ignore")
 
 
 def properties_of(text: str, adding: dict[str, str]) -> str:
-    """Return one row's: the group is replaced, topic and first time stay from an earlier attempt."""
+    """Add properties to those of one row: the group and reason are replaced, topic and first time are kept."""
     said = decode_properties(text)
-    # A check point of an earlier handing out would name a position that is done.
+    # The check point of an earlier delivery would name a position that is done.
     dropped = {POP_CK, NACK_TIME}
     if ORIGIN_GROUP not in said:
-        dropped.add(NACK_REASON)  # the sender's: no member has given it back yet
+        dropped.add(NACK_REASON)  # the sender set it: no member has given the message back yet
+    # Properties of a delay that is over must not delay the copy again (retry.py).
     kept = {n: v for n, v in said.items() if n not in retry.SPENT and n not in dropped}
     replaced = {ORIGIN_GROUP, NACK_REASON}
     found = {**kept, **{n: v for n, v in adding.items() if n in replaced or n not in kept}}
     if not found.get(NACK_REASON, "-"):
-        del found[NACK_REASON]  # given back without a reason: an older one would pass for it
+        del found[NACK_REASON]  # given back without a reason: an older reason would be taken for this one
     encoded = encode_properties(found)
-    # What is missed least goes first, until the text fits.
+    # The least important goes first, until the text fits.
     for name in reversed(_SET_HERE):
         if len(encoded.encode()) <= limits.PROPERTIES_BYTES_MAX:
             break
-        # A reason gives way also when it has come along.
+        # A reason is also removed if the message had it before.
         if name in found and (name not in kept or name == NACK_REASON):
             del found[name]
             encoded = encode_properties(found)

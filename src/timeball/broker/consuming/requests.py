@@ -1,7 +1,8 @@
-"""What consumers ask for, and what they get. No I/O.
+"""The requests of consumers, and the messages and receipts in the answers. No I/O.
 
-A receipt names one lease of one message and holds all that is needed to settle it without a look into the log. So an
-edge that turns one into text seals it: a number that was made up would settle another consumer's message.
+A receipt names one lease of one message, and contains everything that is needed to settle it without a read of the log.
+Therefore the protocols seal receipts when they turn them into text: an invented number would settle another consumer's
+message.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from timeball.message import READ_SCHEMA
 class Receipt(NamedTuple):
     """A lease kept in the log: the promise `seq`, first due at `due_ms`, brings the message back.
 
-    It stays valid when the lease is given another time. `topic`: the one asked for.
+    The receipt stays valid when the end of the lease is changed. `topic`: the topic of the request.
     """
 
     group: str
@@ -31,7 +32,7 @@ class Receipt(NamedTuple):
 
 
 class PositionReceipt(NamedTuple):
-    """A lease kept in memory, of a position. `topic` is where the row stands: it may be a retry topic."""
+    """A lease of a position, kept in memory. `topic` is the topic of the row, which may be a retry topic."""
 
     group: str
     topic: str
@@ -44,29 +45,30 @@ AnyReceipt = Receipt | PositionReceipt
 
 
 class Subscription(NamedTuple):
-    """A group that may consume, a topic that may be read, and where the group's redelivered messages go."""
+    """A group that may consume, a topic that may be read, and the topics of the group's redelivered messages."""
 
     group: SubscriptionGroup
     topic: Topic
-    times_max: int  # how often a message is tried again
-    again_name: str  # the group's retry topic for this topic; a retry topic's own name
-    dead_name: str  # the topic of what has used up its attempts
-    again: Topic | None  # None until a message has come back, and for a retry topic, which is its own
+    times_max: int  # how often a message may be tried again
+    again_name: str  # the group's retry topic for this topic, or this topic itself if it is a retry topic
+    dead_name: str  # the topic of messages that have used up their attempts
+    again: Topic | None  # None until a message has come back, and if this topic is itself a retry topic
 
 
 class ReceiveRequest(msgspec.Struct, frozen=True):
-    """A consumer's request. `queue_id` -1: of any queue. `from_max`: a group that is new here begins at the end.
+    """A consumer's request for messages.
 
-    `attempt_id`: in order, a request that is repeated with the same one gets again what may not have arrived.
-    `in_log`: leases are kept as promises in the log and survive a crash, and the broker counts the attempts in order;
-    else they are kept in memory, a crash hands the messages out again, and in order the client counts. In order a
-    lease is always kept in memory: a copy behind the others would break the order.
+    `queue_id` -1: any queue. `from_max`: a group that is new here begins at the end. `attempt_id`: in order, a repeated
+    request with the same id gets the same messages again, as they may not have arrived. `in_log`: the leases are
+    promises in the log and survive a crash, and the broker counts the attempts in order. Otherwise they are kept in
+    memory, a crash hands the messages out again, and the client counts in order. In-order leases are always kept in
+    memory, because a copy after later messages would break the order.
     """
 
     group: str
     topic: str
     queue_id: int = -1
-    rows: int = 32  # RocketMQ's batch
+    rows: int = 32  # the batch size of RocketMQ
     invisible_ms: int = 60_000
     wanted: Filter = EVERYTHING  # rows of the retry topic pass any filter
     from_max: bool = False
@@ -75,14 +77,14 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
     in_log: bool = False
 
 
-NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once: it takes a third of a millisecond
+NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once, because it takes a third of a millisecond
 
 
 class Received(msgspec.Struct, frozen=True):
-    """Rows handed out at `pop_ms` (READ_SCHEMA), one receipt for each; the attempt is a row's reconsume_times + 1.
+    """Rows handed out at `pop_ms` (READ_SCHEMA), with one receipt each. The attempt is a row's reconsume_times + 1.
 
-    `handed_out`: the rows as they were read, a few as values.
-    `times`: how many leases of each position ended before, in order. `rest`: about how many rows the queues still hold.
+    `handed_out`: the rows as they were read. A few are values. `times`: in order, the number of earlier leases of each
+    position. `rest`: the approximate number of rows that the queues still contain.
     """
 
     handed_out: ReadRows
@@ -93,5 +95,5 @@ class Received(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> pa.RecordBatch:
-        """Return the rows as a batch."""
+        """The rows as a batch."""
         return read_batch(self.handed_out)

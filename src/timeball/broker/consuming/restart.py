@@ -1,15 +1,17 @@
-"""Leases across a restart. After a crash: which positions of a group's queues are done, by the promises in the log.
+"""Leases across a restart: recovery after a crash, and saved leases after an orderly stop.
 
-A group's offsets are saved once a second, its promises before a consumer sees a message. So behind the saved offsets
-stand promises of positions that would be handed out again, and would come back a second time besides. Each names the
-row it is a copy of, which has its queue and position, and the group whose copy it is.
+After a crash, the log shows which positions of a group's queues are done. A group's offsets are saved once a second,
+but each promise is saved before a consumer sees its message. So the log may contain promises of positions that the
+saved offsets do not count as done. Without this module, these positions would be handed out again, and their promises
+would bring the messages back a second time. Each promise names its group, and the row that it is a copy of, which has
+queue and position.
 
-The promises from the row on that was saved with the offsets are read, and no earlier ones: the group may have been
-moved back since, and then what was promised before is to be handed out again.
+The log is read from the row on that was saved with the offsets. Earlier promises do not count, because the group may
+have been moved back since, and then these messages must be handed out again.
 
-After an orderly stop receipts stay valid, and nothing is handed out twice because of it: one META row for each queue,
-written when the broker stops and deleted before the next start serves, so that a crash never finds an old one. A queue
-whose stored offset has changed by then (a crash in the middle of the stop, a group that was moved) is forgotten.
+After an orderly stop, receipts stay valid and nothing is handed out twice. The broker writes one META row for each
+queue when it stops, and deletes these rows before the next start serves, so that a crash never finds old ones. A queue
+whose stored offset has changed by then (a crash during the stop, or a group that was moved) is forgotten.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ Positions = dict[Key, set[int]]  # (group, topic, queue) -> positions
 
 
 def done_positions(reader: LogReader, parked: Parked) -> Positions:
-    """Return the positions that are done, by what was saved with the offsets and the log behind it (reader thread)."""
+    """Find the done positions in the state saved with the offsets and in later rows of the log (reader thread)."""
     found: Positions = defaultdict(set)
     for group, topics in parked.ahead.items():
         for topic, queues in topics.items():
             for queue_id, stretches in queues.items():
                 for begin, end in stretches:
                     found[(group, topic, queue_id)].update(range(begin, end))
-    # Promises before that were saved as positions (`ahead`), together with the offsets.
+    # Earlier promises were saved as positions (`ahead`), together with the offsets.
     begin = max(parked.from_seq, reader.first_seq)
     for rows in reader.coalesced(begin, reader.next_seq, [Kind.PROMISE], _BATCH_ROWS, _COLUMNS):
         sources = rows.column("source_seq").fill_null(0).to_numpy()
-        # A row that retention has removed is not handed out again either.
+        # A row that retention has removed cannot be handed out again, so its position need not be skipped.
         mine = np.flatnonzero(sources >= reader.first_seq)
         if len(mine):
             _add(found, reader.read_rows(sources[mine]), rows.column("properties").take(pa.array(mine)))
@@ -64,13 +66,13 @@ def _add(found: Positions, handed_out: pa.RecordBatch, texts: pa.Array) -> None:
 
 
 def skip_done(parts: Components, leases: Leases, found: Positions) -> None:
-    """Have the groups go on behind these positions."""
+    """Make the groups skip these positions."""
     for (group, name, queue_id), offsets in found.items():
         topic = parts.topics.find_topic(name)
-        # A group without an offset was deleted; a new one of its name begins anew.
+        # A group without an offset was deleted, and a new group of the same name starts from the beginning.
         known = parts.offsets.find_offset(group, name, queue_id) is not None
         if topic is not None and known and queue_id < len(topic.queues):
-            # Through the leases, and not as stored offsets: positions before them may still be open.
+            # Through the leases and not as stored offsets, because earlier positions may still be open.
             leases.skip_done(group, topic, queue_id, offsets)
 
 
@@ -78,8 +80,8 @@ def skip_done(parts: Components, leases: Leases, found: Positions) -> None:
 
 
 def save(kept: MetaTable[SavedLeases], queues: Iterable[QueueLeases], as_wall: Callable[[int], int]) -> None:
-    """Append the queues that are not idle to the log; `as_wall` gives the instants of deadlines."""
-    # `@` stands in no name (check_name), so the keys are distinct.
+    """Append all queues that are not idle to the log. `as_wall` converts deadlines to wall-clock times (ms)."""
+    # No name contains `@` (check_name), so the keys are distinct.
     named = ((f"{q.group}@{q.topic}@{q.queue_id}", q) for q in queues if not q.idle)
     kept.put((name, saved(queue, as_wall)) for name, queue in named)
 
@@ -87,21 +89,21 @@ def save(kept: MetaTable[SavedLeases], queues: Iterable[QueueLeases], as_wall: C
 def pop_leases(
     kept: MetaTable[SavedLeases], find_topic: Callable[[str], Topic | None], count: OpenCount, now_ms: int
 ) -> list[QueueLeases]:
-    """Return the leases that the last stop has left, and delete them from the log: the next start finds none.
+    """Restore the leases that the last stop saved, and delete them from the log, so that the next start finds none.
 
-    A lease that seems to have begun after `now_ms` began before the clock was set back. None of them lasts longer than
-    its whole time from now on.
+    A lease that seems to have begun after `now_ms` began before the clock was set back. It lasts at most its whole
+    invisible time from now on.
     """
-    # A topic that was deleted since has taken its messages with it, and their leases.
+    # When a topic is deleted, its messages and their leases are gone too.
     both = [(one, find_topic(one.topic)) for one in kept.values.values()]
     found = [_restored(one, topic, count, now_ms) for one, topic in both if topic is not None]
-    # Deleted at once: leases of an older stop must not come back after a crash, when they have ended long ago.
+    # Deleted at once: after a crash, leases of an older stop must not come back, as they have ended long ago.
     kept.put([(name, None) for name in kept.values])
     return found
 
 
 def saved(queue: QueueLeases, as_wall: Callable[[int], int]) -> SavedLeases:
-    """Return the leases of one queue as they are kept."""
+    """Convert the leases of one queue to their saved form."""
     return SavedLeases(
         queue.group, queue.topic, queue.queue_id, queue.next_offset, queue.stored_offset,
         queue.last_pop_ms, queue.attempt_id, [_as_row(*item, as_wall) for item in queue.in_flight.items()],
@@ -130,7 +132,7 @@ def _as_row(offset: int, lease: Lease, as_wall: Callable[[int], int]) -> SavedLe
 
 
 def _lease(row: SavedLease, now_ms: int) -> Lease:
-    # A start's elapsed time begins at the wall's. The receipt says when the lease began, or was last renewed.
+    # After a start, elapsed time begins at wall-clock time. `pop_ms` is the time when the lease began or was renewed.
     deadline_ms = row.deadline_ms - max(0, row.pop_ms - now_ms)
     return Lease(
         row.seq, row.size_bytes, row.pop_ms, deadline_ms, row.in_order, row.times, row.nacked_ms, row.nack_reason

@@ -1,4 +1,4 @@
-"""Consumer retry: where a message goes that a consumer could not handle. Decisions only; nothing is sent here.
+"""Consumer retry: the destination of a message that a consumer could not process. Decisions only, nothing is sent here.
 
     handed back, n times before   level      topic
     n < the maximum               3 + n      %RETRY%<group>      10 s, 30 s, 1 m … 2 h with RocketMQ's levels
@@ -6,9 +6,9 @@
     level asked for > 0           that one   %RETRY%<group>      n counts all the same
     level asked for < 0           at once    %DLQ%<group>
 
-A message keeps its properties on its way, so what once delayed it travels along. None of it may act again: a
-dead letter that inherits DELAY arrives hours later (RocketMQ #2722), and a retry has the level that stands
-above and no other. So those names are taken off, here and nowhere else, and DELAY says what is decided.
+A message keeps its properties, also those of earlier delays. None of these may take effect again: a dead letter that
+inherits DELAY arrives hours later (RocketMQ #2722), and a retry must have the level in the table above. Therefore these
+properties are removed, only in this module, and DELAY is set to the new level.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from timeball.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC
 
 FIRST_LEVEL = 3
-INT_MAX = (1 << 31) - 1  # orderly clients send it for "without end"
+INT_MAX = (1 << 31) - 1  # orderly clients send it for "unlimited"
 
 ORIGIN_MESSAGE_ID = "ORIGIN_MESSAGE_ID"
 WAIT = "WAIT"
 DELAY = "DELAY"
 
-# What has delayed the message before, and where it was to go then.
+# The properties of earlier delays and of their destinations.
 SPENT = frozenset(
     {
         DELAY, "REAL_TOPIC", "REAL_QID", "TIMER_DELAY_LEVEL", "TIMER_DELAY_SEC", "TIMER_DELAY_MS",
@@ -36,7 +36,7 @@ SPENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The message's next copy. `delay_level` 0: visible at once."""
+    """The next copy of a message. `delay_level` 0: visible at once."""
 
     topic: str
     properties: dict[str, str]
@@ -45,22 +45,22 @@ class Next:
 
     @property
     def is_dead_letter(self) -> bool:
-        """Return whether it goes to the dead letters, which no consumer gets by itself."""
+        """True if the copy goes to the dead letters, which no consumer receives automatically."""
         return self.topic.startswith(DLQ_PREFIX)
 
 
 def retry_topic(group: str) -> str:
-    """Return the topic that every consumer of `group` also listens to."""
+    """Name the topic that every consumer of `group` also subscribes to."""
     return RETRY_PREFIX + group
 
 
 def dead_letter_topic(group: str) -> str:
-    """Return the topic for messages that `group` has given up."""
+    """Name the topic of messages that `group` has given up."""
     return DLQ_PREFIX + group
 
 
 def group_of(topic: str) -> str:
-    """Return the group whose retry topic this is."""
+    """Return the group of a retry topic."""
     return topic.removeprefix(RETRY_PREFIX)
 
 
@@ -74,14 +74,14 @@ def hand_back(
     delay_level: int,
     times_max: int,
 ) -> Next:
-    """Return the next copy of a message of `topic` that `group` hands back; `message_id` names the copy it had."""
+    """Decide on the next copy of a message of `topic` that `group` hands back. `message_id`: of its last copy."""
     times = _int(reconsume_times)
-    # Without the delay that is spent; the level decided below is set last.
+    # Without the old delay. The level decided below is set last.
     kept = _with_level(properties, 0)
     kept.setdefault(RETRY_TOPIC, topic)
-    # Set once: after several attempts consumers still see the id of the first message.
+    # Set once, so that consumers see the id of the first message even after several attempts.
     kept.setdefault(ORIGIN_MESSAGE_ID, message_id)
-    # RocketMQ's: the copy need not wait for a replica.
+    # RocketMQ's property: the copy need not wait for a replica.
     kept[WAIT] = "false"
     again = min(times + 1, INT_MAX)
     if times >= times_max or delay_level < 0:
@@ -99,12 +99,12 @@ def resend(
     times_max: int,
     in_order: bool,
 ) -> Next:
-    """Return the next copy of a message that a client sends to its group's retry topic by itself.
+    """Decide on the next copy of a message that a client itself sends to its group's retry topic.
 
-    Such a client has counted up already, so what equals the maximum is the last try and not beyond it. An orderly
-    consumer (`in_order`) tries again on its own and sends only what it has given up.
+    Such a client has counted the attempt already, so the maximum is still a retry and only a larger number is not. An
+    orderly consumer (`in_order`) retries locally and sends only messages that it has given up.
     """
-    # A client's numbers, which may be any of 32 bits and below nought.
+    # The client's numbers may be any 32-bit integers, also negative ones.
     times, level = _int(reconsume_times), _int(delay_level)
     if in_order or times > times_max:
         return Next(dead_letter_topic(group), _with_level(properties, 0), 0, times)
@@ -112,7 +112,7 @@ def resend(
 
 
 def _int(number: int) -> int:
-    """Return a client's number, held within its column."""
+    """Limit a client's number to the range of its column."""
     return min(max(0, number), INT_MAX)
 
 

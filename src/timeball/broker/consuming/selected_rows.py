@@ -1,4 +1,4 @@
-"""The rows of the positions that a request has leased: from memory while they are new, and else from the log."""
+"""The rows of the positions that a request has leased: from memory while they are new, otherwise from the log."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TOPIC = READ_SCHEMA.get_field_index("topic")
 async def selected_rows(
     parts: Components, request: ReceiveRequest, seqs: list[int]
 ) -> tuple[ReadRows, BoolArray | None]:
-    """Return those of these rows that the consumer is to have, and which these are; None: all."""
-    # A few that have just become visible: to fetch them from the log would cost more than all the rest.
+    """Read those of these rows that are for this consumer. Also return a mask of them, or None for all."""
+    # Rows that have just become visible are still in memory, and a read of the log would be the largest cost.
     values = parts.writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
     if (
         values is not None
@@ -30,7 +30,7 @@ async def selected_rows(
         and {row[_TOPIC] for row in values} == {request.topic}
     ):
         return NumberedRows(values), None
-    # What a filter has to see whole, and what may be another group's, is decided beside the log.
+    # A filter needs whole rows, and rows of a shared retry topic may be for another group.
     rows, keep = await asyncio.get_running_loop().run_in_executor(
         parts.reader_thread, _read, parts.reader, request, np.array(seqs, dtype=np.int64)
     )
@@ -38,12 +38,12 @@ async def selected_rows(
 
 
 def _read(reader: LogReader, request: ReceiveRequest, seqs: Int64Array) -> tuple[pa.RecordBatch, BoolArray]:
-    """Return the rows, and which of them the consumer is to have (reader thread)."""
+    """Read the rows. Also return a mask of those that are for this consumer (reader thread)."""
     rows = reader.read_rows(seqs)
     keep = np.ones(len(seqs), dtype=np.bool_)
     main = np.array([name == request.topic for name in rows.column("topic").to_pylist()])
     if not request.wanted.matches_all:
-        # Rows of the retry topic passed the filter when they were handed out first.
+        # Rows of the retry topic passed the filter at their first delivery.
         keep &= ~main | request.wanted.exact(rows)
     texts = rows.column("properties")
     for at in np.flatnonzero(~main).tolist():

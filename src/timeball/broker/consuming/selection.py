@@ -1,7 +1,8 @@
-"""The positions that one request gets, queue after queue: within its rows, its bytes, and the bounds on leases.
+"""Selection of the positions for one request, queue by queue, within the bounds on rows, bytes and leases.
 
-It runs between two awaits, so that for all others it is one step: a position is leased before another consumer can
-look. Selection takes the first row even when it is over the bound, or a large message could never be received.
+It runs between two awaits, so it is atomic for all other requests: a position is leased before another consumer can see
+it. Selection takes the first row even if it exceeds the bound on bytes, because a large message must not be stuck
+forever.
 """
 
 from __future__ import annotations
@@ -15,46 +16,46 @@ from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
 from timeball.errors import OutOfRange
 
-SCAN_ENTRIES = 4_096  # index entries looked at in one go when a filter passes few
+SCAN_ENTRIES = 4_096  # index entries searched at once, for a filter that matches few
 
 
 class Selection:
-    """The positions one request has leased. `pop_ms` makes the receipts, NO_RECEIPT for leases kept in the log."""
+    """The positions that one request has leased. `pop_ms` is for the receipts (NO_RECEIPT: leases in the log)."""
 
     def __init__(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool, attempt_id: str) -> None:
         self._room = rows  # how many more rows the answer takes
-        self._bytes = limits.POP_BYTES_MAX  # and how many more bytes, but for its first row
+        self._bytes = limits.POP_BYTES_MAX  # how many more bytes the answer takes, apart from its first row
         self.pop_ms, self.deadline_ms = pop_ms, deadline_ms
         self._in_order, self._attempt_id = in_order, attempt_id
         self.found: list[Found] = []
-        self.queues: list[QueueLeases] = []  # all that had something to look at
-        self.unseen = False  # a queue has entries that have not been looked at
-        self.rest = 0  # about how many rows the queues still hold
+        self.queues: list[QueueLeases] = []  # the queues that were searched
+        self.unseen = False  # whether a queue has entries that were not searched yet
+        self.rest = 0  # approximate number of rows that the queues still contain
 
     def offsets(self) -> dict[QueueLeases, list[int]]:
-        """Return the positions found of each queue."""
+        """Return the leased positions by queue."""
         found: dict[QueueLeases, list[int]] = {}
         for queue, offset, _ in self.found:
             found.setdefault(queue, []).append(offset)
         return found
 
     def split_unwanted(self, keep: BoolArray) -> list[Found]:
-        """Remove the positions that are not wanted, and return them."""
+        """Remove the positions that the filter does not match, and return them."""
         both = list(zip(self.found, keep.tolist(), strict=True))
         self.found = [one for one, is_wanted in both if is_wanted]
         return [one for one, is_wanted in both if not is_wanted]
 
     def lease(self, queue: QueueLeases, wanted: Filter) -> list[int]:
-        """Lease from this queue what it has and the bounds allow; return the positions."""
+        """Lease the available positions of this queue within the bounds, and return them."""
         if not queue.returned and queue.next_offset >= queue.index.max_offset and not self._in_order:
-            return []  # most of a topic's queues, at most times
+            return []  # the usual case: most queues of a topic have no new rows
         if self._room <= 0 and not self._in_order:
-            return []  # the queues behind those that have filled the answer
+            return []  # earlier queues have filled the answer
         self.queues.append(queue)
         if self._in_order and not self._may_lease_in_order(queue):
             return []
         offsets = self._lease_returned(queue)
-        if not queue.returned:  # what has come back goes before what is new
+        if not queue.returned:  # positions that came back go before new ones
             offsets += self._lease_next(queue, wanted)
         self.found += [(queue, offset, queue.in_flight[offset]) for offset in offsets]
         if offsets:
@@ -63,7 +64,7 @@ class Selection:
         return offsets
 
     def _may_lease_in_order(self, queue: QueueLeases) -> bool:
-        """Return whether no lease is open; a consumer that repeats its request since no answer came has none."""
+        """Return whether the queue may hand out in order: no lease is open, or the request is a repeated one."""
         if not queue.in_flight:
             return True
         if (
@@ -72,7 +73,7 @@ class Selection:
             or any(one.pop_ms == NO_RECEIPT or not one.in_order for one in queue.in_flight.values())
         ):
             return False
-        # The answer was lost: the consumer gets the same messages again, and not the next ones.
+        # The answer was lost, so the consumer gets the same messages again and not the next ones.
         for offset in list(queue.in_flight):
             queue.give_back(offset)
         return True
@@ -90,21 +91,21 @@ class Selection:
         if room <= 0 or start >= index.max_offset:
             return []
         if wanted.matches_all:
-            # More than there is room for, since those that were acknowledged before a restart are passed over.
+            # Some entries more, because positions that were acknowledged before a restart are skipped.
             entries = index.read(start, room + len(queue.acked_ahead), is_kept=False)
             at = list(range(len(entries)))
         else:
             entries = index.read(start, SCAN_ENTRIES, is_kept=False)
             at = np.flatnonzero(wanted.candidates(entries)).tolist()
         if queue.acked_ahead:
-            # Acknowledged before a restart: done, though this life has not handed them out.
+            # Acknowledged before a restart: done, although they were not leased since.
             at = [i for i in at if start + i not in queue.acked_ahead]
         is_all = len(at) == len(entries) <= room
         chosen = entries if is_all else entries[np.array(at[:room], dtype=np.int64)]
         fit = self._fit(chosen["size"].tolist())
         offsets = [start + i for i in at[:fit]]
         queue.lease_next(offsets, chosen[:fit], self.pop_ms, self.deadline_ms, in_order=self._in_order)
-        # All before the first candidate that was left has been looked at.
+        # Everything before the first remaining candidate has been searched.
         queue.advance(start + (at[fit] if fit < len(at) else len(entries)))
         self.unseen |= not offsets and queue.next_offset < index.max_offset and self._room > 0
         return offsets
@@ -113,7 +114,7 @@ class Selection:
         return max(0, min(self._room, limits.POP_HELD_PER_QUEUE_MAX - open_rows))
 
     def _fit(self, sizes_bytes: list[int]) -> int:
-        """Return how many of these, in their order, fit into the answer."""
+        """Return how many of these rows, in their order, fit into the answer, and subtract them from its bounds."""
         fit, total_bytes = len(sizes_bytes), sum(sizes_bytes)
         while fit and total_bytes > self._bytes and (fit > 1 or self.found):
             fit -= 1
@@ -124,7 +125,7 @@ class Selection:
 
 
 def check(request: ReceiveRequest) -> None:
-    """Raise OutOfRange for what cannot be asked."""
+    """Raise OutOfRange for a request with invalid numbers."""
     if not 1 <= request.rows <= limits.POP_ROWS_MAX:
         raise OutOfRange(f"rows {request.rows}: between 1 and {limits.POP_ROWS_MAX}")
     if request.queue_id < -1:
@@ -133,6 +134,6 @@ def check(request: ReceiveRequest) -> None:
 
 
 def check_invisible(invisible_ms: int, least_ms: int) -> None:
-    """Raise OutOfRange unless a message may be invisible for so long."""
+    """Raise OutOfRange unless the invisible time is between `least_ms` and INVISIBLE_MS_MAX."""
     if not least_ms <= invisible_ms <= limits.INVISIBLE_MS_MAX:
         raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")

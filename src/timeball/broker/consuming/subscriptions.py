@@ -1,15 +1,15 @@
-"""Different subscriptions in one group: found, logged, and shown to operators.
+"""Detection of different subscriptions in one group: conflicts are logged, and shown to operators.
 
-Messages of a topic are shared out among the members of a group, whatever each of them has asked for. A member that
-wants tag `red` takes messages with tag `blue` out of the group's way, so another member that wants `blue` never gets
-them. The same happens when RocketMQ's members subscribe to different topics: the queues of a topic are assigned to
-members that do not read it. No error tells either of them, so the broker does.
+The members of a group share the messages of a topic, even if they ask for different ones. A member that wants tag `red`
+removes messages with tag `blue` from the group's queues, so another member that wants `blue` never gets them. The same
+happens when RocketMQ's members subscribe to different topics: queues of a topic are assigned to members that do not
+read it. The members get no error, so the broker reports it.
 
-Members say what they want with each heartbeat, request or settings. Two wishes conflict while both are repeated: the
-older one was heard after the younger one began, and both within `WINDOW_MS`. So a group that changes its filter from
-one release to the next conflicts only as long as members of both releases run.
+Members repeat their filters with each heartbeat, request or settings. Two filters conflict while both are repeated: the
+older one was repeated after the first use of the younger one, and both were used within `WINDOW_MS`. So a group that
+changes its filter between two releases conflicts only while members of both releases run.
 
-In memory alone: after a restart members say again what they want.
+The state is in memory only: after a restart, members repeat their filters.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from timeball.answers import Conflict
 
 logger = logging.getLogger(__name__)
 
-WINDOW_MS = 2 * limits.MINUTE_MS  # RocketMQ's members beat every 30 s and are given up after 120
+# RocketMQ's members send a heartbeat every 30 s and are given up after 120 s.
+WINDOW_MS = 2 * limits.MINUTE_MS
 LOG_EVERY_MS = 10 * limits.MINUTE_MS  # for each group and topic
-WISHES_MAX = 8  # of a group and topic; more of them conflict all the same
-KEYS_MAX = 16_384  # groups and topics: 10 MB
-ASKED_MAX = 4_096  # different wishes between two drains
-ASKED_CHARACTERS_MAX = 512  # of each: longer filters are compared by their beginning
+WISHES_MAX = 8  # of a group and topic: more would be a conflict all the same
+KEYS_MAX = 16_384  # groups and topics, 10 MB in all
+ASKED_MAX = 4_096  # different filters between two drains
+ASKED_CHARACTERS_MAX = 512  # of each filter: longer ones are compared by their beginning
 SHOWN_CHARACTERS_MAX = 200  # of a filter, or of a list of topics
-TOPICS = ""  # stands for the list of topics in place of one topic
+TOPICS = ""  # the key under which a member's list of topics is stored
 
 
 @dataclass(slots=True)
 class _Wish:
-    """The times (monotonic) at which members first and last said that they want this."""
+    """The times (monotonic) at which members first and last used a filter."""
 
     first_ms: int
     last_ms: int
 
 
 class Subscriptions:
-    """The subscriptions of all groups. Belongs to the event loop."""
+    """The filters of the members of all groups. Belongs to the event loop."""
 
     def __init__(self, monotonic_ns: Callable[[], int]) -> None:
         self._monotonic_ns = monotonic_ns
-        # Group, topic and filter of the receives since the last drain: a receive only adds to it, and is not held up.
+        # Group, topic and filter of the receives since the last drain. To stay fast, a receive only adds to it.
         self.asked: set[tuple[str, str, str]] = set()
         self._wishes: dict[tuple[str, str], dict[str, _Wish]] = {}
-        self._several: dict[str, set[str]] = {}  # group -> topics of which its members wanted several things
+        self._several: dict[str, set[str]] = {}  # group -> topics for which its members used several filters
         self._logged_ms: dict[tuple[str, str], int] = {}
 
     def hear(self, group: str, topic: str, wanted: str) -> None:
-        """Note that a member wants messages of a topic through this filter."""
+        """Record that a member wants messages of a topic through this filter."""
         if len(wanted) > SHOWN_CHARACTERS_MAX:
-            # A filter may have thousands of characters: its beginning is shown, and the hash tells it from others.
+            # A filter may have thousands of characters. Its beginning is shown, with a hash of the whole text.
             wanted = f"{wanted[:SHOWN_CHARACTERS_MAX]}… ({hash(wanted):x})"
         now_ms, key = self._monotonic_ns() // 1_000_000, (group, topic)
         wishes = self._wishes.get(key)
@@ -68,13 +69,13 @@ class Subscriptions:
                 del wishes[min(wishes, key=lambda text: wishes[text].last_ms)]
             wish = wishes[wanted] = _Wish(now_ms, now_ms)
         wish.last_ms = now_ms
-        # Nearly all groups want one thing of a topic; this is asked with every receive.
+        # Nearly all groups use one filter for a topic, so the search for conflicts is seldom necessary.
         if len(wishes) > 1:
             self._several.setdefault(group, set()).add(topic)
             self._look(key, now_ms)
 
     async def drain(self) -> None:
-        """Hear what receives have asked for; called about once a second."""
+        """Process the filters of recent receives. Called about once a second."""
         self._drain()
 
     def _drain(self) -> None:
@@ -83,23 +84,23 @@ class Subscriptions:
             self.hear(group, topic, wanted)
 
     def hear_topics(self, group: str, topics: Iterable[str]) -> None:
-        """Note that a member subscribes to these topics and to no others."""
+        """Record that a member subscribes to exactly these topics."""
         self.hear(group, TOPICS, ", ".join(sorted(topics)))
 
     def conflicts(self, group: str) -> list[Conflict]:
-        """Return the topics of which members of a group want different messages now."""
+        """Find the topics for which members of a group use different filters now."""
         self._drain()
         now_ms, topics = self._monotonic_ns() // 1_000_000, sorted(self._several.get(group, ()))
         looked = (Conflict(topic, self._conflicting(self._wishes[group, topic], now_ms)) for topic in topics)
         return [found for found in looked if found.wanted]
 
     def groups(self) -> list[str]:
-        """Return the groups whose members have conflicts now, in order."""
+        """List the groups with conflicts now, sorted."""
         self._drain()
         return [group for group in sorted(self._several) if self.conflicts(group)]
 
     def _made(self) -> dict[str, _Wish]:
-        # Names are clients': at the bound those heard first make room, as they are heard again if they are in use.
+        # Clients choose the names. At the bound, the oldest keys are removed. Those in use are soon recorded again.
         while len(self._wishes) >= KEYS_MAX:
             key = next(iter(self._wishes))
             del self._wishes[key]
@@ -122,9 +123,9 @@ class Subscriptions:
                 logger.warning("members filter differently group=%s topic=%s filters=%s", group, topic, found)
 
     def _conflicting(self, wishes: dict[str, _Wish], now_ms: int) -> list[str]:
-        # A member that has gone says nothing more.
+        # Filters of members that have gone are no longer repeated.
         fresh = {text: wish for text, wish in wishes.items() if now_ms - wish.last_ms <= WINDOW_MS}
-        # One that was not heard again since another one began has been replaced by it.
+        # A filter that was not repeated since another one began has been replaced by that one.
         begun_ms = max((wish.first_ms for wish in fresh.values()), default=0)
         both = sorted(text for text, wish in fresh.items() if wish.last_ms >= begun_ms)
         return both if len(both) > 1 else []

@@ -1,7 +1,7 @@
-"""The engine with spans: for each message that a group receives, acknowledges or gives up.
+"""The engine with spans: one for each message that a group receives, acknowledges or gives up.
 
-A class of its own, so that the engine without tracing pays nothing. A change of a lease's time has no span: workers
-that renew their leases would make most of them.
+A separate class, so that the engine without tracing has no overhead. Changes of invisible times have no spans, because
+workers that renew their leases would make most of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Rece
 
 
 class TracedConsuming(Consuming):
-    """The verbs, told to the broker's traces."""
+    """The operations of consumers, recorded in the broker's traces."""
 
     def __init__(self, parts: Components, *others: Any) -> None:
         super().__init__(parts, *others)
@@ -25,30 +25,30 @@ class TracedConsuming(Consuming):
     async def receive(
         self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
     ) -> Received:
-        """Receive, and record what a consumer is handed."""
+        """Receive, and record the messages handed out."""
         received = await super().receive(request, wait_ms, on_wait)
-        # A long poll that ended empty is no event of any message.
+        # A long poll that ended without messages is no event of any message.
         if received.receipts:
             self._traces.received(request.group, received.rows, received.receipts)
         return received
 
     def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
-        """End leases kept in memory, and record that."""
-        # Read before the call: the span is to show how long the log took.
+        """End leases kept in memory, and record it."""
+        # Read before the call, because the span shows how long the log took.
         begin_ns = self._traces.now_ns()
         valid = super().acknowledge_positions(receipts)
         self._traces.settled("ack", receipts, valid, begin_ns)
         return valid
 
     async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """End leases, and record that."""
+        """End leases, and record it."""
         begin_ns = self._traces.now_ns()
         valid = await super().acknowledge(receipts)
         self._traces.settled("ack", receipts, valid, begin_ns)
         return valid
 
     async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
-        """Give a message up, and record that."""
+        """Move a message to the dead letters, and record it."""
         begin_ns = self._traces.now_ns()
         is_valid = await super().dead_letter(receipt, reason)
         self._traces.settled("dead_letter", [receipt], [is_valid], begin_ns)

@@ -1,12 +1,12 @@
 """Filters: which messages of a topic a consumer wants. `compile_filter` makes one from a subscription's text.
 
-A filter looks twice. `candidates` sees the queue index only, 20 bytes a message, and throws out what cannot match
-without opening it; it may let through too much and never too little. `exact` sees the rows that were left and
-decides. What `exact` refuses is neither delivered nor counted, so two tags with one hash ("Aa" and "BB")
-are told apart here and not, as in RocketMQ, by the client.
+A filter decides in two steps. `candidates` sees only the queue index, 20 bytes per message, and excludes messages
+without reading them. It may let some messages through that do not match, but never excludes one that does. `exact` sees
+the remaining rows and decides. A message that `exact` refuses is neither delivered nor counted. So two tags with the
+same hash ("Aa" and "BB") are distinguished here, and not by the client as in RocketMQ.
 
-Both work on whole columns. A filter is immutable, holds nothing of the broker's, and may be used by any thread. Its
-text comes from outside: it is bounded (limits.FILTER_…) and read by hand, without regular expressions or eval.
+Both steps work on whole columns. A filter is immutable, has no references to the broker, and may be used in any thread.
+Its text comes from clients, so its size is bounded (limits.FILTER_…), and it is never passed to eval.
 """
 
 from timeball.broker.filters.compiler import SQL92, TAG, compile_filter, told

@@ -1,4 +1,4 @@
-"""A subscription's text becomes a filter. The caller keeps it: the same text always means the same."""
+"""Compilation of a subscription's text to a filter, and a cache: the same text always gives an equal filter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from timeball.broker.filters.sql_conditions import Condition
 
 TAG, SQL92 = "TAG", "SQL92"
-# Of all texts kept: some 8 MB of filters, in each of the four rooms that keep some.
+# The bound on the texts of one cache: about 8 MB of filters.
 CHARACTERS_MAX = 256 * 1024
-OVERHEAD_CHARACTERS = 64  # of a filter whose text is short
+OVERHEAD_CHARACTERS = 64  # added for each filter, so that short texts count too
 
 
 class SqlFilter:
-    """Messages for which a condition on their properties is TRUE."""
+    """A filter for messages for which a condition on their properties is TRUE."""
 
     matches_all = False
 
@@ -31,7 +31,7 @@ class SqlFilter:
         self._condition, self._names, self.text = condition, names, text
 
     def candidates(self, entries: EntryArray) -> BoolArray:
-        return np.ones(len(entries), dtype=np.bool_)  # properties do not stand in the index
+        return np.ones(len(entries), dtype=np.bool_)  # the index does not contain properties
 
     def exact(self, rows: pa.RecordBatch) -> BoolArray:
         from timeball.broker.filters.sql_values import TRUE, Values
@@ -41,21 +41,21 @@ class SqlFilter:
 
 
 def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_mask: bool = False) -> Filter:
-    """Return the filter of a subscription; raises InvalidFilter, and nothing else.
+    """Compile the text of a subscription. Raise InvalidFilter, and no other error.
 
-    `text`: tags separated by `||`, or an SQL expression. None, "" and `*` are all messages, as tags.
+    `text`: tags separated by `||`, or an SQL expression. None, "" and `*` mean all messages, if the type is TAG.
     `expression_type`: "TAG" (also None and "") or "SQL92". `bit_mask`: the topic's filter type is MULTI_TAG.
     """
-    # Before the cache's key or the parser sees it: the text is a client's, of any size.
+    # First, before the cache's key or the parser uses it: a client's text may be of any size.
     _check_text(text or "")
-    # RocketMQ's clients leave the type out for tags.
+    # RocketMQ's clients omit the type for tags.
     if expression_type in (None, "", TAG):
         wanted = tags.parse(text)
         if wanted is None:
             return EVERYTHING
         return tags.TagMaskFilter(wanted) if bit_mask else tags.TagFilter(wanted)
     if expression_type == SQL92:
-        # A start is over sooner without it (protocols/edges.py): a parser of SQL takes 40 ms to make.
+        # Imported late, so that a start takes less time (protocols/edges.py): building the SQL parser takes 40 ms.
         from timeball.broker.filters import sql_grammar
 
         return SqlFilter(*sql_grammar.parse(text or ""), (text or "").strip())
@@ -63,7 +63,7 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
 
 
 def told(text: str, expression_type: str) -> str:
-    """Return a subscription as `Filter.text` has it, also one that cannot be compiled."""
+    """Return a subscription in the form of `Filter.text`, even if it cannot be compiled."""
     if expression_type == SQL92:
         return text.strip()
     try:
@@ -75,7 +75,7 @@ def told(text: str, expression_type: str) -> str:
 
 def _check_text(text: str) -> None:
     try:
-        # Counted in characters first, so that a text of any size costs nothing.
+        # A text with too many characters is not encoded, so that a text of any size costs nothing.
         size = len(text) if len(text) > limits.FILTER_BYTES_MAX else len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidFilter(
@@ -90,10 +90,10 @@ def _check_text(text: str) -> None:
 
 
 class FiltersKept:
-    """Filters that have been compiled: consumers ask with the same few texts. Belongs to the event loop.
+    """A cache of compiled filters, because consumers use the same few texts. Belongs to the event loop.
 
-    A cache of a pure function. A filter takes some thirty times its text in memory, so the sum of the texts is bounded:
-    a client that asks with ever new ones costs the others a compilation, and no memory.
+    It caches a pure function. A filter takes about thirty times the memory of its text, so the sum of the texts is
+    bounded. A client that always sends new texts costs the others a compilation now and then, and no memory.
     """
 
     def __init__(self) -> None:
@@ -101,15 +101,15 @@ class FiltersKept:
         self.characters = 0
 
     def get(self, text: str, expression_type: str, *, bit_mask: bool) -> Filter:
-        """The filter, as `compile_filter` makes it; raises InvalidFilter."""
+        """Return the filter as `compile_filter` makes it. Raise InvalidFilter."""
         key = (text, expression_type, bit_mask)
         found = self._filters.get(key)
         if found is None:
-            # A text that is refused is not kept: it raises each time, and costs its sender alone.
+            # An invalid text is not cached: it raises each time, and costs only its sender.
             found = compile_filter(text, expression_type, bit_mask=bit_mask)
             if self.characters >= CHARACTERS_MAX:
-                # All at once: what is in use is compiled again with the next pulls, and an order of use would cost
-                # each pull.
+                # All at once: filters in use are compiled again with the next pulls. Tracking their use would cost time
+                # in every pull.
                 self._filters.clear()
                 self.characters = 0
             self._filters[key] = found

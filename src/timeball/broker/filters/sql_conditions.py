@@ -1,12 +1,12 @@
-"""What an SQL filter is made of, and its outcome for many messages at once.
+"""The parts of SQL filters, which are evaluated for many messages at once.
 
-Properties and constants are operands; everything else is a condition with an outcome (sql_values.py) for each message.
-Which pairs can be compared is settled when a condition is made, so that evaluating it cannot fail:
+Properties and constants are operands. Everything else is a condition with an outcome (sql_values.py) for each message.
+The comparable pairs are checked when a condition is built, so that its evaluation cannot fail:
 
     property  with an integer            as 64-bit integers; text that is none is an ERROR
               with a decimal number      as doubles; likewise
               with a string              = and <> only, as text
-              with TRUE, FALSE or a condition: = and <> only; the text "true" in any case is TRUE, all else FALSE
+              with TRUE, FALSE or a condition: = and <> only. The text "true" in any case is TRUE, all else FALSE
               with a property            = and <> as text; > >= < <= as doubles
 """
 
@@ -34,11 +34,11 @@ SEARCHES: dict[str, Callable[[pa.Array, str], pa.Array]] = {
 
 
 class Mismatch(Exception):
-    """Two operands that cannot be compared; the parser adds the position."""
+    """Two operands cannot be compared. The parser adds the position."""
 
 
 class Condition(Protocol):
-    """A part of the expression that is true or not."""
+    """A part of an expression that has an outcome for each message."""
 
     def truth(self, values: Values) -> TruthArray:
         """Return the outcome for each message."""
@@ -47,7 +47,7 @@ class Condition(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """A property's name, as written: names are case-sensitive."""
+    """The name of a property, which is case-sensitive."""
 
     name: str
 
@@ -66,7 +66,7 @@ Operand = Property | Constant
 class Always:
     """TRUE, FALSE or NULL as a condition, or a comparison of two constants."""
 
-    outcome: int
+    outcome: int  # TRUE, FALSE or NULL of sql_values.py
 
     def truth(self, values: Values) -> TruthArray:
         return sql_values.constant(self.outcome, values.count)
@@ -79,6 +79,7 @@ class Every:
     parts: tuple[Condition, ...]
 
     def truth(self, values: Values) -> TruthArray:
+        # In this order, because an ERROR counts only if the parts to its left have not decided.
         return reduce(lambda left, right: sql_values.AND[left, right], (p.truth(values) for p in self.parts))
 
 
@@ -89,12 +90,13 @@ class Some:
     parts: tuple[Condition, ...]
 
     def truth(self, values: Values) -> TruthArray:
+        # In this order, because an ERROR counts only if the parts to its left have not decided.
         return reduce(lambda left, right: sql_values.OR[left, right], (p.truth(values) for p in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """NOT, and the second half of <>, NOT IN and their like."""
+    """NOT, and the negation in <>, NOT IN and similar operators."""
 
     part: Condition
 
@@ -115,7 +117,7 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class IsTrueText:
-    """A property where a condition is compared with it."""
+    """A property that is compared with a condition: whether its text is "true"."""
 
     name: str
 
@@ -130,12 +132,13 @@ class IsNull:
     name: str
 
     def truth(self, values: Values) -> TruthArray:
+        # IS NULL itself is never NULL, so the result has only two outcomes.
         return sql_values.of_bools(np.asarray(values.text(self.name).is_null()))
 
 
 @dataclass(frozen=True, slots=True)
 class HasNoOutcome:
-    """A condition that is NULL."""
+    """A condition whose outcome is NULL."""
 
     part: Condition
 
@@ -167,18 +170,18 @@ class OneOf:
         found = sql_values.of_bools(
             np.asarray(pc.is_in(text, value_set=pa.array(sorted(self.items), pa.string())))
         )
-        # `is_in` answers false for a null; in SQL a message without the property has no outcome.
+        # `is_in` returns false for a null, but in SQL the outcome is NULL for a message without the property.
         found[np.asarray(text.is_null())] = NULL
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class HasText:
-    """Property CONTAINS, STARTSWITH or ENDSWITH a string, which is not empty."""
+    """Property CONTAINS, STARTSWITH or ENDSWITH a string that is not empty."""
 
     name: str
-    how: str
-    search: str
+    how: str  # a key of SEARCHES
+    search: str  # not empty: see HasNoText
 
     def truth(self, values: Values) -> TruthArray:
         return _of_arrow(SEARCHES[self.how](values.text(self.name), self.search))
@@ -186,7 +189,7 @@ class HasText:
 
 @dataclass(frozen=True, slots=True)
 class HasNoText:
-    """The same with an empty string: never, and its contrary never either, as RocketMQ has it."""
+    """The search for an empty string: never true, and its negation is never true either, as in RocketMQ."""
 
     name: str
 
@@ -196,12 +199,12 @@ class HasNoText:
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """Two numbers; `decimal`: properties are read as doubles, else as 64-bit integers."""
+    """A comparison of two numbers. `decimal`: properties are read as doubles, otherwise as 64-bit integers."""
 
-    sign: str
+    sign: str  # a key of ORDERS
     left: Property | int | float
     right: Property | int | float
-    decimal: bool
+    decimal: bool  # decided when the condition is built, not by the values
 
     def truth(self, values: Values) -> TruthArray:
         left, left_state = self._side(values, self.left)
@@ -209,13 +212,14 @@ class Ordered:
         is_null = (left_state == NULL) | (right_state == NULL)
         is_error = (left_state == ERROR) | (right_state == ERROR)
         outcome = sql_values.of_bools(ORDERS[self.sign](left, right))
-        # Last: a comparison with a property that is missing is NULL, also when the other side is no number.
+        # NULL is set last: a comparison with a missing property is NULL, even if the other side is no number.
         outcome[is_error] = ERROR
         outcome[is_null] = NULL
         return outcome
 
     def _side(self, values: Values, side: Property | int | float) -> tuple[Any, Any]:
         if not isinstance(side, Property):
+            # A constant has one value and one state for all messages, which numpy broadcasts.
             return side, TRUE
         return values.doubles(side.name) if self.decimal else values.longs(side.name)
 
@@ -224,7 +228,7 @@ class Ordered:
 
 
 def ordered(sign: str, left: Operand, right: Operand) -> Condition:
-    """Return left > right and its like; raises Mismatch."""
+    """Build left > right, or a similar comparison. Raise Mismatch."""
     for operand in (left, right):
         if isinstance(operand, Constant) and not _is_number(operand.value):
             raise Mismatch(f"{sign} compares numbers; {_shown(operand.value)} is none")
@@ -232,15 +236,15 @@ def ordered(sign: str, left: Operand, right: Operand) -> Condition:
 
 
 def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
-    """Return left = right; raises Mismatch."""
+    """Build left = right. Raise Mismatch."""
     sides = (left, right)
-    # In SQL such a comparison is never true, which no user means.
+    # In SQL this comparison is never true, which no user means.
     if any(isinstance(side, Constant) and side.value is None for side in sides):
         raise Mismatch("nothing is equal to NULL; write IS NULL or IS NOT NULL")
     if any(not isinstance(side, (Property, Constant)) or _is_bool(side) for side in sides):
         return Same(_as_condition(left), _as_condition(right))
     assert isinstance(left, (Property, Constant)) and isinstance(right, (Property, Constant))
-    # The property to the left, so that each pair of kinds is treated once.
+    # The property goes to the left, so that each pair of kinds is handled once.
     if isinstance(left, Constant) and isinstance(right, Property):
         left, right = right, left
     if isinstance(left, Property):
@@ -258,16 +262,18 @@ def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
 
 
 def is_null(left: Operand | Condition) -> Condition:
-    """Return left IS NULL."""
+    """Build left IS NULL."""
     if isinstance(left, Property):
         return IsNull(left.name)
     if isinstance(left, Constant):
+        # A constant is the same for all messages, so the result is known now.
         return Always(TRUE if left.value is None else FALSE)
     return HasNoOutcome(left)
 
 
 def between(value: Operand, low: Operand, high: Operand) -> Condition:
-    """Return value BETWEEN low AND high; raises Mismatch, also when nothing lies between."""
+    """Build value BETWEEN low AND high. Raise Mismatch, also if low is larger than high."""
+    # Built first, so that operands that are no numbers are refused before they are compared.
     within = Every((ordered(">=", value, low), ordered("<=", value, high)))
     if isinstance(low, Constant) and isinstance(high, Constant) and low.value > high.value:  # type: ignore[operator]
         raise Mismatch(f"BETWEEN {low.value} AND {high.value}: the first must not be the larger")
@@ -275,14 +281,14 @@ def between(value: Operand, low: Operand, high: Operand) -> Condition:
 
 
 def not_between(value: Operand, low: Operand, high: Operand) -> Condition:
-    """Return value NOT BETWEEN low AND high; raises Mismatch."""
+    """Build value NOT BETWEEN low AND high. Raise Mismatch."""
     return Some((ordered("<", value, low), ordered(">", value, high)))
 
 
 def has_text(how: str, left: Property, search: str, *, negated: bool) -> Condition:
-    """Return left [NOT] CONTAINS search and its like."""
+    """Build left [NOT] CONTAINS search, or a similar condition."""
     if not search:
-        # Neither it nor its contrary is ever true, so `negated` makes no difference.
+        # With an empty string, neither the search nor its negation is ever true.
         return HasNoText(left.name)
     found = HasText(left.name, how, search)
     return Not(found) if negated else found
@@ -293,9 +299,10 @@ def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
     decimal = any(isinstance(side, float) for side in sides)
     if isinstance(left, Constant) and isinstance(right, Constant):
         if decimal:
+            # Compared as doubles, as a property would be.
             sides = [float(side) for side in sides]  # type: ignore[arg-type]
         return Always(TRUE if ORDERS[sign](*sides) else FALSE)
-    # Two properties: neither says how to read the other, and a double reads integers too.
+    # Neither property determines the type, and doubles can represent integers too.
     decimal = decimal or (isinstance(left, Property) and isinstance(right, Property))
     return Ordered(sign, sides[0], sides[1], decimal)  # type: ignore[arg-type]
 
@@ -325,7 +332,8 @@ def _shown(value: object) -> str:
 
 
 def _of_arrow(mask: pa.Array) -> TruthArray:
-    """Return the outcome of an Arrow comparison, whose nulls are NULL."""
+    """Convert the result of an Arrow comparison to outcomes. Its nulls are NULL."""
+    # Nulls get any value first, because numpy has no nulls of bools.
     outcome = sql_values.of_bools(mask.fill_null(False).to_numpy(zero_copy_only=False))
     if mask.null_count:
         outcome[np.asarray(mask.is_null())] = NULL

@@ -1,11 +1,11 @@
-"""The grammar of SQL filters: a text becomes one condition, or InvalidFilter says where it went wrong.
+"""The grammar of SQL filters: a text becomes one condition, or InvalidFilter states the position of the error.
 
-RocketMQ's grammar, with its binding: NOT is closer than =. Where that would surprise (NOT a = 5), where RocketMQ's
-reading is never true (a property alone as a condition) and where it stops reading (text behind the end), this one
-refuses and says what to write.
+The grammar is RocketMQ's, with its precedence: NOT binds more tightly than =. This module refuses some texts that
+RocketMQ accepts, and its error shows the right form: where the precedence would surprise (NOT a = 5), where RocketMQ's
+condition is never true (a property alone), and where RocketMQ stops reading (text after the end).
 
-Lark reads it as LALR(1): one pass without recursion, in time and memory that grow with the number of tokens, which
-FILTER_TOKENS_MAX bounds. FILTER_DEPTH_MAX bounds the nesting, because conditions are evaluated by recursion.
+Lark parses it as LALR(1): one pass without recursion, whose time and memory grow with the number of tokens.
+FILTER_TOKENS_MAX bounds that number. FILTER_DEPTH_MAX bounds the nesting, because conditions are evaluated recursively.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from timeball.broker.filters.sql_conditions import Condition, Constant, Mismatch
 from timeball.broker.filters.sql_values import FALSE, LONG_DIGITS, LONG_MAX, LONG_MIN, NULL, TRUE
 from timeball.errors import InvalidFilter
 
+# The `*+` of STRING is possessive, so that a string without an end is not read as a shorter string.
 GRAMMAR = r"""
     start: or_
     ?or_: and_ | and_ (_OR and_)+ -> some
@@ -72,7 +73,9 @@ GRAMMAR = r"""
 WORDS = {"TRUE": True, "FALSE": False, "NULL": None}
 INTEGER = re.compile(r"(0|[1-9][0-9]*)[lL]?")
 DECIMAL = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+")
+# The longest number at the beginning of a token that is no number, to find the first wrong character.
 PREFIX = re.compile(r"(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+[lL]|[0-9]+)(?:(?<![lL])[eE][+-]?[0-9]+)?")
+# Added to the error, by the character that the lexer refuses.
 HINTS = {
     "!": "not equal is <>",
     '"': "a string stands in single quotes",
@@ -80,7 +83,7 @@ HINTS = {
     ";": "a filter is one expression, without a semicolon",
     "*": "there is no arithmetic; a subscription to all is a tag expression",
 }
-# What may come next, as the parser names it -> as people do; the first line of which one may come is said.
+# The tokens that the parser expects next -> their description. The error contains the first matching line.
 EXPECTED = [
     ({"$END"}, "AND, OR or the end"),
     ({"NAME"}, "a property, a constant or a parenthesis"),
@@ -92,12 +95,13 @@ EXPECTED = [
     ({"BETWEEN"}, "BETWEEN, IN, CONTAINS, STARTSWITH or ENDSWITH"),
     ({"_AND"}, "AND"),
 ]
+# The types of tokens that become an operand.
 OPERANDS = {"NAME", "STRING", "NUMBER", "TRUE", "FALSE", "NULL"}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An operand or a condition, where it begins, and how deep parentheses and NOTs go in it."""
+    """An operand or a condition, its position in the text, and the depth of parentheses and NOTs in it."""
 
     value: Operand | Condition
     at: int  # from 0
@@ -106,18 +110,18 @@ class Part:
 
 
 def parse(text: str) -> tuple[Condition, frozenset[str]]:
-    """Return the condition and the names of the properties in it; raise InvalidFilter."""
+    """Parse a condition. Return it, and the names of the properties in it. Raise InvalidFilter."""
     reader = PARSER.parse_interactive(text)
     try:
         read: Iterator[Token] = reader.lexer_thread.lex(reader.parser_state)  # type: ignore[no-untyped-call]
-        # Counted before the parser sees them: the stack of an LALR parser grows with its input.
+        # Counted before the parser gets them, because the stack of an LALR parser grows with its input.
         tokens = list(islice(read, limits.FILTER_TOKENS_MAX + 1))
         if len(tokens) > limits.FILTER_TOKENS_MAX:
             said = f"the expression has more than {limits.FILTER_TOKENS_MAX} words and signs"
             raise _refused(tokens[-1].start_pos, said, "FILTER_TOKENS_MAX")
         for token in tokens:
             reader.feed_token(token)
-        # Parts are made while it parses (`_Actions`), so there is no tree to walk, and no recursion.
+        # Parts are built during the parse (`_Actions`), so there is no tree to walk, and no recursion.
         found: Part = reader.feed_eof()  # type: ignore[no-untyped-call]
     except UnexpectedCharacters as error:
         raise _no_token(text, error.pos_in_stream or 0) from None
@@ -128,7 +132,7 @@ def parse(text: str) -> tuple[Condition, frozenset[str]]:
 
 @v_args(inline=True)
 class _Actions(Transformer[Token, Part]):
-    """Make the part of each rule as soon as the parser has read it."""
+    """Build the part of each rule as soon as the parser has read it."""
 
     def start(self, part: Part) -> Part:
         return part
@@ -172,7 +176,7 @@ class _Actions(Transformer[Token, Part]):
         return _joined((left,), made.has_text(how, searched, str(text), negated=bool(negated)))
 
     def negated(self, word: Token, part: Part) -> Part:
-        # RocketMQ reads NOT a = 5 as (NOT a) = 5, and no user means that.
+        # RocketMQ parses NOT a = 5 as (NOT a) = 5, which no user means.
         if isinstance(part.value, Property) and not part.in_parentheses:
             shown = part.value.name[:80]
             raise _refused(part.at, f"NOT goes before a condition in parentheses: NOT ({shown} …)")
@@ -251,7 +255,7 @@ def _string(token: Token) -> Token:
 
 
 def _checked(token: Token) -> Token:
-    """Return the token; raise InvalidFilter when it begins as a number and is none."""
+    """Return the token. Raise InvalidFilter if it begins like a number but is none."""
     if INTEGER.fullmatch(token) or DECIMAL.fullmatch(token):
         return token
     where, number = token.start_pos or 0, PREFIX.match(token)
@@ -266,12 +270,12 @@ def _checked(token: Token) -> Token:
 def _number(token: Token, *, negative: bool) -> int | float:
     digits = token.rstrip("lL")
     if digits.isdecimal():
-        # The digits are counted first: Python refuses to convert thousands of them, with an error of its own.
+        # The digits are counted first, because Python refuses to convert thousands of them, with another error.
         value = int(digits) * (-1 if negative else 1) if len(digits) <= LONG_DIGITS else LONG_MAX + 1
         if not LONG_MIN <= value <= LONG_MAX:
             raise _refused(token.start_pos, "the number does not fit into 64 bits; write it with a point")
         return value
-    # The text has been checked to be a number: `float` cannot fail, but it may overflow to infinity.
+    # The text has been checked, so `float` cannot fail, but it may overflow to infinity.
     decimal = float(token)
     if math.isinf(decimal):
         raise _refused(token.start_pos, "the number is too large for a double")
@@ -294,7 +298,7 @@ def _unexpected(error: UnexpectedToken, end: int) -> InvalidFilter:
     expected = next(said for names, said in EXPECTED if names <= accepted)
     if "$END" in accepted:
         read = [each.type for each in stack if isinstance(each, Token)]
-        # A parenthesis that is still open is likelier than a missing AND.
+        # An open parenthesis is a more likely reason than a missing AND.
         if read.count("LPAR") > read.count("_RPAR"):
             expected = ")"
         elif len(stack) == 1 and _is_operand(stack[0]):
@@ -306,7 +310,7 @@ def _unexpected(error: UnexpectedToken, end: int) -> InvalidFilter:
 
 
 def _is_operand(found: Token | Part) -> bool:
-    """Return whether the parser has read an operand and nothing else, as a token or as the part made of it."""
+    """Return whether the parser has read only an operand, as a token or as a part."""
     return (
         found.type in OPERANDS if isinstance(found, Token) else isinstance(found.value, (Property, Constant))
     )
@@ -318,8 +322,8 @@ def _refused(at: int | None, said: str, limit: str | None = None) -> InvalidFilt
     return InvalidFilter(f"{said}, {where}", position=position, limit=limit)
 
 
-# Made when the broker starts: it takes some 40 ms, and the first subscription must not hold up what is due meanwhile.
-# ASCII: without it, letters of other alphabets are equal to ours when case is ignored.
+# Built when the broker starts: it takes about 40 ms, and the first subscription must not delay messages that are due.
+# ASCII, because otherwise letters of other alphabets may equal ASCII letters when case is ignored.
 PARSER = Lark(
     GRAMMAR, parser="lalr", lexer="basic", transformer=_Actions(), g_regex_flags=re.ASCII,
     lexer_callbacks={"STRING": _string, "NUMBER": _checked},

@@ -1,16 +1,16 @@
-"""Values and outcomes for SQL: the properties an expression names, as columns, and what their text means as a number.
+"""Values and outcomes for SQL: the properties of an expression as columns, and their texts as numbers.
 
-A message's properties are one text (message.py). It is split once for all names, by Arrow, for many messages at a
-time; when a name stands there twice the last one counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have columns of
-their own, which a producer may fill without the text.
+A message's properties are one text (message.py). Arrow splits it once for all names, for many messages at a time. If a
+name occurs twice, the last value counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have their own columns, which a
+producer may fill without the text.
 
-Properties are text and nothing else. What a number looks like is what Java's Long.valueOf and Double.valueOf accept,
-without their rarities (NaN, Infinity, hexadecimal); all else is an error and never zero.
+Properties are only text. A number is a text that Java's Long.valueOf and Double.valueOf accept, without their special
+cases (NaN, Infinity, hexadecimal). Any other text is an error where a number is needed, and never zero.
 
-A condition has four outcomes, one byte a message. SQL has three: a comparison with a property that the message does not
-have is NULL. The fourth is ERROR, a property that is no number where one is asked for. As in RocketMQ an error ends the
-evaluation, and the message is not delivered, unless what stands to the left has settled the matter already (FALSE AND
-…, TRUE OR …).
+A condition has four outcomes, one byte per message. SQL has three: TRUE, FALSE, and NULL for a comparison with a
+property that the message does not have. The fourth is ERROR, for a property that is no number where one is needed. As
+in RocketMQ, an error ends the evaluation and the message is not delivered, unless the left side has already decided
+(FALSE AND …, TRUE OR …).
 """
 
 from __future__ import annotations
@@ -49,35 +49,36 @@ EQUAL = np.array([
     [NULL, NULL, NULL, ERROR],
     [ERROR, ERROR, ERROR, ERROR],
 ], dtype=np.uint8)  # fmt: skip
-# Tables, indexed by columns of outcomes: a condition costs one look-up a message, without branches.
+# Tables indexed by columns of outcomes, so that a condition costs one lookup per message, without branches.
 NOT = np.array([TRUE, FALSE, NULL, ERROR], dtype=np.uint8)
 IS_NULL = np.array([FALSE, FALSE, TRUE, ERROR], dtype=np.uint8)
 
 
 def of_bools(values: npt.NDArray[np.bool_]) -> TruthArray:
-    """Return TRUE and FALSE of a mask."""
+    """Convert a mask to TRUE and FALSE."""
     return values.astype(np.uint8)
 
 
 def constant(outcome: int, count: int) -> TruthArray:
-    """Return one outcome for `count` messages."""
+    """Return the same outcome for `count` messages."""
     return np.full(count, outcome, dtype=np.uint8)
 
 
 LONG_MIN, LONG_MAX = -(1 << 63), (1 << 63) - 1
-LONG_DIGITS = 19
+LONG_DIGITS = 19  # of the largest 64-bit integer
 DOUBLE_CHARACTERS = frozenset("0123456789+-.eE")
-OWN_COLUMNS = {"TAGS": "tag", "KEYS": "keys", "UNIQ_KEY": "unique_key"}
-# A text of separators alone becomes as many entries as it has bytes: this bounds what they take.
+OWN_COLUMNS = {"TAGS": "tag", "KEYS": "keys", "UNIQ_KEY": "unique_key"}  # columns of LOG_SCHEMA
+# A text that consists of separators becomes as many entries as it has bytes, so this bounds their memory.
 SPLIT_BYTES = 4 * 1024 * 1024
 
 Float64Array = npt.NDArray[np.float64]
 
 
 def as_long(text: str) -> int | None:
-    """Return the 64-bit integer that the text is, or None."""
-    # Java's Long.parseLong: an optional sign and ASCII digits; Python's int would take underscores and blanks.
+    """Parse a 64-bit integer. Return None if the text is not one."""
+    # Like Java's Long.parseLong: an optional sign and ASCII digits. Python's int would accept underscores and blanks.
     digits = text[1:] if text[:1] in ("+", "-") else text
+    # Python refuses to convert very long texts, so the digits are counted first.
     significant = digits.lstrip("0")
     if not (digits.isascii() and digits.isdigit()) or len(significant) > LONG_DIGITS:
         return None
@@ -86,12 +87,12 @@ def as_long(text: str) -> int | None:
 
 
 def as_double(text: str) -> float | None:
-    """Return the decimal number that the text is, blanks around it allowed, or None."""
+    """Parse a decimal number, which may have blanks around it. Return None if the text is not one."""
     text = text.strip(JAVA_BLANKS)
-    if text[-1:] in ("f", "F", "d", "D"):  # Java's 1.5f
+    if text[-1:] in ("f", "F", "d", "D"):  # Java accepts 1.5f
         text = text[:-1]
     if not DOUBLE_CHARACTERS.issuperset(text):
-        return None  # Python's float knows words and underscores
+        return None  # Python's float accepts words and underscores
     try:
         return float(text)
     except ValueError:
@@ -99,27 +100,27 @@ def as_double(text: str) -> float | None:
 
 
 class Values:
-    """Property columns of a batch, each made when first asked for."""
+    """The property columns of a batch. Numbers are converted at their first use."""
 
     def __init__(self, rows: pa.RecordBatch, names: frozenset[str]) -> None:
-        """`rows`: LOG_SCHEMA or READ_SCHEMA; `names`: every property that will be asked for."""
+        """`rows`: LOG_SCHEMA or READ_SCHEMA; `names`: every property that may be requested."""
         self.count = rows.num_rows
         self._texts = _texts(rows, sorted(names))
         self._longs: dict[str, tuple[Int64Array, TruthArray]] = {}
         self._doubles: dict[str, tuple[Float64Array, TruthArray]] = {}
 
     def text(self, name: str) -> pa.Array:
-        """Return the property as strings; null where a message has none."""
+        """Return the property as strings, null where a message does not have it."""
         return self._texts[name]
 
     def longs(self, name: str) -> tuple[Int64Array, TruthArray]:
-        """Return the property as integers, and for each message whether it is one: TRUE, NULL or ERROR."""
+        """Return the property as integers, and for each message TRUE if it is one, else NULL or ERROR."""
         if name not in self._longs:
             self._longs[name] = _numbers(self._texts[name], as_long, np.dtype(np.int64))
         return self._longs[name]
 
     def doubles(self, name: str) -> tuple[Float64Array, TruthArray]:
-        """Return the same as decimal numbers."""
+        """Return the property as decimal numbers, and for each message TRUE if it is one, else NULL or ERROR."""
         if name not in self._doubles:
             self._doubles[name] = _numbers(self._texts[name], as_double, np.dtype(np.float64))
         return self._doubles[name]
@@ -128,10 +129,10 @@ class Values:
 def _numbers(
     column: pa.Array, convert: Callable[[str], float | None], kind: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], TruthArray]:
-    """Return numbers and states of a column of texts; each distinct text is converted once."""
+    """Convert a column of texts to numbers and states. Each distinct text is converted once."""
     encoded = column.dictionary_encode()
     found = [convert(text) for text in encoded.dictionary.to_pylist()]
-    # One place more at the end, for messages without the property: nulls get its number below.
+    # The last element is for messages without the property: nulls get its index below.
     values = np.array([0 if value is None else value for value in found] + [0], dtype=kind)
     state = np.array([ERROR if value is None else TRUE for value in found] + [NULL], dtype=np.uint8)
     codes = encoded.indices.fill_null(len(found)).to_numpy()
@@ -141,6 +142,7 @@ def _numbers(
 def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
     found = {}
     own = {name: rows.column(OWN_COLUMNS[name]) for name in names if name in OWN_COLUMNS}
+    # The text is needed only where a column has nulls.
     wanted = [name for name in names if name not in own or own[name].null_count]
     for name, column in zip(wanted, _properties(rows.column("properties"), wanted), strict=True):
         found[name] = pc.coalesce(own[name], column) if name in own else column
@@ -148,10 +150,10 @@ def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
 
 
 def _properties(texts: pa.Array, names: list[str]) -> list[pa.Array]:
-    """Return a column of strings for each name."""
+    """Extract a column of strings for each name."""
     if not names or texts.null_count == len(texts):
         return [pa.nulls(len(texts), pa.string()) for _ in names]
-    # By the longest: a split makes an entry of each separator, and the slices must stay within SPLIT_BYTES.
+    # By the longest text, because each separator in it may become an entry, and a slice must stay within SPLIT_BYTES.
     longest = int(byte_lengths(texts).max())
     step = max(1, SPLIT_BYTES // max(1, longest))
     parts = [_split(texts.slice(at, step), names) for at in range(0, len(texts), step)]
@@ -163,11 +165,12 @@ def _split(texts: pa.Array, names: list[str]) -> list[pa.Array]:
     flat, row_of = entries.flatten(), pc.list_parent_indices(entries).to_numpy()
     columns = []
     for name in names:
+        # The separator after the name excludes longer names with the same beginning.
         head = name + PROPERTY_NAME_END
         hits = np.flatnonzero(np.asarray(pc.starts_with(flat, head)))
         entry_of = np.full(len(texts), -1, dtype=np.int64)
-        entry_of[row_of[hits]] = hits  # the last of several stays
-        # A null index gives a null: messages without the property.
+        entry_of[row_of[hits]] = hits  # of several, the last one stays
+        # A null index gives a null, for messages without the property.
         values = flat.take(pa.array(entry_of, mask=entry_of < 0))
         columns.append(pc.utf8_slice_codeunits(values, len(head)))
     return columns

@@ -1,1 +1,1 @@
-"""The registry: which topics, groups, offsets and request modes there are."""
+"""The registry of topics, groups, offsets and other rarely changed state, stored as META rows of the log."""

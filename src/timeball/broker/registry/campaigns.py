@@ -1,11 +1,12 @@
-"""Campaigns: the promises of one bulk attach as one object, and what was decided about them.
+"""Campaigns: the promises of one bulk attach as one object, and the decisions about them.
 
     planned --attach--> running --pause--> paused --resume--> running --> finished
        \\__________________\\___________________\\__cancel--> cancelled
 
-A campaign is planned before its files are written, and has its ranges of numbers from the frame that attaches them.
-Paused, it says from which instant its promises are held (schedule/holds.py). It is finished when all its instants have
-passed, which is read off and not written. The rows say what was decided; what happened to each promise is in the log.
+A campaign is planned before its files are written. Its ranges of numbers are set in the frame that attaches the files.
+While it is paused, `held_from_ms` is the due time from which on its promises are held (schedule/holds.py). It is
+finished when all its due times have passed, which is computed and not stored. The rows contain the decisions. The
+outcome of each promise is in the log.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from timeball.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.rules import check_campaign
 from timeball.table.attachment import Attachment
 
-JOB_MS_MAX = 7 * limits.DAY_MS  # from the plan of a campaign to its attach; a bulk job takes minutes
+JOB_MS_MAX = 7 * limits.DAY_MS  # from the plan of a campaign to its attach. A bulk job takes minutes
 
 State = Literal["planned", "running", "paused", "cancelled"]
 
 
 class CampaignFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a campaign's META row. Instants in milliseconds."""
+    """The value of a campaign's META row. Times in milliseconds."""
 
     state: State
-    since_ms: int  # of the state
+    since_ms: int  # when the campaign got this state
     planned_ms: int
-    planned_seq: int  # the end of the log then: all that it brings about stands behind it
-    rows: int  # as planned; once attached, as attached
+    planned_seq: int  # end of the log at that time: all rows of the campaign come after it
+    rows: int  # number of promises: as planned, then as attached
     ranges: list[tuple[int, int]] = []  # (first_seq, rows)
+    # The latest due time of its promises, or -1 before the attach.
     last_due_ms: int = -1
-    cancelled: int = 0  # promises that its cancel has ended; the log may let go of their rows
-    # While it is paused or being cancelled: what waits and is due then or later is held.
+    cancelled: int = 0  # promises ended by its cancel. The log may remove their rows
+    # While the campaign is paused or being cancelled: pending promises that are due at this time or later are held.
     held_from_ms: int | None = None
-    groups: list[
-        str
-    ] = []  # of the cluster: each has a part of the campaign, which a later try must deal out alike
+    # The groups of the cluster that each have a part of the campaign. A later try must distribute it in the same way.
+    groups: list[str] = []
 
     def is_finished(self, settled_before_ms: int) -> bool:
-        """Return whether all its promises are settled, one by one."""
+        """Return whether all its promises have been settled one by one. `settled_before_ms`: of the schedule."""
         return self.state == "running" and self.last_due_ms < settled_before_ms
 
     def is_cancelled_for_good(self, now_ms: int) -> bool:
-        """Return whether nothing of it can be delivered any more, also when nothing says that it was cancelled."""
-        # Held still: the cancel was cut short. Never attached: its job may be at work, and must be refused.
+        """Return whether none of its promises can be delivered any more, even without the record of its cancel."""
+        # With held promises, the cancel was interrupted. Without an attach, its job may still run and must be refused.
         is_behind = bool(self.ranges) or self.since_ms < now_ms - JOB_MS_MAX
         return self.state == "cancelled" and self.held_from_ms is None and is_behind
 
@@ -61,18 +62,18 @@ class Campaigns:
         self._kept = MetaTable(meta, "campaign", CampaignFacts)
 
     def get(self, campaign: str) -> CampaignFacts:
-        """Return what was decided; raise InvalidMessage, NotFound."""
+        """Return the decisions about a campaign. Raise InvalidMessage, NotFound."""
         found = self._kept.values.get(check_campaign(campaign))
         if found is None:
             raise NotFound(f"no campaign {campaign!r}; `timeball campaign list` shows those there are")
         return found
 
     def is_known(self, campaign: str) -> bool:
-        """Return whether there is one of this id; raise InvalidMessage."""
+        """Return whether there is a campaign with this id. Raise InvalidMessage."""
         return check_campaign(campaign) in self._kept.values
 
     def get_attached(self, campaign: str) -> CampaignFacts:
-        """Return what was decided about one that may be paused; raise InvalidMessage, NotFound, OutOfRange."""
+        """Return the decisions about a campaign that may be paused. Raise InvalidMessage, NotFound, OutOfRange."""
         found = self.get(campaign)
         if found.state == "cancelled":
             raise InvalidMessage(f"campaign {campaign} was cancelled")
@@ -81,17 +82,17 @@ class Campaigns:
         return found
 
     def all(self) -> dict[str, CampaignFacts]:
-        """Return all campaigns, the one planned first first."""
+        """Return all campaigns, in the order of their plans."""
         return dict(
             sorted(self._kept.values.items(), key=lambda one: (one[1].planned_seq, one[1].planned_ms))
         )
 
     def put(self, campaign: str, facts: CampaignFacts) -> None:
-        """Append what was decided."""
+        """Append the decisions about a campaign."""
         self._kept.put([(campaign, facts)])
 
     def changed(self, campaign: str, facts: CampaignFacts) -> Change:
-        """Return the row that says what was decided, for a frame with others."""
+        """Build the row of the decisions about a campaign, for a frame with other rows."""
         return self._kept.changed([(campaign, facts)])
 
     def plan(
@@ -103,10 +104,13 @@ class Campaigns:
         settled_before_ms: int,
         groups: Sequence[str] = (),
     ) -> None:
-        """Plan a campaign; nothing happens when there is one. One of no rows has nothing to attach."""
+        """Plan a campaign, unless it exists. A campaign without rows is running at once, as it has nothing to attach.
+
+        Raise OverLimit.
+        """
         if self.is_known(campaign):
             return
-        # The oldest that is over gives way: what happened to its messages is in the log and the ledger.
+        # The oldest campaign that is over is deleted: the outcomes of its messages are in the log and the ledger.
         while len(self._kept.values) >= limits.CAMPAIGNS_MAX:
             self._kept.put([(self._oldest_over(settled_before_ms, planned_ms), None)])
         state: State = "planned" if rows else "running"
@@ -127,13 +131,13 @@ class Campaigns:
         )
 
     def check_attach(self, attachment: Attachment) -> None:
-        """Raise InvalidMessage for the attach of a campaign that was cancelled meanwhile."""
+        """Raise InvalidMessage for the attach of a campaign that has been cancelled meanwhile."""
         found = self._planned_for(attachment)
         if found is not None and found.state == "cancelled":
             raise InvalidMessage(f"campaign {attachment.job_id} was cancelled")
 
     def attached(self, attachment: Attachment, now_ms: int) -> Change | None:
-        """Return the row that goes into the frame of a campaign's attach; None for other attaches."""
+        """Build the row for the frame of a campaign's attach. Return None for other attaches."""
         planned = self._planned_for(attachment)
         if planned is None or planned.state != "planned":
             return None

@@ -1,10 +1,10 @@
-"""What a group hands over to another one for good (a drain), and what it has adopted, as META rows.
+"""Drains as META rows: a replica group hands its pending promises over to another group for good.
 
-    drain/out          DrainFacts: to which group, and which transfer that one has not confirmed
+    drain/out          DrainFacts: the receiving group (heir), and the transfer that it has not confirmed yet
     adopted/<group>    AdoptedFacts: the last transfer that this group has taken over from that one
 
-Both are written in the frame of the rows that they speak of: the promises that a transfer ends here, or begins there.
-So a transfer that is repeated after a crash has the same rows, and is taken over once.
+Both rows are written in the same frame as the rows of the transfer: the promises that it ends here, or begins there.
+Therefore a transfer that is repeated after a crash contains the same rows, and is taken over once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ OUT = "out"
 
 
 class DrainFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a drained group's META row. A drain is known by its group and `since_ms`."""
+    """The value of a drained group's META row. A drain is identified by its group and `since_ms`."""
 
     heir: str
     since_ms: int
-    account: str = ""  # as which the heir is asked
-    transfer: int = 0  # number of the last one; it grows by one with each
+    account: str = ""  # the account used for requests to the heir
+    transfer: int = 0  # number of the last transfer, counted from 1
     moved_rows: int = 0  # confirmed by the heir
-    # Of a transfer that the heir has not confirmed: the rows of this log that hold it, and when they were written.
+    # The rows of this log with the transfer that the heir has not confirmed, and the time when they were written.
     first_seq: int = 0
     rows: int = 0
     at_ms: int = 0
@@ -34,9 +34,9 @@ class DrainFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AdoptedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The value of an heir's META row."""
 
-    since_ms: int  # of the drain
+    since_ms: int  # identifies the drain
     transfer: int
-    rows: int  # of all its transfers
+    rows: int  # in all transfers of the drain
 
 
 class Drains:
@@ -50,41 +50,41 @@ class Drains:
 
     @property
     def out(self) -> DrainFacts | None:
-        """Return what this group hands over; None when it is not drained."""
+        """The drain of this group, or None if it is not drained."""
         return self._out.values.get(OUT)
 
     @property
     def needed_seq(self) -> int | None:
-        """Return the first row of a transfer that is not confirmed, which may have to be sent again."""
+        """The first row of a transfer that is not confirmed, which may have to be sent again."""
         out = self.out
         return out.first_seq if out is not None and out.rows else None
 
     def was_handed(self, word: str, at_ms: int | None) -> bool:
-        """Return whether a promise of this log whose end is told like that was handed over.
+        """Return whether a promise of this log was handed over, judged by its reported end.
 
-        `word`: a verdict, or the state of a place.
+        `word`: a verdict, or the state of a place. `at_ms`: the time of the end, None if no longer known.
         """
-        # No row says any more what ended it. A message that was handed over must not be called cancelled.
+        # No row shows any more how the promise ended. A promise that was handed over must not be called cancelled.
         is_faded = at_ms is None and word in ("cancelled", "already_cancelled")
         return word == HANDED or (is_faded and self.out is not None)
 
     def is_moving(self, at_ms: int | None) -> bool:
-        """Return whether what was handed over then may not have arrived yet."""
+        """Return whether promises handed over at `at_ms` may not have arrived yet."""
         out = self.out
         return out is not None and bool(out.rows) and (at_ms is None or at_ms >= out.at_ms)
 
     def put(self, facts: DrainFacts) -> None:
-        """Append what this group hands over."""
+        """Append the state of the drain."""
         self._out.put([(OUT, facts)])
 
     def changed(self, facts: DrainFacts) -> Change:
-        """Return the row that says what this group hands over, for a frame with others."""
+        """Build the row of the drain's state, for a frame with other rows."""
         return self._out.changed([(OUT, facts)])
 
     def adopted(self, source: str) -> AdoptedFacts | None:
-        """Return what was taken over last from a group."""
+        """Return the last transfer that was taken over from a group."""
         return self._adopted.values.get(source)
 
     def adopting(self, source: str, facts: AdoptedFacts) -> Change:
-        """Return the row that says what was taken over, for a frame with others."""
+        """Build the row of a transfer that is taken over, for a frame with other rows."""
         return self._adopted.changed([(source, facts)])

@@ -11,8 +11,8 @@ EPOCH_KEY = f"{PREFIX}/epoch"
 class EpochFacts(msgspec.Struct, frozen=True):
     """The value of the META row that opens an epoch."""
 
-    # Grows with each change of leader; every frame behind the row has it in its header.
+    # Grows with each change of leader. Every later frame has it in its header.
     epoch: int
     leader: str  # a replica: node and incarnation
-    # Told for people and for the dump alone: the promises' clock is each leader's own, guarded against steps.
-    wall_ms: int  # of its clock
+    # Only information for people and for the dump. Due times follow each leader's own clock, guarded against steps.
+    wall_ms: int  # by the leader's clock

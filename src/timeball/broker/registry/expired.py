@@ -1,9 +1,9 @@
-"""How many messages retention has removed before a group read them, as META rows.
+"""Counts of the messages that retention has removed before a group read them, as META rows.
 
 expired/<group>    {"topics": {topic: {"rows", "at_ms", "counted_to": {queue: offset}}}, "is_deleted"}
 
-The row is in the log before the messages leave it. A crash between the two makes retention look at the same messages
-again; `counted_to` says which of them have been counted. Dead letters are counted under the topic `%DLQ%<group>`.
+The row is appended before the messages are removed. After a crash between the two, retention examines the same messages
+again, and `counted_to` shows which of them have been counted. Dead letters are counted under the topic `%DLQ%<group>`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 
 
 class ExpiredTopic(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The expired messages of one topic: how many, when the last ones expired, and the offsets counted so far."""
+    """The expired messages of one topic: their number, the time of the last expiry, and the offsets counted so far."""
 
     rows: int
-    at_ms: int
+    at_ms: int  # of the last expiry
     counted_to: dict[int, int] = {}
 
 
@@ -33,12 +33,12 @@ class ExpiredFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Expiry(NamedTuple):
-    """Messages that expire now; `counted_to` names, by queue, the offset behind the last of them."""
+    """Messages that expire now. `counted_to` contains, by queue, the offset after the last of them."""
 
     group: str
     topic: str
     rows: int
-    counted_to: Mapping[int, int]
+    counted_to: Mapping[int, int]  # only queues with messages that expire now
 
 
 class ExpiredMessages:
@@ -48,11 +48,11 @@ class ExpiredMessages:
         self._kept = MetaTable(meta, "expired", ExpiredFacts)
 
     def groups(self) -> dict[str, ExpiredFacts]:
-        """Return all groups that lost messages; to be read only."""
+        """Return all groups that lost messages. The result is read-only."""
         return self._kept.values
 
     def topics(self, group: str) -> dict[str, ExpiredTopic]:
-        """Return the topics in which a group lost messages."""
+        """Return the topics in which a group lost messages. The result is read-only."""
         facts = self._kept.values.get(group)
         return {} if facts is None else facts.topics
 
@@ -67,24 +67,26 @@ class ExpiredMessages:
         return facts is not None and facts.is_deleted
 
     def changed(self, found: Iterable[Expiry], now_ms: int) -> Change:
-        """Return the rows that count these messages, for a frame with other rows."""
+        """Build the rows that count these messages, for a frame with other rows."""
         return self._kept.changed(self._counted(found, now_ms))
 
     def add(self, found: Iterable[Expiry], now_ms: int) -> None:
-        """Count these messages in a frame of its own."""
+        """Count these messages in a separate frame."""
         self._kept.put(self._counted(found, now_ms))
 
     def note_deleted(self, group: str, *, keeps_offsets: bool) -> None:
         """Forget the counts of a group that an operator deletes."""
+        # `is_deleted` makes retention ignore the kept offsets until the group is created again.
         if keeps_offsets or group in self._kept.values:
             self._kept.put([(group, ExpiredFacts(is_deleted=True) if keeps_offsets else None)])
 
     def _counted(self, found: Iterable[Expiry], now_ms: int) -> list[tuple[str, ExpiredFacts | None]]:
         changed: dict[str, dict[str, ExpiredTopic]] = {}
         for group, topic, rows, counted_to in found:
+            # A copy, because an append may be refused.
             topics = changed.setdefault(group, dict(self.topics(group)))
             known = topics.get(topic, ExpiredTopic(0, 0))
-            # Offsets only grow: a topic that is deleted and made again goes on with the next one.
+            # Offsets never decrease: a topic that is deleted and created again continues with the next offset.
             topics[topic] = ExpiredTopic(known.rows + rows, now_ms, {**known.counted_to, **counted_to})
         return [
             (group, ExpiredFacts(_newest(topics), self.is_deleted(group)))
@@ -93,6 +95,7 @@ class ExpiredMessages:
 
 
 def _newest(topics: dict[str, ExpiredTopic]) -> dict[str, ExpiredTopic]:
-    """Return the topics without the oldest counts beyond the limit: each change writes all topics of the group."""
+    """Drop the oldest counts beyond the limit, because each change writes all topics of the group."""
+    # The least recently changed first.
     names = sorted(topics, key=lambda name: topics[name].at_ms)
     return {name: topics[name] for name in names[-limits.EXPIRED_TOPICS_MAX :]}

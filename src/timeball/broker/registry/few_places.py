@@ -1,7 +1,7 @@
-"""Places of rows in their queues: of a few in Python's numbers, one after the other, or as an edge has written them.
+"""Positions of a few rows in their queues: computed row by row with Python's numbers, or chosen by a codec before.
 
-`Topics.place` would give the same rows the same places. That way is made for columns: it makes fifty calls of numpy,
-and each of them takes some microseconds for one row too.
+`Topics.place` would give the same rows the same positions, but it is made for columns: it calls numpy fifty times, and
+each call takes some microseconds even for one row.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from timeball.broker.registry.topic import Queue, Topic
 from timeball.log.queue_entry import ENTRY
 from timeball.message import DLQ_PREFIX
 
-_ENTRY = struct.Struct(">qiq")  # as ENTRY has it: row, size, tag
+_ENTRY = struct.Struct(">qiq")  # same layout as ENTRY: row, size, tag
 _SEQ = struct.Struct(">q")
 assert _ENTRY.size == ENTRY.itemsize
 
-QueueRows = tuple[
-    Topic, int, bytearray, int
-]  # a queue, entries whose rows count from 0, bytes of their messages
+# A topic, a queue, its entries whose rows count from 0, and the size of their messages in bytes.
+QueueRows = tuple[Topic, int, bytearray, int]
 
 
 class _Chosen:
-    """What one queue gets: its entries, and the bytes of their messages."""
+    """The rows chosen for one queue: their entries, and the size of their messages in bytes."""
 
     __slots__ = ("entries", "queue", "size_bytes")
 
@@ -37,18 +36,18 @@ class _Chosen:
 
 
 class FewPlaces:
-    """Places of rows, chosen one after the other; `give_out` once nothing can refuse them any more."""
+    """Positions of rows, chosen one after the other. Call `give_out` when nothing can refuse the rows any more."""
 
     __slots__ = ("_chosen", "_dead", "_turns")
 
     def __init__(self) -> None:
         self._chosen: dict[tuple[Topic, int], _Chosen] = {}
         self._turns: dict[Topic, int] = {}
-        self._dead: list[str] = []  # a counter's key for each dead letter
+        self._dead: list[str] = []  # the key of a counter for each dead letter
 
     @classmethod
     def chosen(cls, queues: Iterable[QueueRows], turns: Mapping[Topic, int]) -> Self:
-        """Return places that have been chosen as `choose` does: see SendRuns (few_sends.py)."""
+        """Take over positions that were chosen elsewhere like those of `choose` (SendRuns of few_sends.py)."""
         places = cls()
         for topic, queue_id, entries, size_bytes in queues:
             places._chosen[topic, queue_id] = _Chosen(topic.queues[queue_id], entries, size_bytes)
@@ -58,22 +57,22 @@ class FewPlaces:
     def choose(
         self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None, properties: str | None
     ) -> tuple[int, int]:
-        """Return the queue and the offset of a row, which the caller then holds to; `queue_id` -1: any queue."""
+        """Choose the queue and offset of a row, which become final with `give_out`. `queue_id` -1: any queue."""
         queues = topic.queues
         if topic.name.startswith(DLQ_PREFIX):
             self._dead.append(of_dead_letter(topic.name, properties))
         if queue_id < 0:
-            # Round the queues, from where the last batch ended.
+            # All queues in turn, after that of the last batch.
             turn = self._turns.get(topic, topic.turn)
             width = topic.write_queues or len(queues)
             queue_id = turn % width
             self._turns[topic] = (turn + 1) % width
-        # As in `Topics.place`: a queue that is no more gives its rows to another.
+        # As in `Topics.place`: rows for a queue that no longer exists go to another one.
         queue_id %= len(queues)
         chosen = self._chosen.get((topic, queue_id))
         if chosen is None:
             chosen = self._chosen[topic, queue_id] = _Chosen(queues[queue_id], bytearray(), 0)
-        # Bytes from the start: numpy makes entries of tuples at a microsecond each.
+        # Bytes from the start: numpy needs a microsecond to make an entry of a tuple.
         entries = chosen.entries
         offset = chosen.queue.next_offset + len(entries) // _ENTRY.size
         entries += _ENTRY.pack(row, size_bytes, tag_number(topic)(tag) if tag else 0)
@@ -81,18 +80,18 @@ class FewPlaces:
         return queue_id, offset
 
     def give_out(self) -> None:
-        """Give these places to no other row."""
+        """Reserve these positions, so that no other row gets them."""
         for chosen in self._chosen.values():
             chosen.queue.next_offset += len(chosen.entries) // _ENTRY.size
         for topic, turn in self._turns.items():
             topic.turn = turn
 
     def index(self, first_seq: int) -> None:
-        """Write the entries; row 0 of the batch is `first_seq`."""
+        """Write the index entries. Row 0 of the batch has the sequence number `first_seq`."""
         for chosen in self._chosen.values():
             data = chosen.entries
-            # The number of the first row was not known when they were written. The index copies them.
-            if len(data) == _ENTRY.size:  # nearly always, and then without a call of numpy
+            # The sequence numbers were not known when the entries were packed. The index copies the entries.
+            if len(data) == _ENTRY.size:  # the usual case, without a call of numpy
                 _SEQ.pack_into(data, 0, _SEQ.unpack_from(data)[0] + first_seq)
                 entries = np.frombuffer(data, ENTRY)
             else:
@@ -101,7 +100,7 @@ class FewPlaces:
             chosen.queue.index.extend(entries)
 
     def count(self, rates: Rates, *, released: bool = False) -> None:
-        """Count what came into each topic; `released`: as scheduled messages, too."""
+        """Count the rows and bytes for each topic. `released`: count them as released scheduled messages, too."""
         for (topic, _), chosen in self._chosen.items():
             rows = len(chosen.entries) // _ENTRY.size
             rates.put(topic.name, rows, chosen.size_bytes)
@@ -111,10 +110,10 @@ class FewPlaces:
             rates.add_each(Stat.DEAD_NUMS, self._dead)
 
     def queues(self) -> list[tuple[str, int]]:
-        """Return the queues that got rows: topic and number."""
+        """Return the queues that got rows, as topic and number."""
         return [(topic.name, queue_id) for topic, queue_id in self._chosen]
 
 
 def tag_number(topic: Topic) -> Callable[[str], int]:
-    """Return what makes the number of a tag that the index of this topic's queues holds."""
+    """Return the function that turns a tag into the number in this topic's index entries."""
     return tag_mask if topic.filter_type == "MULTI_TAG" else tag_hash

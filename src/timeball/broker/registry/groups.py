@@ -1,8 +1,8 @@
-"""Consumer groups as an operator configures them: may they consume, how often is a message tried, in how many queues.
+"""The configuration of consumer groups: whether they may consume, how often a message is tried, how many queues.
 
-A group comes into being with its first member, with RocketMQ's defaults, and stays until an operator deletes it.
-Names and values are RocketMQ's own, since its tools write them and read them back; what Timeball does not act
-on (the slow-reading broker) is kept and given back as it came.
+A group is created with its first member, with RocketMQ's defaults, and stays until an operator deletes it. Names and
+values are RocketMQ's, because its tools write them and read them back. Settings without a function in Timeball (the
+broker for slow consumers) are stored and returned unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from timeball.errors import GroupNotFound, OverLimit
 ATTRIBUTES_MAX = 64
 TIMES_MAX = 16  # RocketMQ's retryMaxTimes
 
-# The integer range of RocketMQ's fields; -1 in retry_max_times is "the default" there as here.
+# The integer range of RocketMQ's fields. As in RocketMQ, -1 in retry_max_times means the default.
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Queues = Annotated[int, msgspec.Meta(ge=0, le=limits.QUEUES_PER_TOPIC_MAX)]
 
 
 class ExponentialRetry(msgspec.Struct, frozen=True, rename="camel"):
-    """Kept for clients that retry by themselves; durations in ms."""
+    """A policy whose delays grow exponentially. Durations in milliseconds."""
 
     initial: int = 5_000
     max: int = 2 * limits.HOUR_MS
@@ -33,13 +33,13 @@ class ExponentialRetry(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class CustomizedRetry(msgspec.Struct, frozen=True, rename="camel"):
-    """The same as a list of durations in ms."""
+    """A policy with a list of delays, in milliseconds."""
 
     next: Annotated[list[int], msgspec.Meta(max_length=64)] = []
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, rename="camel"):
-    """RocketMQ's GroupRetryPolicy (`retry_delay_ms`). As in RocketMQ, consumers of remoting do not feel it."""
+    """RocketMQ's GroupRetryPolicy (`retry_delay_ms`). As in RocketMQ, it has no effect on consumers of remoting."""
 
     type: str = "CUSTOMIZED"
     exponential_retry_policy: ExponentialRetry | None = None
@@ -66,37 +66,37 @@ class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def times_max(of_group: int, of_client: int | None) -> int:
-    """Return how often a message is tried again; a consumer's own number comes first, -1 means RocketMQ's default."""
+    """Return how often a message may be tried again. The consumer's number wins, and -1 means the default."""
     given = of_group if of_client is None else of_client
     return given if given >= 0 else TIMES_MAX
 
 
 class Groups:
-    """All groups. Belongs to the event loop."""
+    """All consumer groups. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
         self._kept = MetaTable(meta, "group", SubscriptionGroup)
-        self._groups = self._kept.values  # to be read; changes go through `_kept`
-        self.version = 0  # counts changes since the start, for tools that ask whether anything is new
+        self._groups = self._kept.values  # read-only here; changes go through `_kept`
+        self.version = 0  # counts changes since the start, so that tools can see whether anything is new
 
     def get(self, name: str) -> SubscriptionGroup:
-        """Return the group; raises GroupNotFound."""
+        """Return the group. Raise GroupNotFound."""
         group = self._groups.get(name)
         if group is None:
             raise GroupNotFound(f"consumer group {name[: limits.GROUP_BYTES_MAX]!r} does not exist")
         return group
 
     def find_group(self, name: str) -> SubscriptionGroup | None:
-        """Return the group, if it exists."""
+        """Find the group, or None if it does not exist."""
         return self._groups.get(name)
 
     def times_max(self, name: str) -> int:
-        """Return how often a message is tried again that this group did not acknowledge; the default if unknown."""
+        """Return how often a message that this group did not acknowledge may be tried again."""
         group = self._groups.get(name)
         return times_max(-1 if group is None else group.retry_max_times, None)
 
     def all(self) -> list[SubscriptionGroup]:
-        """Return all groups."""
+        """List all groups."""
         return list(self._groups.values())
 
     def names(self) -> set[str]:
@@ -104,16 +104,16 @@ class Groups:
         return set(self._groups)
 
     def ensure(self, name: str) -> SubscriptionGroup:
-        """Return the group, made with the defaults when there is none; raises InvalidMessage, OverLimit."""
+        """Return the group, created with the defaults if it does not exist. Raise InvalidName, OverLimit."""
         return self._groups.get(name) or self.update(SubscriptionGroup(name))
 
     def update(self, group: SubscriptionGroup) -> SubscriptionGroup:
-        """Make a group or replace its configuration; raises InvalidMessage, OverLimit."""
+        """Create a group or replace its configuration. Raise InvalidName, OverLimit."""
         name = group.group_name
-        # Members register with every heartbeat: an unchanged group must not cost a row of the log.
+        # Members register with every heartbeat, so an unchanged group must not add a row to the log.
         if self._groups.get(name) == group:
             return group
-        # Names become parts of topics' names and of keys of META rows.
+        # Names become parts of the names of topics and of the keys of META rows.
         check_name(name, limits.GROUP_BYTES_MAX, "group")
         if name not in self._groups and len(self._groups) >= limits.GROUPS_MAX:
             raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
@@ -121,35 +121,38 @@ class Groups:
         return group
 
     def remove(self, name: str) -> None:
-        """Forget a group; nothing happens when there is none. Its members make it anew when they beat."""
+        """Forget a group, if it exists. A heartbeat of a member creates it again."""
         if name in self._groups:
             self._put(name, None)
 
     def _put(self, name: str, group: SubscriptionGroup | None) -> None:
         self._kept.put([(name, group)])
-        # Counted for every change: tools ask by this number whether they must read the groups again.
+        # Counted for every change: tools use this number to decide whether they must read the groups again.
         self.version += 1
 
 
 _S, _M, _H = limits.SECOND_MS, limits.MINUTE_MS, limits.HOUR_MS
+# RocketMQ's 18 default delay levels.
 LEVELS_MS = (
     1 * _S, 5 * _S, 10 * _S, 30 * _S, 1 * _M, 2 * _M, 3 * _M, 4 * _M, 5 * _M, 6 * _M, 7 * _M, 8 * _M, 9 * _M,
     10 * _M, 20 * _M, 30 * _M, 1 * _H, 2 * _H,
 )  # fmt: skip
-FIRST_LEVEL = 2  # where in its list a customised policy begins; RocketMQ's levels 1 and 2 are no retries
+FIRST_LEVEL = 2  # index of a customised policy's first delay: RocketMQ's levels 1 and 2 are not for retries
+# Push consumers over gRPC use all delays of the list.
 PUSH_FIRST = 0
 POWER_MAX = 32
 
 
 def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIRST_LEVEL) -> int:
-    """Return how long a message stays away after an attempt that failed; policy None: RocketMQ's default.
+    """Return the delay in milliseconds before the next delivery, after a failed attempt.
 
         CUSTOMIZED    a list of durations, the last one for ever after; without one, RocketMQ's 18 levels
         EXPONENTIAL   initial x multiplier^n, at most max
 
-    Attempts are counted from 1 as consumers of RocketMQ 5 see them; n, RocketMQ's reconsumeTimes, is one less.
-    `first`: where a list begins. RocketMQ's brokers begin with the third item (10 s), its push consumers over gRPC with
-    the first (PUSH_FIRST, 1 s).
+    Attempts are counted from 1, as consumers of RocketMQ 5 see them, and n, RocketMQ's reconsumeTimes, is one less.
+    `policy` None: RocketMQ's default.
+    `first`: the index at which a list begins. RocketMQ's brokers begin with the third item (10 s), its push consumers
+    over gRPC with the first (PUSH_FIRST, 1 s).
     """
     policy = policy or RetryPolicy()
     times = max(0, attempt - 1)
@@ -157,23 +160,24 @@ def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIR
         found = _exponential(policy.exponential_retry_policy or ExponentialRetry(), times)
     else:
         found = _customized(policy.customized_retry_policy or CustomizedRetry(), times + first)
-    # An administrator's tools send policies with any numbers.
+    # An administrator's tools may send policies with any numbers.
     return min(max(0, found), limits.INVISIBLE_MS_MAX)
 
 
 def durations_ms(policy: CustomizedRetry | None) -> list[int]:
-    """Return the durations of a customised policy; RocketMQ's levels for one that names none."""
+    """Return the durations of a customised policy, or RocketMQ's levels if it contains none."""
     return list(policy.next) if policy is not None and policy.next else list(LEVELS_MS)
 
 
 def _customized(policy: CustomizedRetry, at: int) -> int:
     durations = durations_ms(policy)
-    # Beyond its end the last duration counts for ever.
+    # After the end of the list, its last duration is repeated.
     return durations[min(at, len(durations) - 1)]
 
 
 def _exponential(policy: ExponentialRetry, times: int) -> int:
-    factor: int = policy.multiplier ** min(times, POWER_MAX)  # bounded: Python's integers grow without end
+    # Bounded, because Python's integers grow without limit.
+    factor: int = policy.multiplier ** min(times, POWER_MAX)
     return min(policy.max, policy.initial * factor)
 
 
@@ -190,24 +194,24 @@ class RequestMode(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class RequestModes:
-    """Which groups consume a topic by POP, as an administrator has said; a group of which nothing is said pulls.
+    """The groups that consume a topic by POP because an administrator chose so. The default mode is PULL.
 
-    RocketMQ keeps the same in messageRequestMode.json. Belongs to the event loop.
+    RocketMQ stores the same in messageRequestMode.json. Belongs to the event loop.
     """
 
     def __init__(self, meta: MetaLog) -> None:
         self._modes = MetaTable(meta, "mode", RequestMode)
 
     def get(self, topic: str, group: str) -> RequestMode:
-        """Return the mode set for this group; PULL when none is."""
+        """Return the mode of this group for a topic, which is PULL when none is set."""
         return self._modes.values.get(f"{topic}@{group}") or RequestMode(topic, group)
 
     def set(self, mode: RequestMode) -> None:
-        """Change a group's mode; raises InvalidName, OverLimit."""
+        """Change a group's mode. Raise InvalidName, OverLimit."""
         check_topic(mode.topic)
         check_name(mode.consumer_group, limits.GROUP_BYTES_MAX, "group")
         key = f"{mode.topic}@{mode.consumer_group}"
-        # Names in the key are clients' and may be any: the number of modes needs a bound of its own.
+        # Clients choose the names in the key, and they need not exist, so the number of modes has its own bound.
         if key not in self._modes.values and len(self._modes.values) >= limits.GROUPS_MAX:
             raise OverLimit(f"the modes of {limits.GROUPS_MAX} groups are set")
         self._modes.put([(key, mode)])

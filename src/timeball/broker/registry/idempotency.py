@@ -1,10 +1,10 @@
-"""Idempotency keys: which sends have been asked for once, and where their messages stand.
+"""Idempotency keys: the sends that may be requested only once, and the positions of their messages in the log.
 
-A key is text that a client chooses for one send. Its row stands in the frame of the messages, so both are on disk or
-neither is. The log and the snapshots hold a hash of the key and of who used it, never the key.
+A key is text that a client chooses for one send. Its row stands in the same frame as the messages, so both are on disk
+or neither is. The log and the snapshots contain a hash of the key and the account, never the key.
 
-A key is known for a while after its send, and for as long after the due time of its last message, also when that was
-rescheduled: a message that waits cannot be sent a second time by its key.
+A key stays known for a while after its send, and for as long after the due time of its last message, also if that
+message was rescheduled. So a pending message cannot be sent a second time with its key.
 """
 
 from __future__ import annotations
@@ -25,64 +25,64 @@ from timeball.errors import Conflict
 from timeball.message import SEND_COLUMNS
 from timeball.trace_context import without_context
 
-DROPPED_AT_ONCE_MAX = 10_000  # expired keys; their rows share a frame
+DROPPED_AT_ONCE_MAX = 10_000  # expired keys deleted in one frame
 _HASH_BYTES = 16
-# A client that sends again may have another address, may stamp the message anew, and may be in another span.
+# Columns that may differ in a repeated send: its address, its time stamp. The trace context is removed in `key_use`.
 _CONTENT = [name for name in SEND_COLUMNS if name not in ("born_ms", "born_host")]
-STALE_MAX = (
-    1_000  # entries of the queue of ends whose keys have gone; more than the keys besides, and it is rebuilt
-)
+# The heap of ends is rebuilt when it has more entries than twice the number of keys, and this many more.
+STALE_MAX = 1_000
 
-LastDue = Callable[
-    [int, int], int
-]  # from the first number of messages and how many: the latest instant moved to
+# The first sequence number of messages, and their number -> the latest due time to which one of them was moved.
+LastDue = Callable[[int, int], int]
 
 
 class KeyedSend(msgspec.Struct, frozen=True, array_like=True):
     """The value of a key's META row: the send that used it first."""
 
-    first_seq: int  # of its messages, which stand side by side
+    first_seq: int  # of its messages, whose sequence numbers are consecutive
     rows: int
     store_ms: int
     content: str
     attempt: str = ""
-    last_due_ms: int = (
-        -1
-    )  # of its messages, as they were sent; 0: none is scheduled, -1: not known, of an old row
+    # The latest due time of its messages as they were sent. 0: none is scheduled. -1: not known, in a row of an older
+    # format.
+    last_due_ms: int = -1
 
     @property
     def last_ms(self) -> int:
-        """Return the later of the send and the due time of its last message."""
+        """The later of the time of the send and the due time of its last message."""
         return max(self.store_ms, self.last_due_ms)
 
     def check_same(self, use: KeyUse) -> None:
-        """Raise Conflict when a later send has the key, and other messages."""
+        """Raise Conflict when a later send uses the key for other messages."""
         check_same(self.content, use)
 
 
 class KeyUse(NamedTuple):
-    """A key as one send uses it."""
+    """The use of a key by one send."""
 
     name: str  # hash of caller and key
     content: str  # hash of the messages
     rows: int
-    attempt: str = ""  # hash of the text by which the client names its attempt, "" when it does not
+    attempt: str = ""  # hash of the text that names the client's attempt, "" without one
+    # Whether the client asks to send again once nothing of the earlier send is pending.
     is_anew: bool = False
     due_ms: int = 0  # the latest due time, 0 if there is none
     delay_ms: int = 0  # the longest delay
 
     def sent(self, first_seq: int, store_ms: int) -> KeyedSend:
-        """Return the value of the key's row, for messages that stand in the log from this number on."""
+        """Build the value of the key's row, for messages that stand in the log from `first_seq` on."""
         last_due_ms = max(self.due_ms, store_ms + self.delay_ms if self.delay_ms else 0)
         return KeyedSend(first_seq, self.rows, store_ms, self.content, self.attempt, last_due_ms)
 
 
 def key_use(caller: str, key: str, batch: pa.RecordBatch, attempt: str = "", *, anew: bool = False) -> KeyUse:
-    """Return the use of a key by a send of SEND_COLUMNS; `caller` is the name of the account.
+    """Describe the use of a key by a send of SEND_COLUMNS. `caller` is the name of the account.
 
-    `attempt`: text by which the client names its attempt; `anew`: it asks to send anew when nothing waits.
+    `attempt`: text by which the client names its attempt. `anew`: the client asks to send again if no message is
+    pending.
     """
-    # By rows, so that neither slices nor dictionaries of the same messages make a difference.
+    # As lists of values, so that the same messages have the same hash as slices or with dictionaries.
     columns = [batch.column(name).to_pylist() if name in batch.schema.names else None for name in _CONTENT]
     at = _CONTENT.index("properties")
     columns[at] = [without_context(text) for text in columns[at] or ()]
@@ -105,7 +105,7 @@ def _largest(batch: pa.RecordBatch, name: str) -> int:
 
 
 def check_same(content: str, use: KeyUse) -> None:
-    """Raise Conflict when a send with the key of another has not its messages."""
+    """Raise Conflict when the key's earlier send had other messages."""
     if content != use.content:
         raise Conflict(
             "this idempotency key has been used for a send of other messages; use a new key for each send, or ask "
@@ -118,34 +118,35 @@ def _hash(values: Sequence[object]) -> str:
 
 
 class IdempotencyKeys:
-    """The keys that count, in the order of their sends. Belongs to the event loop.
+    """The known keys, in the order of their sends. Belongs to the event loop.
 
-    A key gives way when IDEMPOTENCY_KEYS_MAX newer ones have come, or when its send and the due times of its messages
-    lie before the instant that the caller names.
+    A key is deleted when there are IDEMPOTENCY_KEYS_MAX newer ones, or when its send and the due times of its messages
+    lie before a time that the caller names.
     """
 
     def __init__(self, meta: MetaLog) -> None:
         self._kept = MetaTable(meta, "once", KeyedSend)
-        # (last_ms, name), a heap: which keys expire next. A cache of `_kept`, with entries of keys that have gone.
+        # A heap of (last_ms, name): the keys that expire next. A cache of `_kept` that may contain entries of deleted
+        # keys.
         self._ends: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
-        """Return how many are known, some of which may have expired."""
+        """Return the number of known keys, including expired ones that are not deleted yet."""
         return len(self._kept.values)
 
     def get(self, name: str, after_ms: int, last_due_ms: LastDue) -> KeyedSend | None:
-        """Return the send that has used a key, if it or the due time of one of its messages lies after an instant."""
+        """Find the send that used a key, if the send or the due time of one of its messages lies after `after_ms`."""
         found = self._kept.values.get(name)
-        # A reschedule changes no row of a key, so it is asked for only when the key would have expired.
+        # A reschedule does not change the row of a key, so moved due times matter only when the key would have expired.
         if found is None or found.last_ms > after_ms:
             return found
         return found if last_due_ms(found.first_seq, found.rows) > after_ms else None
 
     def changed(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
-        """Return the rows of keys that are used now, and of the oldest ones, which give way to them."""
+        """Build the rows of keys that are used now, and delete the oldest keys beyond the limit."""
         added: dict[str, KeyedSend | None] = dict(sends)
         values = self._kept.values
-        # A key that is used again: deleted first, so that it stands at the end like other new ones.
+        # A key that is used again is deleted first, so that it moves to the end like a new one.
         gone = dict.fromkeys(name for name in added if name in values)
         surplus = len(values) - len(gone) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
         gone |= dict.fromkeys(islice((name for name in values if name not in gone), max(0, surplus)))
@@ -160,9 +161,12 @@ class IdempotencyKeys:
         return Change(rows, keep_ends)
 
     def drop(self, before_ms: int, last_due_ms: LastDue) -> int:
-        """Delete keys whose sends and due times lie before an instant, DROPPED_AT_ONCE_MAX at most; return how many."""
+        """Delete keys whose sends and due times lie before `before_ms`, and return how many.
+
+        One call deletes at most DROPPED_AT_ONCE_MAX keys.
+        """
         values = self._kept.values
-        # After a start there are none, and after a flood of keys most of them are of keys that have gone.
+        # The heap is empty after a start, and after a flood of keys most of its entries are of deleted keys.
         if len(self._ends) < len(values) or len(self._ends) > 2 * len(values) + STALE_MAX:
             self._ends = [(send.last_ms, name) for name, send in values.items()]
             heapify(self._ends)
@@ -170,11 +174,11 @@ class IdempotencyKeys:
         while self._ends and self._ends[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
             end_ms, name = heappop(self._ends)
             send = values.get(name)
-            # The key has gone, or names a newer send, which has an entry of its own.
+            # The key was deleted, or has been used by a newer send with another entry.
             if send is None or send.last_ms > end_ms:
                 continue
             moved_to_ms = last_due_ms(send.first_seq, send.rows)
-            # Its message was rescheduled: the key is looked at again when that due time has passed.
+            # Its message was rescheduled, so the key is checked again after the new due time.
             if moved_to_ms > before_ms:
                 heappush(self._ends, (moved_to_ms, name))
             else:

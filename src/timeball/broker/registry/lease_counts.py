@@ -1,10 +1,10 @@
-"""Count the leases that are kept in the log, by group and topic: what members hold, and what they have given back.
+"""Counts of the leases kept in the log, by group and topic: those that members hold, and those they have given back.
 
-Thirteen bytes a lease: its promise's number, its group and topic, its state. Receives, answers and releases change
-whole batches of them by number, and a number that is not known here changes nothing.
+A lease takes 13 bytes: the number of its promise, its group and topic, its state. Receives, answers and releases change
+whole batches of leases by number. An unknown number changes nothing.
 
-A cache: the log says it all, and the checkpoint repeats it (`facts`). Recovery goes on from there with the rows behind
-it (`replay`), in the order of the log.
+This is a cache: all of it follows from the log, and the checkpoint contains a copy (`facts`). Recovery starts with that
+copy and applies the later rows (`replay`), in the order of the log.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GroupTopic = tuple[str, str]  # a group, and the topic whose messages it holds
 Counts = dict[GroupTopic, int]
 
 SWEEP_ROWS_MIN = 1_024
-FEW = 4  # up to so many are counted one by one: by columns one costs as much as ten
+FEW = 4  # up to this number, leases are changed one by one: in columns, one costs as much as ten
 
 _NONE = np.empty(0, np.int64)
 
@@ -48,40 +48,40 @@ class State(IntEnum):
     """The states of a lease."""
 
     HELD = 0  # delivered, and not answered
-    NACKED = 1  # given back: it waits for its next delivery
-    ENDED = 2  # acknowledged, dead, expired: kept until the next sweep
+    NACKED = 1  # given back, and not delivered again yet
+    ENDED = 2  # acknowledged, dead or expired, and kept until the next sweep
 
 
 class LeaseCounts:
-    """Belongs to the event loop."""
+    """The states of all leases kept in the log, and their counts. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._keys: list[GroupTopic] = []
         self._index: dict[GroupTopic, int] = {}
-        # Columns of the leases, the first `_rows` of each in use; numbers ascend, as the log gives them out.
+        # The columns of the leases, with `_rows` entries in use. Numbers ascend, in the order of the log.
         self._number, self._key, self._state = _NONE, np.empty(0, np.int32), np.empty(0, np.int8)
         self._rows = 0
         self._counts = np.zeros((len(State), 0), np.int64)  # by state and key
-        # Promises of the log that bring a message back to its group. No property: each release asks whether there are.
+        # Pending promises that bring a message back to its group. An attribute and no property: every release reads it.
         self.waiting_rows = 0
 
     def held(self) -> Counts:
-        """Return how many messages members hold."""
+        """Count the messages that members hold, by group and topic."""
         return self._by_key(State.HELD)
 
     def nacked(self) -> Counts:
-        """Return how many messages were given back and wait for their next delivery."""
+        """Count the messages that were given back and are not delivered again yet, by group and topic."""
         return self._by_key(State.NACKED)
 
     def state_of(self, number: int) -> State | None:
-        """Return the state of one lease; None when it is not known, or ended so long ago that it is forgotten."""
+        """Return the state of one lease, or None if it is unknown, or forgotten because it ended long ago."""
         at = self._place(number)
         return None if at is None else State(int(self._state[at]))
 
     # -- changes -------------------------------------------------------------------------------------------------
 
     def add(self, group: str, topic: str, numbers: Int64Array) -> None:
-        """Count leases whose promises have these numbers: they ascend, and all are later than those known."""
+        """Count leases whose promises have these numbers. Numbers ascend, and are larger than all known ones."""
         key, rows = self._key_at((group, topic)), self._rows
         if rows + len(numbers) > len(self._number):
             self._make_room(len(numbers))
@@ -92,9 +92,9 @@ class LeaseCounts:
         self.waiting_rows += len(numbers)
 
     def add_rows(self, promises: pa.RecordBatch, numbers: Int64Array) -> None:
-        """Count leases as their promises, rows of the log, name their groups and topics."""
+        """Count the leases of these promises, with the groups and topics that they name."""
         keys = keys_of(promises)
-        # By runs: a receive writes its leases side by side, and numbers must ascend.
+        # Run by run: a receive writes its leases side by side, and numbers must ascend.
         begin = 0
         for at in range(1, len(keys) + 1):
             if at == len(keys) or keys[at] != keys[begin]:
@@ -103,11 +103,11 @@ class LeaseCounts:
                 begin = at
 
     def end(self, numbers: Int64Array) -> None:
-        """Count these leases no longer: they were answered for good, or their promises have been released."""
+        """Stop counting these leases: they were answered for good, or their promises have been released."""
         self._set(numbers, State.ENDED)
 
     def change(self, numbers: Int64Array, nacked: BoolArray) -> None:
-        """Count these as given back, or as held again; of a number that stands here twice the last one counts."""
+        """Count these leases as given back, or as held again. If a number occurs twice, the last one counts."""
         last = dict(zip(numbers.tolist(), nacked.tolist(), strict=True))
         for state, wanted in ((State.NACKED, True), (State.HELD, False)):
             self._set(np.array([n for n, was in last.items() if was is wanted], dtype=np.int64), state)
@@ -119,11 +119,14 @@ class LeaseCounts:
             for number in numbers.tolist():
                 self._set_one(number, state)
             return
+        # A number that occurs twice must be counted once.
         numbers, known = np.unique(numbers), self._number[: self._rows]
+        # Limited to the last index, so that a number after all known ones can be compared too.
         at = np.minimum(np.searchsorted(known, numbers), self._rows - 1)
         at = at[(known[at] == numbers) & (self._state[at] != State.ENDED)]
         if len(at):
             keys = self._key[at]
+            # `subtract.at` counts repeated indexes, which `-=` would count once.
             np.subtract.at(self._counts, (self._state[at], keys), 1)
             np.add.at(self._counts, (np.full(len(at), state), keys), 1)
             self._state[at] = state
@@ -140,7 +143,7 @@ class LeaseCounts:
         self.waiting_rows -= state == State.ENDED
 
     def _place(self, number: int) -> int | None:
-        """Return where in the columns a lease stands; None when it is not known."""
+        """Find the index of a lease in the columns, or None if it is unknown."""
         at = int(self._number[: self._rows].searchsorted(number))
         return at if at < self._rows and self._number[at] == number else None
 
@@ -149,13 +152,15 @@ class LeaseCounts:
         if found is None:
             found = self._index[key] = len(self._keys)
             self._keys.append(key)
+            # Keys are never removed, because each takes only three counters.
             self._counts = np.concatenate([self._counts, np.zeros((len(State), 1), np.int64)], axis=1)
         return found
 
     def _make_room(self, rows: int) -> None:
-        """Forget ended leases, and take more memory when few were."""
+        """Forget ended leases, and enlarge the columns when the space is still too small."""
         kept = np.flatnonzero(self._state[: self._rows] != State.ENDED)
         self._counts[State.ENDED] = 0
+        # Twice the need, so that the cost of a sweep is spread over as many additions.
         size = max(SWEEP_ROWS_MIN, 2 * (len(kept) + rows))
         for name in ("_number", "_key", "_state"):
             column = getattr(self, name)
@@ -171,7 +176,7 @@ class LeaseCounts:
     # -- restarts ------------------------------------------------------------------------------------------------
 
     def facts(self) -> list[LeaseFacts]:
-        """Return the leases for a checkpoint."""
+        """Export the leases for a checkpoint."""
         number, key, state = (column[: self._rows] for column in (self._number, self._key, self._state))
         held, nacked = (spans(number[state == one], key[state == one]) for one in (State.HELD, State.NACKED))
         return [
@@ -180,7 +185,7 @@ class LeaseCounts:
         ]
 
     def restore(self, facts: Sequence[LeaseFacts]) -> None:
-        """Begin with the leases of a checkpoint."""
+        """Start with the leases of a checkpoint."""
         columns = [
             (_numbers(some), self._key_at((one.group, one.topic)), state)
             for one in facts
@@ -191,6 +196,7 @@ class LeaseCounts:
         number = np.concatenate([numbers for numbers, _, _ in columns])
         key = np.concatenate([np.full(len(numbers), at, np.int32) for numbers, at, _ in columns])
         state = np.concatenate([np.full(len(numbers), one, np.int8) for numbers, _, one in columns])
+        # `_place` needs ascending numbers, but a checkpoint lists them by key and state.
         order = np.argsort(number)
         self._number, self._key, self._state = number[order], key[order], state[order]
         self._rows = self.waiting_rows = len(number)
@@ -199,7 +205,7 @@ class LeaseCounts:
     def replay(self, rows: pa.RecordBatch) -> None:
         """Apply READ_SCHEMA rows of the log, in its order."""
         if rows.column("source_seq").null_count == rows.num_rows:
-            return  # most batches: messages and promises that bring nothing back
+            return  # most batches contain only messages, and promises that bring nothing back
         kinds = rows.column("kind").to_numpy()
         named = np.asarray(rows.column("source_seq").is_valid()) & np.asarray(
             rows.column("due_ms").is_valid()
@@ -210,7 +216,7 @@ class LeaseCounts:
             self.add_rows(promises, int64(promises.column("seq")))
         if not self._rows:
             return
-        # After all that were added: a row that changes or ends a lease stands behind its promise.
+        # After all additions: the row that changes or ends a lease stands after its promise.
         moved = rows.filter(pa.array(named & (kinds == Kind.MOVED)))
         if moved.num_rows:
             self.change(int64(moved.column("source_seq")), were_nacked(moved))
@@ -219,8 +225,8 @@ class LeaseCounts:
 
 
 def spans(numbers: Int64Array, keys: npt.NDArray[np.integer[Any]]) -> dict[int, list[tuple[int, int]]]:
-    """Return the ascending numbers of each key as (first, count): leases of one receive stand side by side."""
-    # Sorted once, on the event loop: a look at all leases for each of thousands of groups takes tenths of a second.
+    """Compress the ascending numbers of each key to (first, count): leases of one receive have consecutive numbers."""
+    # Sorted once: on the event loop, one search for each of thousands of groups would take tenths of a second.
     order = np.argsort(keys, kind="stable")
     numbers, keys = numbers[order], keys[order]
     begins = np.flatnonzero((np.diff(numbers, prepend=-1) != 1) | (np.diff(keys, prepend=-1) != 0))
@@ -237,10 +243,10 @@ def _numbers(found: Sequence[tuple[int, int]]) -> Int64Array:
 
 
 def keys_of(promises: pa.RecordBatch) -> list[GroupTopic | None]:
-    """Return the group and topic of each lease's promise; None where full properties left no room for a group."""
+    """Return the group and topic of each lease's promise, with None where the properties do not name the group."""
     texts = promises.column("properties")
     groups, firsts = (_property(texts, name).to_pylist() for name in (ORIGIN_GROUP, RETRY_TOPIC))
-    # The retry topic names the topic. Dead letters of all topics go to one, so theirs is read from the properties.
+    # The retry topic contains the topic. All topics share one dead-letter topic, so there the properties contain it.
     return [
         None
         if group is None
@@ -250,7 +256,7 @@ def keys_of(promises: pa.RecordBatch) -> list[GroupTopic | None]:
 
 
 def topic_of(group: str, topic: str) -> str:
-    """Return the topic for which a group reads its retry topic; another topic is itself.
+    """Return the topic to which a group's retry topic belongs. Any other topic is returned unchanged.
 
     >>> topic_of("g", "%RETRY%g_orders"), topic_of("g", "orders")
     ('orders', 'orders')
@@ -259,13 +265,13 @@ def topic_of(group: str, topic: str) -> str:
 
 
 def were_nacked(rows: pa.RecordBatch) -> BoolArray:
-    """Return which of these MOVED rows say that a member has given its message back."""
+    """Return which of these MOVED rows record that a member has given its message back."""
     mark = f"(^|{PROPERTY_END}){NACK_TIME}{PROPERTY_NAME_END}"
     return np.asarray(pc.match_substring_regex(filled(rows.column("properties"), ""), mark))
 
 
 def _property(texts: pa.Array, name: str) -> pa.Array:
-    """Return the value of one property of each text; null where it is missing."""
-    # As a column: a start after a crash may read the leases of an hour.
+    """Extract the value of one property of each text, null where it is missing."""
+    # As a column, because a start after a crash may read the leases of an hour.
     pattern = f"(?:^|{PROPERTY_END}){name}{PROPERTY_NAME_END}(?P<value>[^{PROPERTY_END}]*)"
     return pc.struct_field(pc.extract_regex(filled(texts, ""), pattern), "value")

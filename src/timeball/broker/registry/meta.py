@@ -1,4 +1,4 @@
-"""State that changes rarely, as META rows of the log: a key and a value each, of which the last one counts.
+"""Rarely changed state as META rows of the log. Each row contains a key and a value, and the last row of a key counts.
 
     key                                value                    kept by
     topic/<name>                       TopicFacts               topics.py
@@ -21,9 +21,9 @@
     adopted/<group>                    AdoptedFacts             drains.py
     snapshot                           all of these at once     log/checkpoint.py
 
-Values are JSON; an empty one deletes the key. A change is appended at once, on the event loop, so it stands in the log
-before every row that needs it: a topic before its first message, in the same commit and under the same sync. A caller
-who must not be answered before the change is on disk waits for `LogWriter.flushed`.
+Values are JSON, and an empty value deletes its key. A change is appended at once, on the event loop. Therefore it
+stands in the log before every row that needs it: a topic before its first message, in the same commit and with the same
+sync. A caller who may be answered only when the change is on disk waits for `LogWriter.flushed`.
 """
 
 from __future__ import annotations
@@ -41,80 +41,82 @@ T = TypeVar("T")
 
 
 class Change(NamedTuple):
-    """Changed values that go into a frame with other rows."""
+    """Changed values for a frame that also contains other rows."""
 
     rows: pa.RecordBatch
-    # Called right after the append: an append that is refused must leave memory as the log is.
+    # Called right after the append: if the append is refused, the state in memory must not change.
     keep: Callable[[], None]
 
 
 def together(*changes: Change) -> Change:
-    """Return changes of several tables as one."""
+    """Combine changes of several tables into one."""
 
     def keep() -> None:
         for change in changes:
             change.keep()
 
+    # One batch becomes one frame, so after a crash all changes are there or none.
     return Change(pa.concat_batches([change.rows for change in changes]), keep)
 
 
 class Restorable(Protocol):
-    """State in memory that follows from the values of one prefix."""
+    """State in memory that is restored from the values of one key prefix."""
 
     def restore(self, name: str, value: bytes) -> None:
-        """Take a value that the log says, empty when the name is deleted; recovery calls it in log order."""
+        """Apply a value from the log, where an empty one deletes the name. Recovery calls this in log order."""
 
 
 class MetaLog:
-    """Writes META rows, and at a start gives what they say to the tables. Belongs to the event loop.
+    """Writes META rows, and at a start restores the tables from them. Belongs to the event loop.
 
-    `values` is what the log says up to the last row appended: a snapshot is a copy of it.
+    `values` contains the newest values, up to the last row appended. A snapshot is a copy of it.
     """
 
     def __init__(self) -> None:
-        # As the snapshot needs them, which copies them on the event loop and decodes none.
+        # Encoded, because the snapshot copies all values on the event loop and needs none decoded.
         self.values: dict[str, msgspec.Raw] = {}
         self._tables: dict[str, Restorable] = {}
-        # None during recovery: the tables are filled from the log then, and must not write to it.
+        # None during recovery, when the tables are filled from the log and must not write to it.
         self._append: Callable[[pa.RecordBatch], object] | None = None
         self._now_ms: Callable[[], int] = lambda: 0
 
     def register(self, prefix: str, table: Restorable) -> None:
-        """Name the table that keeps the values of a prefix; all are named before recovery begins."""
+        """Register the table for the values of a prefix. Every table is registered before recovery begins."""
         self._tables[prefix] = table
 
     def open(self, append: Callable[[pa.RecordBatch], object], now_ms: Callable[[], int]) -> None:
-        """Go from recovery to writing."""
+        """Switch from recovery to writing."""
         self._append, self._now_ms = append, now_ms
 
     def put(self, changes: Iterable[tuple[str, object]]) -> None:
-        """Append changed values in one frame, so that all of them are kept or none; None deletes a key."""
+        """Append changed values in one frame, so that all of them are stored or none. None deletes a key."""
         assert self._append is not None, "recovery changes nothing"
         pairs = _encoded(changes)
         if pairs:
-            # Appended first: an append that is refused must leave memory as the log is.
+            # Appended first: if the append is refused, the state in memory must not change.
             self._append(meta_rows(pairs, self._now_ms()))
             for key, value in pairs:
                 self._keep(key, value)
 
     def changed(self, changes: Iterable[tuple[str, object]]) -> Change:
-        """Return changed values for a frame with other rows; None deletes a key."""
+        """Encode changed values for a frame with other rows. None deletes a key."""
         pairs = _encoded(changes)
 
         def keep() -> None:
             for key, value in pairs:
                 self._keep(key, value)
 
+        # The caller appends the rows and then calls `keep`.
         return Change(meta_rows(pairs, self._now_ms()), keep)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
-        """Take values that the log says, in log order."""
+        """Apply values from the log, in its order. Raise SetupError for unknown state, Corrupt for a damaged value."""
         for key, value in pairs:
             if key == SNAPSHOT_KEY:
-                continue  # it says what the rows before it have said, all of which are known here
-            prefix, _, name = key.rpartition("/")  # no name has one
+                continue  # its values stand in earlier rows too, all of which have been applied
+            prefix, _, name = key.rpartition("/")  # names contain no slash
             table = self._tables.get(prefix)
-            # Dropping it would lose state for good, as the next snapshot is made of `values`.
+            # Unknown values must not be dropped: the next snapshot is made of `values`, so they would be lost for good.
             if table is None:
                 raise SetupError(f"the log holds state of a newer Timeball ({prefix!r}): use that one")
             self._keep(key, value)
@@ -131,11 +133,12 @@ class MetaLog:
 
 
 def _encoded(changes: Iterable[tuple[str, object]]) -> list[tuple[str, bytes]]:
+    # Encoded before the append, so that an invalid value changes nothing.
     return [(key, b"" if value is None else msgspec.json.encode(value)) for key, value in changes]
 
 
 class MetaTable(Generic[T]):
-    """The decoded values of one prefix, for state that needs no more than to be looked up."""
+    """The decoded values of one key prefix, for state that only needs lookups."""
 
     def __init__(self, log: MetaLog, prefix: str, kind: type[T]) -> None:
         self._log, self._prefix, self._kind = log, prefix, kind
@@ -143,15 +146,15 @@ class MetaTable(Generic[T]):
         log.register(prefix, self)
 
     def put(self, changes: Iterable[tuple[str, T | None]]) -> None:
-        """Change values, in one frame; None deletes one."""
+        """Change values, in one frame. None deletes a value."""
         listed = list(changes)
         self._log.put((f"{self._prefix}/{name}", value) for name, value in listed)
-        # After the append, as in MetaLog: memory never holds what the log refused.
+        # After the append, as in MetaLog: memory never contains values that the log refused.
         for name, value in listed:
             self._keep(name, value)
 
     def changed(self, changes: Iterable[tuple[str, T | None]]) -> Change:
-        """Return changed values for a frame with other rows; None deletes one."""
+        """Encode changed values for a frame with other rows. None deletes a value."""
         listed = list(changes)
         rows, keep_encoded = self._log.changed((f"{self._prefix}/{name}", value) for name, value in listed)
 
@@ -163,7 +166,7 @@ class MetaTable(Generic[T]):
         return Change(rows, keep)
 
     def restore(self, name: str, value: bytes) -> None:
-        """Take a value that the log says."""
+        """Apply a value from the log."""
         self._keep(name, msgspec.json.decode(value, type=self._kind) if value else None)
 
     def _keep(self, name: str, value: T | None) -> None:

@@ -1,11 +1,12 @@
-"""Consumer groups and how far they have come, per topic and queue.
+"""The stored offsets of consumer groups, per topic and queue.
 
-What has changed is a frame of META rows at most once a second; RocketMQ saves every five. After a crash a group may
-see its last second again (G4, at least once), never miss anything: the rows stand behind the messages they speak of.
+Changed offsets are appended as one frame of META rows, at most once a second (RocketMQ: every five seconds). After a
+crash a group may see the messages of its last second again (G4, at least once). It never misses any, because the rows
+of offsets stand after the messages that they cover.
 
-A group does not see again what was leased to it in the log (consuming/log_leases.py): `Parked` says from which row of
-the log on such promises may be of positions that these offsets do not count as done, and which positions behind them
-are. It is written in the same frame as the offsets it belongs to.
+A group does not see messages again that were leased to it in the log (consuming/log_leases.py). For this purpose
+`Parked` is written in the same frame as the offsets that it belongs to. It names the row of the log from which on
+promises may belong to positions that these offsets do not count as done, and it lists the done positions after them.
 
     offsets/<group>@<topic>   {queue: offset}
     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
@@ -22,31 +23,32 @@ from timeball.errors import OutOfRange, OverLimit
 
 PARKED = "parked"
 
-STALE_ROWS = 200_000  # so many rows are looked through in some tenths of a second when a broker starts
+STALE_ROWS = 200_000  # a start reads so many rows in some tenths of a second
 
 Table = dict[str, dict[str, dict[int, int]]]  # group -> topic -> queue -> offset
-Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]  # … -> done, [begin, end), behind the offset
+# … -> done positions [begin, end), after the offset.
+Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]
 
 
 class Parked(msgspec.Struct, frozen=True):
-    """Positions done beyond the offsets: listed in `ahead`, and by promises in the log from `from_seq` on."""
+    """Positions done after the offsets: those in `ahead`, and those of promises in the log from `from_seq` on."""
 
     from_seq: int
     ahead: Ahead
 
 
 class Offsets:
-    """Stored offsets. Belongs to the event loop."""
+    """The stored offsets of all groups. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
         self._meta = meta
-        self.table: Table = {}  # to be read; changes go through `commit`
-        self._changed: set[tuple[str, str]] = set()  # (group, topic) since the last `save`
+        self.table: Table = {}  # read-only outside; changes go through `commit`
+        self._changed: set[tuple[str, str]] = set()  # (group, topic) changed since the last `save`
         self.parked = Parked(0, {})  # as last saved
         meta.register("offsets", self)
 
     def restore(self, name: str, value: bytes) -> None:
-        """Set the offsets that a row of the log holds."""
+        """Recovery: apply a row of offsets from the log."""
         if name == PARKED:
             self.parked = msgspec.json.decode(value, type=Parked)
             return
@@ -57,41 +59,44 @@ class Offsets:
             self._forget(group, topic)
 
     def get(self, group: str, topic: str) -> dict[int, int]:
-        """Return the offsets of a group; empty when it has none yet."""
+        """Return the offsets of a group by queue, empty if it has none yet."""
         return dict(self.table.get(group, {}).get(topic, {}))
 
     def find_offset(self, group: str, topic: str, queue: int) -> int | None:
-        """Return a group's offset in one queue, if it has one."""
+        """Find a group's offset in one queue, or None if it has none."""
         return self.table.get(group, {}).get(topic, {}).get(queue)
 
     def topics_of(self, group: str) -> list[str]:
-        """Return the topics that a group has stored offsets of."""
+        """Return the topics in which a group has stored offsets."""
         return list(self.table.get(group, {}))
 
     def groups_of(self, topic: str) -> list[str]:
-        """Return the groups that have stored offsets of a topic."""
+        """Return the groups that have stored offsets in a topic."""
         return [group for group, topics in self.table.items() if topic in topics]
 
     def forget_group(self, group: str) -> None:
-        """Forget the offsets of a deleted group: its next member begins as a new one would."""
+        """Forget the offsets of a deleted group: its next member begins like one of a new group."""
         for topic in self.topics_of(group):
             self._forget(group, topic)
             self._changed.add((group, topic))
 
     def forget_topic(self, topic: str) -> None:
-        """Forget the offsets of a deleted topic: a new one of its name may begin elsewhere."""
+        """Forget the offsets of a deleted topic: groups of a new topic with this name begin as new ones."""
         for group in self.groups_of(topic):
             self._forget(group, topic)
             self._changed.add((group, topic))
 
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
-        """Store offsets; raises OutOfRange for one beyond its queue's end (`queue_max`)."""
+        """Store offsets in memory until `save`. `queue_max`: the ends of the queues.
+
+        Raise OutOfRange for an offset beyond its queue's end, and InvalidName or OverLimit for a new group.
+        """
         if group not in self.table:
             check_name(group, limits.GROUP_BYTES_MAX, "group")
             if len(self.table) >= limits.GROUPS_MAX:
                 raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
         for queue, offset in offsets.items():
-            # Beyond the end the group would pass over messages that are still to come.
+            # With an offset beyond the end, the group would skip messages that are still to come.
             if not 0 <= offset <= queue_max.get(queue, -1):
                 raise OutOfRange(
                     f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}"
@@ -102,18 +107,18 @@ class Offsets:
     def save(self, parked: Parked) -> None:
         """Append changed offsets to the log.
 
-        `parked` belongs to these offsets: it was found without a pause before this call.
+        `parked` belongs to these offsets: the caller determines it right before, without an await between.
         """
-        # Nothing has changed in most seconds of a quiet broker, and then no row is written.
+        # In most seconds of a quiet broker nothing has changed, and no row is written.
         if self._changed or self._is_stale(parked):
             changed = ((f"offsets/{g}@{t}", self.table.get(g, {}).get(t)) for g, t in sorted(self._changed))
-            # One frame: offsets and `parked` fit together, or after a crash a position would be done twice or never.
+            # One frame, so that offsets and `parked` match. Otherwise a crash could repeat a position or lose it.
             self._meta.put([*changed, (f"offsets/{PARKED}", parked)])
             self._changed.clear()
             self.parked = parked
 
     def _is_stale(self, parked: Parked) -> bool:
-        """Return whether a start from the saved state would look through too much of the log."""
+        """Return whether a start from the saved state would have to read too much of the log."""
         return parked.ahead != self.parked.ahead or parked.from_seq - self.parked.from_seq > STALE_ROWS
 
     def _forget(self, group: str, topic: str) -> None:

@@ -1,8 +1,8 @@
-"""Push subscriptions: messages of a topic that the broker sends to a URL, as a consumer group's.
+"""Push subscriptions: the broker sends the messages of a topic to a URL, on behalf of a consumer group.
 
-The secrets that sign the requests are rows of their own, under `secret/`, so that no reader of the log outside the
-broker is given them. A secret that has been replaced signs beside the new one for a day: receivers that still know the
-old one go on, and accept the new one when they have it.
+The secrets that sign the requests are separate rows, under `secret/`, so that readers of the log outside the broker do
+not get them. After a rotation, the old secret signs beside the new one for a day. Receivers can verify the old
+signature until they are given the new secret.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from timeball.errors import NotFound, OutOfRange, OverLimit
 from timeball.message import SECRET_PREFIX
 
 SECRET_BYTES = 32
-SECRET_MARK = "whsec_"  # Standard Webhooks: tells people, and tools that look for leaked secrets, what it is
-OVERLAP_MS = limits.DAY_MS
-TIMEOUT_MS = 15_000  # Standard Webhooks: 15 to 30 s
+# Standard Webhooks: the prefix shows people, and tools that search for leaked secrets, that this is one.
+SECRET_MARK = "whsec_"
+OVERLAP_MS = limits.DAY_MS  # the previous secret signs for so long after a rotation
+TIMEOUT_MS = 15_000  # Standard Webhooks recommends 15 to 30 s
 
 FilterKind = Literal["tag", "sql"]
 
 
 class PushSubscription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a subscription's META row. Two of one group share its messages."""
+    """The value of a subscription's META row. Two subscriptions of one group share its messages."""
 
     topic: str
     group: str
-    url: str
+    url: str  # checked again for each connection (addresses.py)
     filter: str = "*"
     filter_type: FilterKind = "tag"
-    in_flight_max: int = 16
-    rate_per_s: float | None = None
-    timeout_ms: int = TIMEOUT_MS
+    in_flight_max: int = 16  # requests at once
+    rate_per_s: float | None = None  # requests per second; None: unlimited
+    timeout_ms: int = TIMEOUT_MS  # of one request, answer included
     paused: bool = False
-    paused_by: Literal["operator", "receiver"] = "operator"  # a receiver that is gone for good (410) says so
+    paused_by: Literal["operator", "receiver"] = "operator"  # "receiver": it answered 410, gone for good
 
     def check(self) -> None:
-        """Raise InvalidName, OutOfRange for a topic, a group or a bound that no subscription may have."""
+        """Raise InvalidName or OutOfRange for an invalid topic, group or bound."""
         check_name(self.topic, limits.TOPIC_BYTES_MAX, "topic")
         check_name(self.group, limits.GROUP_BYTES_MAX, "group")
         if not 1 <= self.in_flight_max <= limits.PUSH_IN_FLIGHT_MAX:
@@ -51,16 +52,16 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             least, most = limits.SECOND_MS, limits.PUSH_TIMEOUT_MS_MAX
             raise OutOfRange(f"timeout of {self.timeout_ms} ms: {least} to {most} ms")
         rate = self.rate_per_s
-        # Also refuses what is no number: a comparison with it is false.
+        # Also refuses NaN, because every comparison with it is false.
         if rate is not None and not 0.001 <= rate <= limits.PUSH_RATE_PER_S_MAX:
             raise OutOfRange(f"rate_per_s {rate}: 0.001 to {limits.PUSH_RATE_PER_S_MAX:g}; null for none")
 
 
 class PushSecrets(msgspec.Struct, frozen=True):
-    """The value of the row beside it. `previous` signs too until its instant."""
+    """The value of the row of secrets. `previous` also signs, until `previous_until_ms`."""
 
     current: bytes
-    previous: bytes = b""
+    previous: bytes = b""  # empty before the first rotation
     previous_until_ms: int = 0
 
     def at(self, now_ms: int) -> list[bytes]:
@@ -69,7 +70,7 @@ class PushSecrets(msgspec.Struct, frozen=True):
 
 
 def secret_text(secret: bytes) -> str:
-    """Return a secret as receivers are given it (Standard Webhooks)."""
+    """Format a secret as receivers get it (Standard Webhooks)."""
     return SECRET_MARK + b64encode(secret).decode()
 
 
@@ -81,18 +82,18 @@ class PushSubscriptions:
         self._secrets = MetaTable(meta, SECRET_PREFIX + "push", PushSecrets)
 
     def all(self) -> dict[str, PushSubscription]:
-        """Return all subscriptions."""
+        """Return all subscriptions, sorted by name."""
         return dict(sorted(self._kept.values.items()))
 
     def get(self, name: str) -> PushSubscription:
-        """Return one; raise NotFound."""
+        """Return a subscription. Raise NotFound."""
         found = self._kept.values.get(name)
         if found is None:
             raise NotFound(f"no subscription {name[: limits.GROUP_BYTES_MAX]!r}")
         return found
 
     def find(self, name: str) -> PushSubscription | None:
-        """Return one, if it exists."""
+        """Find a subscription, or None if it does not exist."""
         return self._kept.values.get(name)
 
     def secrets(self, name: str, now_ms: int) -> list[bytes]:
@@ -102,9 +103,9 @@ class PushSubscriptions:
     def put(
         self, name: str, subscription: PushSubscription, now_ms: int, *, rotates: bool = False
     ) -> bytes | None:
-        """Append a subscription; return the secret that was made for it, None when it keeps the one it has.
+        """Append a subscription. Return the secret that was created for it, or None if it keeps its secret.
 
-        Raises InvalidName, OutOfRange, OverLimit.
+        Raise InvalidName, OutOfRange, OverLimit.
         """
         check_name(name, limits.GROUP_BYTES_MAX, "subscription")
         subscription.check()
@@ -116,15 +117,16 @@ class PushSubscriptions:
             made = secrets.token_bytes(SECRET_BYTES)
             before = None if known is None else self._secrets.values[name].current
             until_ms = now_ms + OVERLAP_MS
-            # Ahead of the subscription: a crash between the two must not leave one that cannot sign.
+            # Before the subscription, so that a crash between the two leaves no subscription that cannot sign.
             row = PushSecrets(made) if before is None else PushSecrets(made, before, until_ms)
             self._secrets.put([(name, row)])
+        # An unchanged subscription must not add a row to the log.
         if subscription != known:
             self._kept.put([(name, subscription)])
         return made
 
     def remove(self, name: str) -> None:
-        """Delete a subscription and its secrets; raise NotFound."""
+        """Delete a subscription and its secrets. Raise NotFound."""
         self.get(name)
         self._kept.put([(name, None)])
         self._secrets.put([(name, None)])

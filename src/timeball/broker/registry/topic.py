@@ -1,10 +1,10 @@
 """One topic: its configuration and its queues.
 
-The words and numbers of a configuration are RocketMQ's. A topic may show fewer queues than it has: a queue is never
-taken away, so what lies in it can still be read once it is shown again. `attributes` are set one by one, `+name=value`,
-and taken away, `-name`; a name or value that Timeball knows nothing of, or cannot keep its word on, is refused.
+The names and numbers of a configuration are RocketMQ's. A topic may show fewer queues than it has. A queue is never
+removed, so that its messages can be read once it is shown again. `attributes` are set one by one with `+name=value`,
+and removed with `-name`. Names and values that Timeball does not know or cannot fulfil are refused.
 
-Most of a hundred thousand topics use one of their queues, so a queue is made when it is first asked for.
+Most of a hundred thousand topics use only one of their queues, so a queue is created at its first use.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from timeball import limits
 from timeball.errors import OutOfRange, RequestError
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 
-READ, WRITE, INHERIT = 4, 2, 1  # RocketMQ's PermName
+READ, WRITE, INHERIT = 4, 2, 1  # the bits of RocketMQ's PermName
 
-# RocketMQ's TopicAttributes, with the values that mean something here.
+# RocketMQ's TopicAttributes, with the values that have a meaning here.
 MESSAGE_TYPE = "message.type"
 PRIORITY_TYPE = "PRIORITY"
 ATTRIBUTES: dict[str, frozenset[str]] = {
@@ -32,7 +32,7 @@ ATTRIBUTES: dict[str, frozenset[str]] = {
 
 
 class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The configuration an operator chose; None for a number of queues is "all there are"."""
+    """The configuration that an operator chose. None as a number of queues means all queues of the topic."""
 
     read_queues: int | None = None
     write_queues: int | None = None
@@ -43,11 +43,11 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check_config(config: TopicConfig) -> None:
-    """Raise OutOfRange or RequestError when a topic cannot be like this."""
+    """Raise OutOfRange or RequestError if a topic cannot have this configuration."""
     for name, queues in (("readQueueNums", config.read_queues), ("writeQueueNums", config.write_queues)):
         if queues is not None and not 0 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"{name} {queues}: between 0 and {limits.QUEUES_PER_TOPIC_MAX}")
-    # One of them may be 0; with both at 0 the topic would have no queue at all.
+    # One of the numbers may be 0. With both at 0, the topic would have no queue at all.
     if max(config.read_queues or 0, config.write_queues or 0) == 0 and config.read_queues is not None:
         raise OutOfRange("readQueueNums and writeQueueNums are 0: one of them at least is 1")
     if not 0 <= config.perm <= READ | WRITE | INHERIT:
@@ -57,7 +57,7 @@ def check_config(config: TopicConfig) -> None:
 
 
 def at_least(config: TopicConfig, queues: int) -> TopicConfig:
-    """Return the same with so many queues shown, or more where more are."""
+    """Return the configuration with at least so many queues shown."""
     return msgspec.structs.replace(
         config,
         read_queues=None if config.read_queues is None else max(queues, config.read_queues),
@@ -66,8 +66,8 @@ def at_least(config: TopicConfig, queues: int) -> TopicConfig:
 
 
 def altered_attributes(current: dict[str, str], changes: str) -> dict[str, str]:
-    """Return attributes after changes such as "+message.type=DELAY,-queue.type"; raises RequestError."""
-    # A copy: a later change in the same text may be refused, and the topic must stay as it was.
+    """Apply changes such as "+message.type=DELAY,-queue.type" to attributes. Raise RequestError."""
+    # A copy: a later change in the same text may be refused, and then the topic must not change.
     result = dict(current)
     for change in filter(None, (part.strip() for part in changes.split(","))):
         sign, (name, equals, value) = change[0], change[1:].partition("=")
@@ -89,26 +89,28 @@ FilterType = Literal["SINGLE_TAG", "MULTI_TAG"]  # RocketMQ's topicFilterType
 
 
 class TopicFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A topic as the log keeps it."""
+    """The stored form of a topic."""
 
     queues: int
     filter_type: FilterType = "SINGLE_TAG"
     config: TopicConfig = TopicConfig()
     deleted: bool = False
+    # Rows with lower sequence numbers were deleted with the topic.
     emptied_before_seq: int = 0
-    made_by: str = ""  # the account that named it first; "" while access is not controlled
+    made_by: str = ""  # the account that first named the topic; "" while access is not controlled
 
 
 @dataclass(slots=True)
 class Queue:
-    """One queue: its index, and the offset the next appended row will have."""
+    """One queue: its index, and the offset of the next row that is appended."""
 
     index: QueueIndex
+    # Ahead of the index while rows are not durable yet.
     next_offset: int
 
 
 class Queues(Sequence[Queue]):
-    """The queues of a topic."""
+    """The queues of a topic, created at their first use."""
 
     __slots__ = ("_count", "_indexes", "_made", "_topic")
 
@@ -126,7 +128,7 @@ class Queues(Sequence[Queue]):
     def __getitem__(self, at: int | slice) -> Queue | list[Queue]:
         if isinstance(at, slice):
             return [self[each] for each in range(self._count)[at]]
-        # Made when first used: a topic with a thousand queues of which three are used costs three.
+        # Created at the first use: a topic with a thousand queues, three of them in use, costs three.
         queue = self._made.get(at)
         if queue is None:
             if not 0 <= at < self._count:
@@ -137,15 +139,15 @@ class Queues(Sequence[Queue]):
 
     def widen(self, count: int) -> None:
         """Have at least `count` queues."""
-        # Never fewer: messages may wait in a queue that is hidden now.
+        # Never fewer, because a hidden queue may still contain messages.
         self._count = max(self._count, count)
 
 
 class Topic:
-    """One topic; `turn` goes round its queues for rows that leave the choice to us.
+    """One topic. `turn` is the next queue for rows that name none.
 
-    A deleted one is kept, for its offsets: were they given out again, a checkpoint or a consumer
-    from before would take the new topic's messages for the old one's. Rows before `emptied_before_seq` went with it.
+    A deleted topic is kept for its offsets. If they were given out again, a checkpoint or a consumer from before would
+    mistake the new topic's messages for the old ones. Rows before `emptied_before_seq` were deleted with the topic.
     """
 
     __slots__ = (
@@ -158,22 +160,22 @@ class Topic:
         self.restore(facts)
 
     def restore(self, facts: TopicFacts) -> None:
-        """Be as `facts` says; a topic never loses queues."""
+        """Set the state to `facts`. A topic never loses queues."""
         self.configure(facts.config, facts.queues)
         self.filter_type: FilterType = facts.filter_type
         self.deleted, self.made_by = facts.deleted, facts.made_by
         self.emptied_before_seq = facts.emptied_before_seq
 
     def configure(self, config: TopicConfig, queues: int = 0) -> None:
-        """Be as an operator says, with at least so many queues."""
+        """Set the configuration that an operator chose, with at least `queues` queues."""
         self.queues.widen(queues)
         self.config, count = config, len(self.queues)
-        # How many of its queues consumers read, and producers write to.
+        # The numbers of queues that consumers read and that producers write to.
         self.read_queues = count if config.read_queues is None else config.read_queues
         self.write_queues = count if config.write_queues is None else config.write_queues
 
     def facts(self) -> TopicFacts:
-        """Return the topic as the log keeps it."""
+        """Return the stored form of the topic."""
         return TopicFacts(
             len(self.queues),
             self.filter_type,
@@ -185,5 +187,5 @@ class Topic:
 
     @property
     def perm(self) -> int:
-        """Return RocketMQ's permission bits: read 4, write 2."""
+        """RocketMQ's permission bits: read 4, write 2."""
         return self.config.perm

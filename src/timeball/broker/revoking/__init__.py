@@ -1,1 +1,1 @@
-"""Ending or moving a promise that still waits: by id, key, number, range of numbers, or recall handle."""
+"""Cancel, reschedule and lookup of promises by id, key, number, range of numbers, or recall handle."""

@@ -1,4 +1,4 @@
-"""Say where the messages with one id are: a read, which settles nothing (wire.MessagePlace).
+"""Lookup of the messages with one id and their positions: a read that settles nothing (wire.MessagePlace).
 
 Copies on their way back to a consumer are left out unless the caller names their topic, as everywhere
 (promise_lookup.py).
@@ -37,9 +37,9 @@ _COLUMNS = [
 
 @dataclass(slots=True)
 class _Logged:
-    """The rows with an id, sorted by what they say."""
+    """The rows with an id, sorted by kind."""
 
-    visible: dict[int, MessagePlace] = field(default_factory=dict)  # by the row that stands in the queue
+    visible: dict[int, MessagePlace] = field(default_factory=dict)  # by the row that is in the queue
     copies: list[Copy] = field(default_factory=list)
     cancels: dict[int, dict[str, str]] = field(
         default_factory=dict
@@ -49,21 +49,22 @@ class _Logged:
 async def find_message(
     look_ups: LookUps, names: Names, may_read: MayRead, groups: GroupPlaces
 ) -> list[MessagePlace]:
-    """Return the places of messages with the id that `names` has, the newest first; none for one that is not known."""
+    """Find the messages with the id in `names`, the newest first. The list is empty for an unknown id."""
     parts, topics = look_ups.parts, dict[int, str]()
     contents: dict[int, Content] = {}
 
     async def look(named: list[Candidate]) -> dict[int, Verdict]:
-        # A file has rows of promises whose end the log says no more: the schedule knows.
+        # Files may contain promises whose end is no longer in the log, so the schedule decides which are pending.
         waits = parts.outcomes.waits(*promise_lookup.pairs(named)).tolist()
         candidates = [c for c, does in zip(named, waits, strict=True) if does]
         topics.update({c.number: c.topic for c in candidates})
+        # The state may be seen with fewer permissions than the content.
         shown = [c for c in candidates if may_read(c.topic)]
         contents.update(await in_thread(parts.file_thread, _contents, parts, shown))
         return {c.number: Verdict("", WAITING, c.number, due_ms=c.due_ms) for c in candidates}
 
     verdicts = await settle(look_ups, names, look)
-    # Behind the verdicts: what was released since then is found here.
+    # After the verdicts, so that messages released since then are found here.
     logged = await in_thread(parts.reader_thread, _logged, parts, names, may_read)
     copies = by_message(logged.copies, logged.visible)
     places = {
@@ -72,6 +73,7 @@ async def find_message(
     }
     for told in verdicts:
         number = told.seq
+        # Released messages are visible: `logged` contains them, as far as the log still has their rows.
         if told.verdict in ("released", "not_found") or number is None:
             continue
         state = "cancelled" if told.verdict == "already_cancelled" else told.verdict
@@ -86,22 +88,24 @@ async def find_message(
 
 
 def _contents(parts: Components, candidates: list[Candidate]) -> dict[int, Content]:
-    """Return the content of these promises, as far as log or table still hold it (file thread)."""
+    """Return the content of these promises, as far as log or table still contain it (file thread)."""
     if not candidates:
         return {}
     numbers = {c.seq: c.number for c in candidates}
-    # The files are listed in this thread: the one which removes them, or they are removed a day after they left.
+    # Listed here, so that no listed file is removed before it is read: this thread removes the files, or they are
+    # kept for a day after they have left the table.
     live = parts.hour_log.pending.live
     rows = promise_lookup.read(parts.reader, parts.file_keys, live, candidates).to_pylist()
     return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}
 
 
 def _logged(parts: Components, names: Names, may_read: MayRead) -> _Logged:
-    """Return what the rows with these ids say (reader thread)."""
+    """Read the rows of the log with these ids, and sort them by kind (reader thread)."""
     found, hashes = _Logged(), hash_text(pa.array(names.ids, pa.string()))
     rows = parts.reader.read_rows(parts.key_index.find_rows(hashes))
     bodies = rows.column("body")
     for at, row in enumerate(rows.select(_COLUMNS).to_pylist()):
+        # The index contains hashes, and another id may have the same hash.
         if row["unique_key"] not in names.ids:
             continue
         if (copy := copy_of(row)) is not None and copy.topic != names.topic:
@@ -109,7 +113,7 @@ def _logged(parts: Components, names: Names, may_read: MayRead) -> _Logged:
         elif row["kind"] == Kind.CANCEL and row["source_seq"] is not None:
             found.cancels[row["source_seq"]] = decode_properties(row["properties"] or "")
         elif row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and _is_wanted(row["topic"], names):
-            # Of the rows of a message that came again and again, the body of this one alone is taken out of the column.
+            # The body is taken from the column only for this row, as a redelivered message may have many rows.
             content = _content(row, bodies[at].as_py()) if may_read(row["topic"]) else None
             number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
             found.visible[row["seq"]] = MessagePlace(
@@ -128,6 +132,7 @@ def _is_wanted(topic: str, names: Names) -> bool:
 def _content(row: dict[str, Any], body: bytes | None) -> Content:
     body = body or b""
     return Content(
+        # Only the beginning is shown, but the size is that of the whole body.
         body[: limits.SHOWN_BODY_BYTES_MAX],
         len(body),
         row["tag"],

@@ -1,7 +1,7 @@
-"""The questions that a node of a cluster asks of the leaders of other groups, and their answers.
+"""The questions that a node of a cluster asks the leaders of other groups, and their answers.
 
-A question is answered by the group that it comes to, from its own log, and never passed on: so no question goes round
-in circles. The caller is asked again there, with the accounts of that node.
+The group that receives a question answers it from its own log, and never forwards it, so no question circulates. It
+checks the caller's permissions again, with the accounts of its node.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 from timeball.access import Caller
 from timeball.wire import MessagePlace, Verdict
 
-ASK_S = 3.0  # a group has for its answer, a change of its leader included
+ASK_S = 3.0  # the time limit of an answer, including a change of the group's leader
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all. A field that a group of an older version does not know makes it refuse, which is a silence."""
+    """Base of all questions. A group of an older version refuses unknown fields, which counts as no answer."""
 
 
 class CancelHere(Question, frozen=True, tag_field="ask", tag="cancel"):
-    """Cancel what this group has of these."""
+    """Cancel the promises with these names that this group has."""
 
     ids: list[str] = []
     keys: list[str] = []
@@ -30,17 +30,17 @@ class CancelHere(Question, frozen=True, tag_field="ask", tag="cancel"):
 
 
 class RescheduleHere(Question, frozen=True, tag_field="ask", tag="reschedule"):
-    """Move what this group has of these to an instant, or so far from now."""
+    """Move the promises with these names that this group has, to a due time or by a delay from now."""
 
     ids: list[str] = []
     keys: list[str] = []
     topic: str | None = None
-    due_ms: int | None = None
-    delay_ms: int | None = None
+    due_ms: int | None = None  # exactly one of due_ms and delay_ms is set
+    delay_ms: int | None = None  # from the time when the group answers
 
 
 class FindHere(Question, frozen=True, tag_field="ask", tag="find"):
-    """Say where this group has messages with an id."""
+    """Find the messages with an id in this group."""
 
     id: str
     topic: str | None = None
@@ -50,70 +50,70 @@ class RecallHere(Question, frozen=True, tag_field="ask", tag="recall"):
     """Take back the message that a recall handle of this group names."""
 
     topic: str
-    handle: str
+    handle: str  # as the producer got it
 
 
 class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
-    """Say which queues this group has of a topic; `consumer_group`: for a consumer of this group."""
+    """List the queues that this group has of a topic. `consumer_group`: for a consumer of this consumer group."""
 
     topic: str
     consumer_group: str | None = None
 
 
 class AdoptHere(Question, frozen=True, tag_field="ask", tag="adopt"):
-    """Take over a transfer of a group that is drained since then; `transfer` 0: say whether this group would.
+    """Take over a transfer of a drained group. `transfer` 0: only answer whether this group would.
 
-    `rows`: as broker/handed_rows.py encodes them.
+    `since_ms`: the start of the drain. `rows`: encoded by broker/handed_rows.py.
     """
 
     source: str
-    since_ms: int
-    transfer: int = 0
-    rows: bytes = b""
+    since_ms: int  # the start of the drain, which identifies it
+    transfer: int = 0  # number of the transfer within the drain
+    rows: bytes = b""  # empty for `transfer` 0
 
 
 AnyQuestion = CancelHere | RescheduleHere | FindHere | RecallHere | RouteHere | AdoptHere
 
 
 class GroupRoute(msgspec.Struct, frozen=True):
-    """The queues of a topic in one group. `message_type`: the attribute that says which messages it takes."""
+    """The queues of a topic in one group. `message_type`: the attribute with the type of messages that it accepts."""
 
-    broker_name: str
+    broker_name: str  # as RocketMQ's clients know this group
     read_queues: int
     write_queues: int
-    message_type: str
-    in_order: bool
+    message_type: str  # RocketMQ's topic attribute
+    in_order: bool  # whether the consumer group of the question consumes in order
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The error of a verb. `verdict`: of a recall that was refused, the last known since `at_ms`."""
+    """The error of an operation. `verdict`: of a refused recall, known since `at_ms`."""
 
-    code: str
+    code: str  # TimeballError.code
     text: str
     verdict: str = ""
     at_ms: int | None = None
 
 
 class GroupAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a group: the field of its question, or a refusal. No `route`: it does not have the topic."""
+    """The answer of a group: the field of its question, or a refusal. Without `route` it does not have the topic."""
 
-    verdicts: list[Verdict] = []
-    places: list[MessagePlace] = []
-    message_id: str = ""
-    route: GroupRoute | None = None
+    verdicts: list[Verdict] = []  # the answer to CancelHere and RescheduleHere
+    places: list[MessagePlace] = []  # the answer to FindHere
+    message_id: str = ""  # the answer to RecallHere
+    route: GroupRoute | None = None  # the answer to RouteHere
     refusal: Refusal | None = None
 
 
 class OtherGroups(Protocol):
-    """The groups of the cluster besides this node's own, as the broker asks them."""
+    """The other groups of the cluster, as the broker sees them."""
 
     def names(self) -> Sequence[str]:
-        """Return their names; raise Unavailable while it is not known which there are."""
+        """Return their names. Raise Unavailable while they are not known."""
 
     async def ask(
         self, group: str, question: AnyQuestion, caller: Caller, within_s: float = ASK_S
     ) -> GroupAnswer | None:
-        """Ask a group's leader; None when it does not answer in time, or not with an answer."""
+        """Ask a group's leader. Return None if there is no valid answer in time."""
 
     def grpc_address(self, group: str) -> tuple[str, int] | None:
-        """Return where RocketMQ 5's clients reach a group's leader; None while it has none."""
+        """Return the address of a group's leader for RocketMQ 5's clients, or None while it has none."""

@@ -1,7 +1,7 @@
-"""Look promises up for requests that name them: those that come while one search is under way share the next.
+"""Lookups of promises by name. Requests that arrive during one search share the next.
 
-A search of the log and of the key runs costs nearly the same for one name as for ten, and it takes turns with others in
-the thread that searches. What each caller is told depends on its own names only (promise_lookup.py).
+A search of the log and of the key runs costs nearly the same for ten names as for one, and the thread that searches
+runs one search at a time. The result for each caller depends only on that caller's names (promise_lookup.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from timeball.message import Kind
 
 
 class LookUps:
-    """The look-ups of one broker. Belongs to the event loop."""
+    """The lookups of one broker. Belongs to the event loop."""
 
     def __init__(self, parts: Components) -> None:
         self.parts = parts
@@ -32,9 +32,9 @@ class LookUps:
         )
 
     async def look_up(self, names: Names, *, thorough: bool = False) -> Found:
-        """Return what log and table say now; `thorough`: also of the end of promises without an id.
+        """Search log and table for these names. `thorough`: also for the end of promises without an id.
 
-        Raises Corrupt when a file that may hold one of them cannot be read.
+        Raise Corrupt when a file that may contain one of them cannot be read.
         """
         search = await self._batcher.put(names, rows=len(names.subjects))
         missing = search.missing(names, thorough=thorough)
@@ -48,12 +48,12 @@ class LookUps:
         except (Corrupt, NotFound) as error:
             if len(callers) == 1:
                 return [error]
-            # A file that one of them needs cannot be read: that must not fail the others.
+            # One caller needs a file that cannot be read. The others must not fail, so each one searches separately.
             return [found for names in callers for found in await self._search_together([names])]
         return [search] * len(callers)
 
     async def _search(self, callers: Sequence[Names]) -> Search:
-        """Search log and files; again when retention has removed some of either meanwhile."""
+        """Search log and files, again if retention has removed some of either meanwhile."""
         parts = self.parts
         while True:
             first_seq, live = parts.reader.first_seq, parts.hour_log.pending.live
@@ -61,11 +61,11 @@ class LookUps:
                 parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, callers
             )
             try:
-                # In one go, as a hand-over to a thread and back costs as much as the search.
+                # In one step, because the change to another thread and back costs as much as the search.
                 await in_thread(parts.lookup_thread, search.search)
             except NotFound:
                 if parts.hour_log.pending.live is live:
-                    raise  # a file is missing that should be there
+                    raise  # a file of the table is missing
             except OutOfRange:
                 if parts.reader.first_seq == first_seq:
                     raise
@@ -76,17 +76,17 @@ class LookUps:
 
 # ---- what no index knows --------------------------------------------------------------------------------------
 
-# An index by number would cost an entry for each release, and messages of RocketMQ's and our clients have ids. So the
-# log is read, from the first of these numbers to its end. That may take a while, so it runs in a thread of its own:
-# consumers wait for the broker's reader thread. Rows that retention removes meanwhile are missing from the result, as
-# if they had been removed before.
+# An index by number would cost an entry for each release, and most promises have an id, which RocketMQ's clients and
+# Timeball's own set. So the log is read, from the lowest of these numbers to its end. That may take a while, so it runs
+# in a separate thread, because consumers wait for the broker's reader thread. Rows that retention removes meanwhile are
+# missing from the result, as if they had been removed before.
 
 
 _BATCH_ROWS = 65_536
 
 
 def scan(reader: LogReader, wanted: set[int]) -> list[dict[str, Any]]:
-    """Return the rows (`COLUMNS`, in order) that move or end these promises; any thread."""
+    """Read the rows (`COLUMNS`, in order) that move or end these promises (any thread)."""
     while True:
         begin = max(reader.first_seq, min(wanted))
         try:
@@ -94,13 +94,13 @@ def scan(reader: LogReader, wanted: set[int]) -> list[dict[str, Any]]:
         except OutOfRange:
             if reader.first_seq <= begin:
                 raise
-            # Retention has removed the segment since `first_seq` was read: begin at the new one.
+            # Retention has removed the segment since `first_seq` was read, so the scan begins at the new one.
 
 
 def _scan(reader: LogReader, wanted: list[int], begin: int) -> list[dict[str, Any]]:
     found = []
     for rows in reader.coalesced(begin, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
-        # By number, in vectors and without bodies: a scan may go through days of log.
+        # By number, in vectors and without bodies, because a scan may read days of log.
         mine = np.isin(rows.column("source_seq").fill_null(-1).to_numpy(), wanted)
         if mine.any():
             found += rows.filter(pa.array(mine)).to_pylist()

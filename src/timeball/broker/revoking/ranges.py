@@ -1,17 +1,16 @@
-"""Cancel all that still waits of whole ranges of numbers: a bulk job's promises as one object, with a definite count.
+"""Cancel of all pending promises in whole ranges of numbers: those of a bulk job as one object, with a definite count.
 
-The promises of a bulk attach never passed through the log one by one, so no index holds their numbers: they are read
-from the files of the pending table, row group by row group, those due soonest first. Each group is decided on the
-event loop, in some milliseconds, and its CANCEL rows are in the log before the next one is read. A call that is cut
-short has cancelled the first groups, and goes on when it is repeated. What cancel.py says of single promises holds for
-each of these.
+The promises of a bulk attach never passed through the log one by one, so no index contains their numbers. They are read
+from the files of the pending table, row group by row group, starting with those due soonest. Each group is decided on
+the event loop, in some milliseconds, and its CANCEL rows are in the log before the next group is read. A call that is
+interrupted has cancelled the first groups, and a repeated call continues. Each promise is settled as in cancel.py.
 
-The list of files is made once, between two changes of the table: a promise of the ranges is in one of them. Compaction
-may write it into another file meanwhile, with the same instant and number, but those of the list stay on the disk until
-the call ends. A resume, which changes instants, waits for it (gate.py).
+The list of files is made once, between two changes of the table, so every promise of the ranges is in one of them.
+Meanwhile compaction may write a promise to another file, with the same due time and number, but the listed files stay
+on disk until the call ends. A resume, which changes due times, waits for the call (gate.py).
 
-Refused: numbers that are set aside and not attached yet, because promises attached after the answer would go on
-waiting; and numbers of rows of the log, whose promises may lie in its tail.
+Refused: numbers that are reserved but not attached yet, because promises attached after the answer would stay pending.
+Also refused: numbers of rows of the log, whose promises may not be in the table yet.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ from timeball.wire import RangesCancelled
 async def cancel_ranges(
     parts: Components, attaching: asyncio.Lock, ranges: Ranges, reason: str
 ) -> RangesCancelled:
-    """Settle all promises numbered first_seq <= seq < first_seq + rows, for each (first_seq, rows).
+    """Cancel all promises with first_seq <= number < first_seq + rows, for each (first_seq, rows).
 
-    `attaching` is held over each change of the pending table.
+    `attaching` is locked during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
     """
     if not reason.isprintable():
-        # It would stand among the properties of CANCEL rows, and end its own.
+        # Other characters could end the property in the CANCEL row too early.
         raise RequestError(f"reason {reason!r}: printable characters only")
     async with parts.revoking.passing():
-        async with attaching:  # else numbers may be used up, and their files not yet part of the table
+        # Otherwise numbers may be used up while their files are not yet part of the table.
+        async with attaching:
             check(parts, ranges)
             files = overlapping(parts.hour_log.pending.all(), ranges)
-        if parts.cache is not None:  # apart from those of the reader thread, which are local
+        if parts.cache is not None:  # separate from the files of the reader thread, which are local
             files = [DataFile(parts.data_files, file.entry) for file in files]
         with parts.catalog.keeping([file.entry.path for file in files]):
             await in_thread(parts.reader_thread, check_bulk, parts.reader, ranges)
@@ -58,7 +58,7 @@ async def _cancel_all(
 ) -> RangesCancelled:
     cancelled = already = 0
     for file in files:
-        # A row group at a time: memory holds one, and consumers' reads come between two.
+        # One row group at a time: only one is in memory, and reads of consumers run in between.
         for group in range(await in_thread(parts.file_thread, file.group_count)):
             rows = await in_thread(parts.file_thread, group_in_ranges, file, group, ranges)
             if rows.num_rows:
@@ -66,7 +66,7 @@ async def _cancel_all(
                 # Counted before the cancel, which would make all of them cancelled.
                 already += int(np.count_nonzero(parts.outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(parts, rows, reason)
-    # Releases on their way: a caller who asks next what became of the others finds them in the log.
+    # Releases may be on their way to the disk. A caller who looks the others up next must find them in the log.
     await parts.writer.flushed()
     total = sum(rows for _, rows in ranges)
     return RangesCancelled(total, cancelled, already, total - cancelled)
@@ -77,7 +77,7 @@ async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
     chosen = parts.scheduler.cancel(*pairs_of(rows))
     if not chosen.any():
         return 0
-    # No pause since the decision: the CANCEL rows stand in the log before any later release.
+    # No await since the decision: the CANCEL rows stand in the log before any later release.
     cancelled = rows.filter(pa.array(chosen))
     _, durable = parts.writer.append(cancel_rows(cancelled, now_ms, reason))
     await durable
@@ -87,8 +87,8 @@ async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
 
 
 def check(parts: Components, ranges: Ranges) -> None:
-    """Raise unless all these numbers were given out, and none for a bulk attach that has not taken place."""
-    # Sorted, so that ranges which overlap are neighbours: a promise named twice would spoil the definite count.
+    """Raise unless all these numbers were given out, and none is still reserved for a future bulk attach."""
+    # Sorted, so that overlapping ranges are adjacent: a promise named twice would make the count wrong.
     ordered = sorted(ranges)
     for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
         if first_seq + rows > min(next_first, parts.reader.next_seq):
@@ -105,9 +105,9 @@ def check(parts: Components, ranges: Ranges) -> None:
 
 
 def check_bulk(reader: LogReader, ranges: Ranges) -> None:
-    """Raise when these are numbers of rows in the log (reader thread)."""
+    """Raise OutOfRange if these are numbers of rows in the log (reader thread)."""
     for first_seq, rows in ranges:
-        # Numbers of a bulk attach have no rows in the log; a row here means that the caller named other promises.
+        # Numbers of a bulk attach have no rows in the log. A row here means that the caller named other promises.
         begin = max(first_seq, reader.first_seq)
         if next(reader.rows(begin, max(begin, first_seq + rows)), None) is not None:
             raise OutOfRange(
@@ -116,14 +116,14 @@ def check_bulk(reader: LogReader, ranges: Ranges) -> None:
 
 
 def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
-    """Return the rows of one row group that lie in the ranges (file thread)."""
+    """Read the rows of one row group that are in the ranges (file thread)."""
     rows = file.identities(group)
     inside = within(int64(rows.column("seq")), ranges)
     return rows if inside.all() else rows.filter(pa.array(inside))
 
 
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
-    """Return LOG_SCHEMA cancel rows for promises given by their identifying columns."""
+    """Build LOG_SCHEMA cancel rows for promises given by their identifying columns."""
     return build_rows(
         rows.num_rows,
         kind=int(Kind.CANCEL),

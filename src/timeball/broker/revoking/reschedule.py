@@ -1,17 +1,16 @@
-"""Reschedule: a promise that waits is moved to another instant, as one step that cannot be seen half done.
+"""Reschedule: a pending promise gets another due time, in one atomic step.
 
-    MOVED    the same message under the same number, for the new instant; it settles the instant before
+    MOVED    the same message under the same number, for the new due time; it settles the old due time
 
-One row says both, so after a power cut the message is due at the one instant or at the other. The schedule sees a
-promise that was settled and one that came, and need not know of moves. The decision is that of a cancel: what was
-handed out is `released` and stays.
+One row does both, so after a power failure the message has either the old due time or the new one. For the schedule,
+one promise was settled and another one was added, so it has no code for moves. The decision is the same as for a
+cancel: a promise that was handed out is `released`, and is not moved.
 
-Bodies are read before the decision, because no await may stand between decision and append; a body does not change
-while its promise waits. The properties that had delayed the message (a level, a timer) are removed: their instant does
-not hold any more.
+Bodies are read before the decision, because no await may come between decision and append. A body does not change while
+its promise is pending. The properties of an earlier delay (a level, a timer) are removed, because they no longer apply.
 
-An instant that a send would refuse, a full disk or a full slot of a wheel changes nothing. Many promises are moved in
-several frames; a call that fails in between has moved the first of them, and may be repeated.
+If a send would refuse the due time, the disk is full, or a slot of the wheel is full, nothing changes. Many promises
+are moved in several frames. A call that fails in between has moved the first ones, and may be repeated.
 """
 
 from __future__ import annotations
@@ -38,13 +37,16 @@ from timeball.schedule.delay_levels.levels import REAL_QUEUE
 from timeball.wire import Verdict
 
 REASON = "rescheduled"
-ROWS_AT_ONCE = 64  # bodies in memory: 256 MiB of the largest
+ROWS_AT_ONCE = 64  # bodies in memory: at most 256 MiB
 
 
 async def reschedule(
     look_ups: LookUps, appender: Appender, names: Names, *, due_ms: int | None, delay_ms: int | None
 ) -> list[Verdict]:
-    """Move what waits of these to an instant, or so far from now; raise InvalidDelay, and what a send raises."""
+    """Move the pending promises with these names to a due time, or to a delay from now. Return their verdicts.
+
+    Raise InvalidDelay, RequestError, and the errors of a send.
+    """
     parts = look_ups.parts
     instant_ms = _instant_ms(parts, due_ms, delay_ms)
     return await settle(
@@ -56,7 +58,7 @@ def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> 
     now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
     if (due_ms is None) == (delay_ms is None):
         raise RequestError("reschedule: give one of due_ms and delay_ms")
-    # The delay by itself first: the sum might be an instant that has passed.
+    # The delay is checked before the sum, because the sum might be a due time that has passed.
     if delay_ms is not None and not 0 <= delay_ms <= delay_ms_max:
         raise InvalidDelay(f"delay_ms {delay_ms}: between 0 and {delay_ms_max}")
     instant_ms = now_ms + delay_ms if delay_ms is not None else due_ms
@@ -73,8 +75,9 @@ async def _move(
 ) -> dict[int, Verdict]:
     told: dict[int, Verdict] = {}
     for at in range(0, len(candidates), ROWS_AT_ONCE):
+        # By version, because the rows that are read name it.
         chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
-        # Read before the decision: reading may fail or wait, and after it nothing may.
+        # Read before the decision, because reading may fail or wait, and nothing after the decision may.
         rows = await in_thread(
             parts.file_thread, promise_lookup.read,
             parts.reader, parts.file_keys, parts.hour_log.pending.live, list(chunk.values()),
@@ -100,19 +103,21 @@ async def _move_frame(
     now_ms = parts.clock.now_ms()
     due_ms = max(
         due_ms, now_ms
-    )  # an instant that has passed means now, so that the release does not count as late
+    )  # a due time in the past means now, so that the release does not count as late
     promises = promise_rows(
         rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
     )
+    # Topics may have been deleted since the send.
     appender.make_topics(promises)
     promises = appender.prepare(promises, now_ms)
-    # The race is decided here, on the loop: a promise that is being released meanwhile is no longer waiting.
+    # The race is decided here, on the event loop: a promise that is being released meanwhile is no longer pending.
     waited = stop_waiting(parts, candidates)
     chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
     if not chosen:
         return {}
-    # After `stop_waiting` the append must not fail or wait, so everything that may refuse was asked before it.
+    # After `stop_waiting` the append must not fail or wait, so every check that may refuse runs before it.
     first_seq = parts.writer.next_seq
+    # The row of a move is the promise's new version.
     moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
     mask = pa.array(waited)
     appended = appender.append(
@@ -127,11 +132,11 @@ async def _move_frame(
 def promise_rows(
     rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
 ) -> pa.RecordBatch:
-    """Return LOG_SCHEMA promises for another instant, of READ_SCHEMA promises; `topics`: those they are for."""
+    """Build LOG_SCHEMA promises for another due time from READ_SCHEMA promises. `topics`: of their messages."""
     count = rows.num_rows
     said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
-    level = np.asarray(rows.column("queue_offset").is_valid())  # it waits in the queue of a delay level
-    # A level's promise goes on as one for an instant: it leaves the level's queue, and gets topic and queue back.
+    level = np.asarray(rows.column("queue_offset").is_valid())  # it is in the queue of a delay level
+    # A promise of a level becomes a normal one: it leaves the level's queue, and gets its topic and queue back.
     queues = [
         int(properties[REAL_QUEUE]) if is_level else queue
         for properties, is_level, queue in zip(
@@ -157,6 +162,6 @@ def promise_rows(
 
 
 def _unspent(properties: dict[str, str]) -> str | None:
-    # Properties that delayed it before must not act again (consuming/retry.py).
+    # Properties of an earlier delay must not take effect again (consuming/retry.py).
     kept = {name: value for name, value in properties.items() if name not in SPENT}
     return encode_properties(kept) if kept else None

@@ -1,6 +1,6 @@
-"""Tell a sender that repeats a send the states of its messages, by their numbers: a read, which settles nothing.
+"""The states of the messages of a repeated send, by their numbers: a read that settles nothing.
 
-The caller has sent these messages, so no permission to look messages up is asked for.
+The caller has sent these messages, so it needs no permission to look them up.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, RELEASED, Candidate, Names, pairs
 from timeball.wire import Verdict
 
-# Of a number that was sent for an instant in the past no scheduled message is known: it was visible at once.
+# A message that was sent for a due time in the past has no promise: it was visible at once.
 _STATES = {RELEASED: "visible", "not_found": "visible", CANCELLED: "cancelled"}
 
 
 async def sent_states(
     look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]] = list
 ) -> list[SentState]:
-    """Return the current states of scheduled messages; `retold`: what a group of a cluster makes of the verdicts."""
+    """Return the current states of scheduled messages, in the order of `numbers`.
+
+    `retold` is applied to the verdicts: a group of a cluster replaces those of messages that it handed over.
+    """
     found: list[SentState] = []
     for start in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
         found += await _states(look_ups, numbers[start : start + limits.CANCELS_PER_REQUEST_MAX], retold)
@@ -33,11 +36,11 @@ async def _states(
     look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]]
 ) -> list[SentState]:
     outcomes, names = look_ups.parts.outcomes, Names(seqs=numbers)
-    # Asked before the verdicts: a verdict of what is settled does not say when it was due.
+    # Before the verdicts, because the verdict of a settled message does not contain its due time.
     due_ms = {c.number: c.due_ms for c in (await look_ups.look_up(names)).candidates}
 
     async def look(named: list[Candidate]) -> dict[int, Verdict]:
-        # It may have been rescheduled since the first look-up.
+        # It may have been rescheduled since the first lookup.
         due_ms.update({c.number: c.due_ms for c in named})
         waits = outcomes.waits(*pairs(named)).tolist()
         return {

@@ -1,1 +1,1 @@
-"""Changes of the pending table: a range of the log is compacted into files, files are attached, merged and removed."""
+"""Changes of the pending table: compaction of a range of the log, attach, merging and removal of files."""

@@ -1,16 +1,17 @@
-"""Check what a job claims to attach before it becomes part of the log.
+"""Check of an attach: whether the files and ranges of a job may become part of the log and the pending table.
 
 Refused: a compact that does not begin at the watermark (rows would be lost or doubled), ranges that are not reserved or
-were used before, files whose footers disagree with the claim, instants no promise may have.
+were used before, files whose footers contradict the attach, and invalid due times.
 
-A repeated attach is answered as done: Spark repeats an epoch whenever it cannot know that the first try came through.
+A repeated attach is answered as done, because Spark repeats an epoch when it cannot know whether the first attempt
+succeeded:
 
     compact         repeated when the watermark has passed its range
     bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same: another
                     digest, or an epoch before the last, is another write under an old name, and refused
 
-A job with a digest is remembered for JOB_KEPT_MS at least: it may be run again tomorrow. One without was given a name
-that its writer made up, and is repeated only while that writer waits for the answer.
+A job with a digest is remembered for at least JOB_KEPT_MS, because it may be run again the next day. A job without a
+digest has a name that its writer generated, and is repeated only while that writer waits for the answer.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ _WAYS_OUT = (
 
 @dataclass(slots=True)
 class AttachState:
-    """Attaches and reservations so far; rebuilt from the checkpoint and the rows behind it."""
+    """The attaches and reservations so far. Rebuilt from the checkpoint and the rows after it."""
 
+    # All rows of the log before this sequence number have been compacted into the table.
     watermark: int = 1
     attach_seq: int = 0  # the row of the last attach
-    jobs: dict[str, JobFacts] = field(default_factory=dict)  # with a digest; attached longest ago comes first
-    epochs: dict[str, int] = field(default_factory=dict)  # without
+    # Jobs with a digest. The least recent attach comes first.
+    jobs: dict[str, JobFacts] = field(default_factory=dict)
+    # Last epochs of the jobs without a digest, in the same order.
+    epochs: dict[str, int] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)  # first_seq -> rows
 
     def restore(self, facts: Facts) -> None:
-        """Begin with what a checkpoint says."""
+        """Set the state to that of a checkpoint."""
         self.watermark, self.attach_seq = facts.watermark, facts.attach_seq
         self.jobs, self.epochs = dict(facts.jobs), dict(facts.epochs)
         self.reserved = dict(facts.reserved)
 
     def is_repeated(self, attachment: Attachment) -> bool:
-        """Return whether this attach is in the log already; raise RequestError when its name is, with other rows."""
+        """Return whether this attach is already in the log. Raise RequestError if its name was used for other rows."""
         if attachment.job == "compact":
             return attachment.from_seq < attachment.to_seq <= self.watermark
         last = self.jobs.get(attachment.job_id)
@@ -59,7 +63,7 @@ class AttachState:
             return self.epochs.get(attachment.job_id, -1) >= attachment.epoch
         if last.epoch < attachment.epoch:
             return False
-        # Without a digest on one of the sides, rows cannot be compared: the name decides, as it did before digests.
+        # If one side has no digest, rows cannot be compared. Then the name decides, as before digests were introduced.
         if attachment.digest in ("", ANY_ROWS) or last.digest == ANY_ROWS:
             return True
         if last.epoch > attachment.epoch:
@@ -75,11 +79,11 @@ class AttachState:
         return True
 
     def has_attached(self, job_id: str) -> bool:
-        """Return whether an attach of this name is remembered."""
+        """Return whether an attach of this job is remembered."""
         return job_id in self.jobs or job_id in self.epochs
 
     def reserve(self, first_seq: int, rows: int) -> None:
-        """Record that the row that sets these numbers aside is durable."""
+        """Record that the row that reserves these numbers is durable."""
         self.reserved[first_seq] = rows
 
     def apply(self, attachment: Attachment, attach_seq: int, at_ms: int) -> None:
@@ -94,6 +98,7 @@ class AttachState:
 
     def _remember(self, attachment: Attachment, at_ms: int) -> None:
         job_id = attachment.job_id
+        # Removed first, so that the job moves to the end of the order.
         last = self.jobs.pop(job_id, None)
         self.epochs.pop(job_id, None)
         digest = attachment.digest or (ANY_ROWS if last is not None else "")
@@ -101,14 +106,14 @@ class AttachState:
             self.jobs[job_id] = JobFacts(attachment.epoch, at_ms, digest)
         else:
             self.epochs[job_id] = attachment.epoch
-        # Longest ago first: a repeat of a write comes soon or not at all.
+        # The least recent first, because a write is repeated soon or not at all.
         while len(self.jobs) > limits.JOBS_MAX:
             self.jobs.pop(next(iter(self.jobs)))
         while len(self.epochs) > limits.JOBS_UNNAMED_MAX:
             self.epochs.pop(next(iter(self.epochs)))
 
     def _check_name(self, attachment: Attachment, now_ms: int) -> None:
-        """Raise unless one more name can be remembered for as long as its write may be repeated."""
+        """Raise OverLimit unless another job can be remembered as long as its write may be repeated."""
         if not attachment.digest or attachment.job_id in self.jobs or len(self.jobs) < limits.JOBS_MAX:
             return
         oldest_ms = next(iter(self.jobs.values())).at_ms
@@ -119,17 +124,17 @@ class AttachState:
             )
 
     def check_reserve(self, rows: int) -> None:
-        """Raise unless `rows` numbers may be set aside."""
+        """Raise InvalidMessage unless `rows` numbers may be reserved. Make space for the reservation."""
         if not 0 < rows <= 1 << 40:
             raise InvalidMessage(f"reserve {rows} rows: at least one")
         if len(self.reserved) >= limits.RESERVATIONS_MAX:
-            # Failed tasks leave theirs behind; the oldest belong to jobs that have ended.
+            # Failed tasks leave reservations behind. The oldest ones belong to jobs that have ended.
             self.reserved.pop(next(iter(self.reserved)))
 
     def check(
         self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool], now_ms: int
     ) -> None:
-        """Raise unless the attachment fits what the log says."""
+        """Raise unless the attach matches the state of the log and the table."""
         self._check_name(attachment, now_ms)
         if attachment.job == "compact":
             self._check_compact(attachment, durable_seq)
@@ -141,7 +146,7 @@ class AttachState:
             self._check_bulk(attachment)
         elif attachment.ranges:
             raise InvalidMessage("only a bulk attach has ranges")
-        # Rows of removed files must stand elsewhere: only a rewrite writes them again.
+        # Only a rewrite writes the rows of removed files again. Any other attach would lose them.
         if attachment.removes and attachment.job != "rewrite":
             raise InvalidMessage("only a rewrite removes files")
         for paths in (attachment.removes, [entry.path for entry in attachment.files]):
@@ -176,14 +181,14 @@ class AttachState:
             )
         ranges = sorted(attachment.ranges)
         for entry in attachment.files:
-            # Ranges are sorted and disjoint, so only the one that begins last before the file can hold it.
+            # Ranges are sorted and disjoint, so only the last one that begins at or before the file can contain it.
             at = bisect_right(ranges, entry.min_seq, key=lambda one: one[0]) - 1
             if at < 0 or entry.max_seq >= ranges[at][0] + ranges[at][1]:
                 raise InvalidMessage(
                     f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
                 )
-        # Two promises of one number would be settled together, so one of them would be lost. As many rows as
-        # numbers, and no two files over the same ones: then each number is used once.
+        # Two promises with one number would be settled together, so one of them would be lost. There are as many rows
+        # as numbers, and no two files over the same ones, so each number is used once.
         files = sorted(attachment.files, key=lambda entry: entry.min_seq)
         for one, other in pairwise(files):
             if other.min_seq <= one.max_seq:
@@ -193,17 +198,18 @@ class AttachState:
 def check_files(
     files: Files, attachment: Attachment, *, now_ms: int, delay_ms_max: int, cache: FileCache | None = None
 ) -> None:
-    """Open every named file and compare its footer with the claim (the table's thread).
+    """Open each file and compare its footer with the attach (the table's thread).
 
-    `cache`: the files are in an object store, and their footers are fetched.
+    Raise InvalidDelay for due times beyond the maximum delay, and the errors of unreadable files. `cache`: the files
+    are in an object store, and their footers are downloaded.
     """
     for entry in attachment.files:
-        # As for a send: a bulk job must not schedule beyond what a producer may.
+        # The same bound as for a send, so that a bulk job cannot schedule messages later than a producer.
         if entry.min_due_ms < 0 or entry.max_due_ms > now_ms + delay_ms_max:
             raise InvalidDelay(
                 f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay"
             )
-    # Opened once, now: a file that cannot be read must refuse its attach, and not a release next year.
+    # Opened now, so that an unreadable file makes its attach fail, and not a release in a year.
     if cache is not None:
         cache.check(attachment.files)
         return
@@ -214,6 +220,6 @@ def check_files(
 
 
 def check_count(attachment: Attachment) -> None:
-    """Raise when one attach names more than fits into a row of the log."""
+    """Raise OverLimit when an attach names more files than fit into a row of the log."""
     if len(attachment.files) + len(attachment.removes) > limits.ATTACH_FILES_MAX:
         raise OverLimit(f"at most {limits.ATTACH_FILES_MAX} files in one attach; write larger ones")

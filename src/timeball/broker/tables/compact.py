@@ -1,8 +1,8 @@
-"""Compaction without Spark: the broker moves its own tail, with the functions Spark's tasks use.
+"""Compaction without Spark: the broker writes promises of its log to the table, with the functions of Spark's tasks.
 
-One run reads the promises of [from_seq, to_seq) from the log, leaves out those already settled, sorts them and
-writes a file a bucket. It runs in a thread of its own and holds one run's rows at most; the attach that follows is the
-one for files of any writer.
+One run reads the promises of [from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes one file
+for each bucket. It runs in a separate thread, and has at most the rows of one run in memory. The attach that follows is
+the same as for files of any other writer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ JOB_ID = "broker"
 
 
 class Figures:
-    """Compactions since the start, by whom: "broker" or "pipeline". Durations and failures are the broker's own."""
+    """Statistics of compactions since the start, by "broker" or "pipeline". Durations and failures: the broker's."""
 
     def __init__(self, clock: Clock) -> None:
         self.runs, self.rows, self.last_ms = Counter[str](), Counter[str](), dict[str, int]()
         self.durations, self.failures = Durations(clock), 0
 
     def attached(self, attachment: Attachment, now_ms: int) -> None:
-        """Count an attach, if it ends a compaction."""
+        """Count an attach, if it completes a compaction."""
         if attachment.job == "compact":
             by = "broker" if attachment.job_id == JOB_ID else "pipeline"
             self.runs[by] += 1
@@ -45,10 +45,11 @@ class Figures:
 
 
 _NONE: Int64Array = np.empty(0, np.int64)
-# A frame with more rows is a batch as it is, a view of the mapped log: joining would copy every body.
+# A frame with more rows is a batch of its own, a view of the mapped log. Joining frames would copy each body.
 COALESCE_ROWS = 8_192
-UNLOAD_ROWS = 131_072  # some 50 MB
-RUN_ROWS_MAX = 500_000  # sequence numbers in one run; those of small frames are all in memory, some 200 MB
+UNLOAD_ROWS = 131_072  # about 50 MB
+# Sequence numbers in one run. Rows of small frames are all copied to memory, about 200 MB.
+RUN_ROWS_MAX = 500_000
 
 
 def compact(
@@ -61,13 +62,13 @@ def compact(
     now_ms: int,
     settled: Int64Array = _NONE,
 ) -> Attachment:
-    """Write the files for a range of the log; the caller attaches them (background thread).
+    """Write the files for a range of the log. The caller attaches them (background thread).
 
-    `settled`: numbers that are left out besides, as they need not wait any more. Most receipts are among them.
+    `settled`: additional numbers to leave out, because they are settled. Most promises of leases are among them.
     """
 
     def unload() -> None:
-        # Pages of the log that were read would count as the broker's memory until their segment goes.
+        # Otherwise the pages read from the log would count as the broker's memory as long as the log has them.
         for segment in reader.segments.all:
             if segment.first_seq < to_seq and segment.next_seq > from_seq:
                 files.unload(segment.buffer)
@@ -87,13 +88,13 @@ def write_files(
     begun: list[FileEntry] | None = None,
     unload: Callable[[], None] = lambda: None,
 ) -> list[FileEntry]:
-    """Sort rows of TABLE_SCHEMA and write a file a bucket; an attach makes them durable and part of the table.
+    """Sort rows of TABLE_SCHEMA and write one file for each bucket. Return the entries of the files.
 
-    A run of their keys is written besides (table/key_index.py).
+    The attach makes the files durable and part of the table. A run of their keys is written too (table/key_index.py).
 
-    `begun` gets the entry of each file before it is there, for a caller who removes them after a failure. `unload` is
-    called when some rows have been copied, which may be views of a mapped file. On a full disk it removes what it has
-    written, since the next try writes others.
+    `begun` gets the entry of each file before the file is created, for a caller who removes the files after a failure.
+    `unload` is called after some rows have been copied, because they may be views of a mapped file. If the disk is
+    full, all files written here are removed, because the next attempt writes others. Then OverLimit is raised.
     """
     mine: list[FileEntry] = []
     try:
@@ -110,6 +111,7 @@ def write_files(
 def remove(files: Files, entries: list[FileEntry]) -> None:
     """Remove files that were written for an attach which did not take place (background thread)."""
     for entry in entries:
+        # The creation of the last one may have failed.
         if files.exists(f"{layout.FOLDER}/{entry.path}"):
             live_files.remove(files, entry.path)
 
@@ -120,10 +122,11 @@ def _write_files(
     if rows.num_rows == 0:
         return
     keys = FileKeys()
-    # A file a bucket, sorted: a release then reads one run of rows (table/data_file.py).
+    # Sorted, so that a release reads consecutive rows of one file (table/data_file.py).
     for entry, data in layout.sorted_files(rows, now_ms, keys, unload):
         name = f"{layout.FOLDER}/{entry.path}"
         files.make_dir(name.rpartition("/")[0])
+        # Before the creation, so that a file that is only partly written is removed too.
         begun.append(entry)
         file = files.create(name)
         try:
@@ -131,6 +134,7 @@ def _write_files(
             file.write_at(0, data)
         finally:
             file.close()
+        # In several runs, so that the keys in memory are bounded.
         if keys.is_full:
             _write_keys(files, keys)
             keys.clear()
@@ -151,25 +155,27 @@ def promises(
     settled: Int64Array,
     unload: Callable[[], None],
 ) -> pa.Table:
-    """Return TABLE_SCHEMA rows of the promises in a range of the log that may still wait."""
+    """Return TABLE_SCHEMA rows of the promises in a range of the log that may be pending."""
     parts, read_rows = [], 0
     for found in reader.coalesced(from_seq, to_seq, KINDS, COALESCE_ROWS):
         rows = as_promises(versions_in(found))
-        # Promises due before that are settled. Cancelled ones of later instants may go along: the log settles them.
+        # All promises due earlier are settled. Cancelled ones that are due later may be included: the log settles them.
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
         waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():
             parts.append(as_table_rows(rows.filter(pa.array(waiting)) if not np.all(waiting) else rows))
         read_rows += found.num_rows
+        # Not after each frame, because unloading is a system call for each segment.
         if read_rows >= UNLOAD_ROWS:
             unload()
             read_rows = 0
-    # With the schema, as there may be no parts: a tail whose promises are all settled.
+    # With the schema, because there are no parts if all promises of the range are settled.
     return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
 
 def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return READ_SCHEMA promises as rows of the pending table."""
+    """Convert READ_SCHEMA promises to rows of the pending table."""
+    # The row of a moved promise names the promise's number. An original row is its own number.
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     number = pc.if_else(pa.array(moved), rows.column("source_seq"), pa.scalar(None, pa.int64()))
     changed = {"accepted_ms": rows.column("store_ms"), "number": number}

@@ -1,14 +1,14 @@
-"""Keep the pending table in few files, in buckets that suit how near their instants are.
+"""Rewrites of the pending table, so that it consists of few files, in buckets that match how near their due times are.
 
-Each compaction adds a file to every bucket it touches, and a bulk job adds its own. Two reasons to read some
-files and write them anew, without settled promises:
+Each compaction adds a file to every bucket it touches, and a bulk job adds more. There are two reasons to read some
+files and write new ones without the settled promises:
 
-    many     a bucket holds at least `FILES_MIN` files of the same order of size: they become one
-    coarse   a day or month has come near: it is split into the hours (days) it would be written to now
+    many     a bucket has at least `FILES_MIN` files of similar size: they are merged into one
+    coarse   a bucket of a day or month has come near: its file is split into hours (days), as it would be written now
 
-Files are merged with files at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times in
-its life, not once a run. Promises cancelled meanwhile stay cancelled by the log; rows that the schedule has opened
-are not opened again.
+Files are merged only with files of at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times in
+all, and not in every run. Promises that are cancelled during a rewrite stay cancelled, because the log records it. The
+schedule does not load rows again that it has already loaded.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from timeball.table.data_file import DataFile, DataFiles
 
 JOB_ID = "broker-rewrite"
 FILES_MIN = 12
+# A file may have at most this many times the rows of the smallest one it is merged with.
 SIZE_RATIO = 8
+# Rows read for one rewrite, which are all in memory.
 ROWS_MAX = 2_000_000
-# Of the files of a campaign that are read together to be resumed.
+# Bounds of the campaign files that are read together for a resume.
 RUN_ROWS_MAX, RUN_BYTES_MAX = 500_000, 64 * 1024 * 1024
 NEAR_MS = 24 * limits.HOUR_MS
 HOUR_NAME_LENGTH = len("2026-11-21T13")
 
 
 def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
-    """Return files worth rewriting together, within memory; empty when there are none."""
+    """Choose files to rewrite together, within memory. The list is empty if no rewrite is worthwhile."""
     buckets: dict[str, list[FileEntry]] = defaultdict(list)
     for entry in entries:
         buckets[entry.bucket].append(entry)
-    # By name, hence by time: the buckets that are due first are seen to first.
+    # The names sort by time, so the buckets that are due first come first.
     for bucket, members in sorted(buckets.items()):
-        # Smallest first: they are merged with those of like size, as many as there are.
+        # Smallest first, because they are merged with all files of similar size.
         members.sort(key=lambda entry: entry.rows)
         if len(bucket) < HOUR_NAME_LENGTH and members[0].min_due_ms < now_ms + NEAR_MS:
-            # A day ahead: gathers then read hours, and not the whole day's or month's file.
+            # A day ahead, so that the schedule later reads hours and not the whole file of a day or month.
             near = [entry for entry in members if entry.min_due_ms < now_ms + NEAR_MS]
-            # A file that would come out as it went in is left alone.
+            # A file that would be written with the same bucket again is left alone.
             near = [e for e in near if layout.bucket_names(np.array([e.min_due_ms]), now_ms) != [bucket]]
             if near:
                 return _within(near)
         alike = [entry for entry in members if entry.rows <= SIZE_RATIO * max(1, members[0].rows)]
-        # Fewer would be merged over and over: with these bounds a row is written O(log n) times, and not once a run.
+        # With fewer files, rows would be merged too often. With these bounds a row is written O(log n) times.
         if len(alike) >= FILES_MIN:
             return _within(alike)
     return []
@@ -72,9 +74,9 @@ def rewrite(
     now_ms: int,
     epoch: int,
 ) -> Attachment:
-    """Write the rows of these files that still wait into new ones; the caller attaches them (background thread).
+    """Write the pending rows of these files into new ones. The caller attaches them (background thread).
 
-    `data`: where files of the table are read from.
+    `data`: the source for reads of the table's files.
     """
     rows = pa.concat_tables([_rows(data, entry, settled_before_ms, holds) for entry in chosen])
     rows = _waiting(rows, settled_seq)
@@ -88,9 +90,9 @@ def rewrite(
 
 
 def runs(entries: list[FileEntry]) -> list[list[FileEntry]]:
-    """Return the files of a campaign, by their first instants, in runs that memory may hold, of one file at least.
+    """Divide the files of a campaign into runs that fit into memory, of at least one file, by first due times.
 
-    Their rows come into a file a bucket and run, however many files they were in.
+    The rows of a run are written to one file for each bucket, so the number of files may change.
     """
     found: list[list[FileEntry]] = []
     rows = size_bytes = 0
@@ -104,9 +106,9 @@ def runs(entries: list[FileEntry]) -> list[list[FileEntry]]:
 
 
 def check_resume(chosen: list[list[FileEntry]], *, low_ms: int, shift_ms: int, now_ms: int) -> None:
-    """Raise OverLimit when `resume` of these runs may write more files than one attach may name.
+    """Raise OverLimit when `resume` of these runs might write more files than one attach may name.
 
-    `low_ms`: no row before it is written again.
+    `low_ms`: rows that are due earlier are not written again.
     """
     fresh = 0
     for run in chosen:
@@ -115,7 +117,7 @@ def check_resume(chosen: list[list[FileEntry]], *, low_ms: int, shift_ms: int, n
         rows = sum(entry.rows for entry in run)
         fresh += min(rows, _bucket_count(spans, now_ms)) + min(rows, _bucket_count(mine, now_ms))
     removed = sum(len(run) for run in chosen)
-    # Each by itself: what is removed is named by its path alone, and a row of the log holds both.
+    # Bounded separately: removed files are named only by their paths, so a row of the log has space for both.
     if max(fresh, removed) > limits.ATTACH_FILES_MAX:
         raise OverLimit(
             f"a resume would write up to {fresh} files in place of {removed}; at most {limits.ATTACH_FILES_MAX}"
@@ -123,11 +125,11 @@ def check_resume(chosen: list[list[FileEntry]], *, low_ms: int, shift_ms: int, n
 
 
 def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
-    """Return how many buckets instants in these spans may fall in; no bucket is shorter than an hour."""
+    """Return the maximum number of buckets for due times in these spans. No bucket is shorter than an hour."""
     hours = [np.append(np.arange(low, high, limits.HOUR_MS), high) for low, high in spans if low <= high]
     if not hours:
         return 0
-    # And two, as the borders of near and far may cut an hour and a day.
+    # Two more, because the borders between near and far may divide an hour and a day.
     return len(np.unique(layout.bucket_starts(np.concatenate(hours), now_ms))) + 2
 
 
@@ -144,9 +146,10 @@ def resume(
     now_ms: int,
     begun: list[FileEntry],
 ) -> list[FileEntry]:
-    """Write the rows of these files that still wait into new ones, those of a campaign's ranges apart and due later.
+    """Write the pending rows of these files into new ones. Those in a campaign's ranges are postponed by `shift_ms`.
 
-    Later by `shift_ms`, and none before now. The caller attaches them, or removes those `begun` (background thread).
+    The postponed rows go into separate files, with due times not before now. The caller attaches the files, or removes
+    those in `begun` (background thread).
     """
     rows = pa.concat_tables([_rows(data, entry, settled_before_ms, holds) for entry in run])
     rows = _waiting(rows, settled_seq)
@@ -162,9 +165,9 @@ def resume(
 
 
 def _rows(data: DataFiles, entry: FileEntry, settled_before_ms: int, holds: Holds) -> pa.Table:
-    """Return the rows of a file that are due at `settled_before_ms` or later, or held."""
-    # A file of our own: those that the schedule gathers from belong to the reader thread, and Arrow's reader
-    # fails when two threads use it.
+    """Read the rows of a file that are due at `settled_before_ms` or later, or held."""
+    # Opened separately: the schedule's open files belong to the reader thread, and Arrow's reader fails when two
+    # threads use it.
     low_ms = min(settled_before_ms, holds.from_ms)
     rows = DataFile(data, entry).rows_between((low_ms, 0), (1 << 62, 0))
     if low_ms == settled_before_ms:
@@ -178,6 +181,6 @@ def _waiting(rows: pa.Table, settled_seq: Int64Array) -> pa.Table:
 
 
 def _within(entries: list[FileEntry]) -> list[FileEntry]:
-    """Return as many of these as one run may hold in memory, at least one."""
+    """Take as many of these files as one rewrite may hold in memory, at least one."""
     total = np.cumsum([entry.rows for entry in entries])
     return entries[: max(1, int(np.searchsorted(total, ROWS_MAX, side="right")))]

@@ -1,11 +1,12 @@
-"""Counts of the messages that are due in each second, minute, hour or day, by topic, made at most every few seconds.
+"""Counts of the messages that are due in each second, minute, hour or day, by topic.
 
-All callers share one count: it is made over all topics, and what a caller may not look at is left out of the answer. It
-is told again for `FRESH_S`, or for ten times as long as it took, so that dashboards, however many, cost a tenth of
-the background thread. Its window reaches a little further than was asked for: the next caller's window begins later.
+All callers share one count. It covers all topics, and the answer leaves out those that the caller may not see. A count
+is reused for `FRESH_S`, or for ten times as long as it took. So any number of dashboards costs at most a tenth of the
+background thread. The window of a count extends a little beyond the request, because the next request begins later.
 
-Of the table the instants and topics are read, and of a row group that lies in one bucket and has one topic nothing;
-numbers only where a settled promise may be among the rows. What a paused campaign holds is not due and not counted.
+Counting reads only due times and topics from the table. It reads nothing of a row group that is within one bucket and
+has one topic. It reads numbers only where a settled promise may be among the rows. Promises held by a paused campaign
+are not due and not counted.
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ from timeball.table.data_file import DataFile
 UNITS: dict[Unit, int] = {
     "second": limits.SECOND_MS, "minute": limits.MINUTE_MS, "hour": limits.HOUR_MS, "day": limits.DAY_MS
 }  # fmt: skip
-# Without an end: five minutes, two hours, two days, two months.
+# The length of a window without an end: five minutes, two hours, two days, two months.
 _DEFAULT_BUCKETS: dict[Unit, int] = {"second": 300, "minute": 120, "hour": 48, "day": 60}
+# How far a count's window extends beyond the request.
 _SPARE_MS = 60_000
 FRESH_S, TIMES_ITS_COST = 2.0, 10.0
-COUNTS_MAX = 16  # windows that are told again
-PAIRS_MAX = 1_000_000  # of a topic and a bucket that has messages, in one count: 16 bytes each, thrice
+COUNTS_MAX = 16  # windows kept for reuse
+PAIRS_MAX = 1_000_000  # pairs of a topic and a bucket with messages in one count: 16 bytes each, three times
 
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """A count of all topics. `pairs`: code of the topic times the number of buckets, and the bucket, ascending."""
+    """A count of all topics. A pair is the topic's code times the number of buckets, plus the bucket. Pairs ascend."""
 
     width_ms: int
     from_ms: int
     to_ms: int
-    counted_ms: int
-    until_s: float  # on the loop's clock: told again until then
+    counted_ms: int  # time of the snapshot, not of the answer
+    until_s: float  # on the loop's clock: reused until then
     pairs: Int64Array
     due: Int64Array
 
@@ -57,13 +59,13 @@ class _Count:
         return (self.to_ms - self.from_ms) // self.width_ms
 
     def covers(self, width_ms: int, from_ms: int, to_ms: int, now_s: float) -> bool:
-        """Return whether a window is part of this one, and the count still fresh."""
+        """Return whether the count covers this window and is still fresh."""
         is_within = self.from_ms <= from_ms and to_ms <= self.to_ms
         return self.width_ms == width_ms and is_within and now_s < self.until_s
 
 
 class Forecast:
-    """Counts of the messages that are due. Belongs to the event loop; the background thread reads log and table."""
+    """Counts of the messages that are due. Belongs to the event loop. The background thread reads log and table."""
 
     def __init__(self, parts: Components, policy: Policy, attaching: asyncio.Lock) -> None:
         self._parts, self._policy, self._attaching = parts, policy, attaching
@@ -71,7 +73,7 @@ class Forecast:
         self._counts: list[_Count] = []
         self._counting = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self.counts = 0  # made so far
+        self.counts = 0  # number of counts made so far
 
     async def counted(
         self,
@@ -81,9 +83,10 @@ class Forecast:
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> Counted:
-        """Count a window, of topics that the caller may look at; raise Forbidden, NotFound, OutOfRange, OverLimit.
+        """Count the messages of a window, for the topics that the caller may see.
 
-        The window is widened to whole buckets; without a beginning it begins now.
+        The window is widened to whole buckets. Without `from_ms` it begins now, and without `to_ms` it has a default
+        length. Raise Forbidden, NotFound, OutOfRange, OverLimit.
         """
         self._policy.allow(caller, Verb.LOOK, topic=topic)
         width_ms = UNITS[by]
@@ -97,9 +100,10 @@ class Forecast:
             )
         count = self._fresh(width_ms, from_ms, to_ms)
         if count is None:
-            # A task of its own: the callers that wait for this count are not to lose it when the first one goes away.
+            # In a separate task: callers that wait for this count must not lose it when the first caller disconnects.
             count = await asyncio.shield(self._loop.create_task(self._shared(width_ms, from_ms, to_ms)))
         found = self._answer(count, by, from_ms, to_ms, topic, caller)
+        # After the count: a topic that was deleted may still have pending messages.
         self._policy.check_known(topic, has_messages=bool(found.topics))
         return found
 
@@ -109,11 +113,11 @@ class Forecast:
 
     async def _shared(self, width_ms: int, from_ms: int, to_ms: int) -> _Count:
         async with self._counting:
-            # Another caller may have counted while this one waited.
+            # Another caller may have counted while this one was waiting for the lock.
             found = self._fresh(width_ms, from_ms, to_ms)
             if found is not None:
                 return found
-            # The windows of dashboards begin now: the next one's reaches further than this one's.
+            # The windows of dashboards begin now, so the next one ends later than this one.
             to_ms += max(width_ms, _SPARE_MS - _SPARE_MS % width_ms)
             begun_s = self._loop.time()
             async with taken(self._parts, self._attaching) as snapshot:
@@ -122,9 +126,10 @@ class Forecast:
                 pairs, due = await in_thread(self._parts.background, counting.run)
             self.counts += 1
             now_s = self._loop.time()
-            # Behind the count and not before it: one that took long must not be asked for at once again.
+            # Measured from the end of the count, so that a slow count is not repeated at once.
             until_s = now_s + max(FRESH_S, TIMES_ITS_COST * (now_s - begun_s))
             count = _Count(width_ms, from_ms, to_ms, snapshot.now_ms, until_s, pairs, due)
+            # The newest count comes first, so `_fresh` prefers it.
             kept = [each for each in self._counts if now_s < each.until_s]
             self._counts = [count, *kept[: COUNTS_MAX - 1]]
             return count
@@ -141,7 +146,7 @@ class Forecast:
             if is_shown(name, topic) and self._policy.allows(caller, Verb.LOOK, topic=name):
                 topics[name] = each
         inside &= np.isin(code, np.array(list(topics.values()), np.int64))
-        # By the codes that are left: what a caller may not look at is in neither sum.
+        # Only over the visible topics: messages of other topics are in neither sum.
         by_bucket = np.bincount(bucket[inside], count.due[inside]).astype(np.int64)
         by_topic = np.bincount(code[inside], count.due[inside]).astype(np.int64)
         return Counted(
@@ -153,7 +158,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Buckets of one width from an instant to another."""
+    """A time range that is divided into buckets of equal width."""
 
     from_ms: int
     to_ms: int
@@ -173,16 +178,18 @@ class Counting:
         self._pairs: list[Int64Array] = []
         self._due: list[Int64Array] = []
         self._size = 0
+        # Sorted once, because each row group is searched in it.
         self._settled_due = np.sort(snapshot.settled.due_ms)
 
     def run(self) -> tuple[Int64Array, Int64Array]:
-        """Return pairs of topic and bucket, ascending, and how many are due in each; raise OverLimit."""
+        """Return pairs of topic and bucket, ascending, and the number of messages due in each. Raise OverLimit."""
         self._count_log(self._parts.reader)
         window = self._window
         for entry in self._snapshot.entries:
+            # Other files have no pending promise in the window.
             if self._snapshot.first_ms(entry) < window.to_ms and entry.max_due_ms >= window.from_ms:
                 self._count_file(opened(self._parts, entry))
-        # What was decoded counts as the broker's memory until the allocators return it.
+        # Decoded data counts as the broker's memory until the allocators return it to the system.
         found = self._joined()
         give_back()
         return found
@@ -193,8 +200,8 @@ class Counting:
         begin = max(self._snapshot.from_seq, reader.first_seq)
         again = []
         for rows in scan(reader, self._snapshot, begin, self._codes):
-            # A promise is counted in the row that gave it its instant. Where that has left the log, or lies in the
-            # table's part of it, the rows that write it again are looked through for it, once.
+            # A promise is counted at the row that set its due time. If that row has left the log, or was compacted into
+            # the table, the rows that write the promise again are counted instead, once for each promise.
             is_first = rows.row_seq == rows.seq
             first_kept = np.where(rows.is_level, begin, max(begin, self._snapshot.watermark))
             if others := rows.part(~is_first & (rows.seq < first_kept)):
@@ -210,7 +217,7 @@ class Counting:
         window = self._window
         for group in file.groups_between((window.from_ms, 0), (window.to_ms, 0)):
             low_ms, high_ms = int(file.group_min_ms[group]), int(file.group_max_ms[group])
-            # Files of before have no statistics of topics: their columns are read.
+            # Older files have no statistics of topics, so their columns are read.
             span = file.group_topics(group)
             if self._may_be_settled(low_ms, high_ms):
                 rows = file.read_group(group, ["due_ms", "seq", "topic"])
@@ -228,7 +235,7 @@ class Counting:
                 self._add_rows(rows.column("due_ms").to_numpy(), self._encode(rows))
 
     def _may_be_settled(self, low_ms: int, high_ms: int) -> bool:
-        """Return whether a promise due in this span may be settled, or held."""
+        """Return whether a promise due in this span may be settled or held."""
         snapshot = self._snapshot
         if low_ms < snapshot.settled.before_ms or len(snapshot.holds):
             return True
@@ -244,11 +251,12 @@ class Counting:
         return (due_ms - self._window.from_ms) // self._window.width_ms
 
     def _add_waiting(self, due_ms: Int64Array, seq: Int64Array, topic: Codes) -> None:
-        """Add those of these that wait and are not held."""
+        """Add those of these promises that are pending and not held."""
         keep = (due_ms >= self._window.from_ms) & (due_ms < self._window.to_ms)
         if not keep.any():
             return
         due_ms, seq, topic = due_ms[keep], seq[keep], topic[keep]
+        # Checked only for the rows in the window, because these checks are the expensive part.
         keep = self._snapshot.waits(due_ms, seq) & ~self._snapshot.holds.contains(due_ms, seq)
         self._add_rows(due_ms[keep], topic[keep])
 
@@ -261,7 +269,7 @@ class Counting:
         self._add(*np.unique(pairs, return_counts=True))
 
     def _add_sorted(self, due_ms: Int64Array, code: int) -> None:
-        """Add rows of one topic in the order of their instants: each bucket is a run of them."""
+        """Add rows of one topic, sorted by due time: each bucket is a range of them."""
         window = self._window
         low, high = (min(max(self._bucket(int(ms)), 0), window.buckets - 1) for ms in (due_ms[0], due_ms[-1]))
         buckets = np.arange(low, high + 2)
@@ -273,8 +281,9 @@ class Counting:
     def _add(self, pairs: Int64Array, due: Int64Array) -> None:
         self._pairs.append(pairs)
         self._due.append(due.astype(np.int64))
-        # Bounded in pairs and not in messages: ten million of one minute are one pair.
+        # The bound is on pairs and not on messages: ten million messages of one minute are one pair.
         self._size += len(pairs)
+        # Joining is a sort, so it is done only when the pairs have doubled.
         if self._size > 2 * PAIRS_MAX:
             joined = self._joined()
             if len(joined[0]) > PAIRS_MAX:

@@ -1,8 +1,9 @@
-"""A page of the messages that wait, by the instant at which they are due.
+"""A page of the pending messages, by due time.
 
-Messages of one instant stand in the order in which they got it. A page is one look at what waits at that moment: one
-that is moved between two pages may be in both or in neither, and each that stays is in one. The work of a page is
-bounded, so it may have fewer messages than asked for, or none, and still say where the next one begins.
+Messages with the same due time are in the order in which they got it. A page shows the state at one moment. A message
+that is moved between two pages may be in both or in neither, and one that is not moved is in exactly one. The work for
+a page is bounded. So it may have fewer messages than requested, or none, and still contain the position of the next
+page.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from timeball.message import Int64Array, Kind
 from timeball.schedule.backlog import Bools
 from timeball.schedule.delay_levels.levels import restored
 
-LOOK_ROWS = 65_536  # of the log that one page looks at
-KEPT_S = 60.0  # the sorted promises of the log are kept, behind the last page
+LOOK_ROWS = 65_536  # rows of the log examined for one page
+KEPT_S = 60.0  # how long the sorted promises of the log are kept after a page
 _SHOWN = ["due_ms", "seq", "number", "topic", "unique_key", "keys", "tag", "body"]
 
 
-# Looked up by number: those of campaigns, by their first number, their end and their name.
+# For a lookup of campaigns by number: the first numbers of ranges, their ends, and the names of the campaigns.
 Ranges = tuple[Int64Array, Int64Array, list[str]]
 
 
 class Listing:
-    """Pages of what waits. Belongs to the event loop; what reads log and table, to the background thread."""
+    """Pages of pending messages. Belongs to the event loop. Reads of log and table run in the background thread."""
 
     def __init__(self, look_ups: LookUps, policy: Policy, attaching: asyncio.Lock) -> None:
         self._look_ups, self._parts = look_ups, (parts := look_ups.parts)
@@ -51,7 +52,10 @@ class Listing:
         self._forgetting: asyncio.TimerHandle | None = None
 
     async def page(self, wanted: Wanted, caller: Caller = ANONYMOUS) -> Page:
-        """Return a page of what waits, of topics that the caller may look at; raise Forbidden, NotFound, OutOfRange."""
+        """Return a page of pending messages of topics that the caller may see. Raise Forbidden, NotFound, OutOfRange.
+
+        Also raise Unavailable when the rows moved twice during the read.
+        """
         if not 1 <= wanted.rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{wanted.rows} messages in a page: 1 to {limits.LISTED_ROWS_MAX}")
         self._policy.allow(caller, Verb.LOOK, topic=wanted.topic)
@@ -59,6 +63,7 @@ class Listing:
         found = await (
             self._by_position(wanted, caller) if key is None else self._with_key(wanted, key, caller)
         )
+        # Only the first page checks whether the topic is known. A later page may be empty.
         is_first = wanted.after is None
         has_messages = bool(found.messages) or found.next_page is not None or not is_first
         self._policy.check_known(wanted.topic, has_messages=has_messages)
@@ -70,6 +75,7 @@ class Listing:
         may = partial(self._policy.allows, caller, Verb.LOOK)
         background = self._parts.background
         try:
+            # The second attempt has a new snapshot, taken after retention has removed the rows.
             for _ in range(2):
                 async with taken(self._parts, self._attaching) as snapshot:
                     try:
@@ -78,6 +84,7 @@ class Listing:
                         # Retention has removed a row since the snapshot: its promise is settled, or in a file.
                         continue
         finally:
+            # Also after an error, because the sorted promises take memory.
             self._forget_later()
         raise Unavailable("what waits has moved while it was read; ask again")
 
@@ -90,14 +97,14 @@ class Listing:
         upto = min(logged_upto, filed_upto)
         due_ms = np.concatenate((logged.due_ms, filed.due_ms))
         seq = np.concatenate((logged.seq, filed.seq))
-        # Behind `upto` one of the two may have more: what the other has there waits for the next page.
+        # After `upto` one of the two sources may have more promises, so those of the other are left for the next page.
         order = np.lexsort((seq, due_ms))
         order = order[(due_ms[order] < upto[0]) | ((due_ms[order] == upto[0]) & (seq[order] < upto[1]))]
         chosen = order[: wanted.rows]
         if len(order) > len(chosen):
             last = chosen[-1]
             upto = int(due_ms[last]), int(seq[last]) + 1
-        # Bodies and names of these alone are read.
+        # Bodies and names are read only for the chosen promises.
         in_log = chosen[chosen < len(logged)]
         in_table = chosen[chosen >= len(logged)] - len(logged)
         rows = [*self._read_log(logged.part(in_log))]
@@ -107,7 +114,7 @@ class Listing:
         return Page(messages, None if upto >= wanted.high else upto)
 
     def _read_log(self, logged: Logged) -> list[pa.Table]:
-        """Return the columns of these promises that a page shows, as of rows of the table."""
+        """Read the columns that a page shows, in the form of the table's rows."""
         parts = []
         for is_level in (False, True):
             part = logged.part(logged.is_level == is_level)
@@ -115,7 +122,7 @@ class Listing:
                 continue
             rows = self._parts.reader.read_rows(part.row_seq)
             rows = restored(rows) if is_level else rows
-            # A row that holds a promise anew names its number.
+            # A row that writes a promise again contains its number.
             number = pc.if_else(
                 pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), part.row_seq
             )
@@ -145,9 +152,9 @@ class Listing:
     # -- by key --------------------------------------------------------------------------------------------------
 
     async def _with_key(self, wanted: Wanted, key: str, caller: Caller) -> Page:
-        """Return a page of what waits and carries this key: the key index knows where it is."""
+        """Return a page of pending messages with this key, found by the key index."""
         parts = self._parts
-        # The lookup hides what the caller may not see, and copies on their way back.
+        # The lookup hides promises that the caller may not see, and copies on their way back to a group.
         names = Names(keys=[key], topic=wanted.topic, may=self._policy.visible(caller))
         found = await self._look_ups.look_up(names)
         low, high = wanted.low, wanted.high
@@ -159,17 +166,19 @@ class Listing:
             ),
             key=lambda c: (c.due_ms, c.seq),
         )
-        # Asked behind the lookup, on the loop: a release on its way to the disk is in no row yet.
+        # After the lookup, on the event loop: a release on its way to the disk has no row in the log yet.
         waits = parts.outcomes.waits(*pairs(candidates)).tolist() if candidates else []
         candidates = [c for c, does in zip(candidates, waits, strict=True) if does]
         chosen = candidates[: wanted.rows]
         messages = await in_thread(parts.file_thread, self._read_candidates, chosen, self._ranges())
+        # The lookup is complete, so more candidates are the only reason for another page.
         is_last = len(candidates) == len(chosen)
         return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 
     def _read_candidates(self, chosen: list[Candidate], ranges: Ranges) -> list[Waiting]:
         parts = self._parts
         rows = read(parts.reader, parts.file_keys, parts.hour_log.pending.live, chosen)
+        # A promise whose row has left log and table since then is settled, and left out of the page.
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
         names = _campaigns(np.array([c.number for c in chosen], np.int64), ranges)
         return [
@@ -182,14 +191,14 @@ class Listing:
 
 
 class Shown:
-    """Says which topics a page may show, by their codes; each is asked for once."""
+    """Decides which topics a page may show, by their codes. It checks each topic once."""
 
     def __init__(self, codes: TopicCodes, topic: str | None, may: Callable[..., bool]) -> None:
         self._codes, self._topic, self._may = codes, topic, may
         self._known = np.empty(0, np.bool_)
 
     def __call__(self, codes: Codes) -> Bools:
-        # A walk meets new topics as it goes.
+        # A walk finds new topics as it proceeds.
         fresh = self._codes.names[len(self._known) :]
         if fresh:
             shown = [is_shown(name, self._topic) and self._may(topic=name) for name in fresh]
@@ -202,6 +211,7 @@ def _messages(tables: list[pa.Table], ranges: Ranges) -> list[Waiting]:
     for table in tables:
         size = pc.fill_null(pc.binary_length(table.column("body")), 0)
         rows += table.drop_columns(["body"]).append_column("size_bytes", size).to_pylist()
+    # Rows of log and table come one after the other.
     rows.sort(key=lambda row: (row["due_ms"], row["seq"]))
     numbers = [row["seq"] if row["number"] is None else row["number"] for row in rows]
     names = _campaigns(np.array(numbers, np.int64), ranges)
@@ -215,10 +225,11 @@ def _messages(tables: list[pa.Table], ranges: Ranges) -> list[Waiting]:
 
 
 def _campaigns(number: Int64Array, ranges: Ranges) -> list[str | None]:
-    """Return the campaign of each of these numbers, None for a message that is of none."""
+    """Return the campaign of each of these numbers, with None for messages of no campaign."""
     first, end, names = ranges
     if not len(first):
         return [None] * len(number)
+    # The ranges are disjoint and sorted, so only the last one that begins at or before the number can contain it.
     at = np.searchsorted(first, number, side="right") - 1
     is_in = (at >= 0) & (number < end[at])
     return [names[one] if inside else None for one, inside in zip(at.tolist(), is_in.tolist(), strict=True)]

@@ -1,11 +1,11 @@
-"""The promises that wait in the log, in the order in which they are due, kept between two reads.
+"""The pending promises of the log, sorted by due time, and kept between two reads.
 
-A page needs the promises that are due next, and the log has them in the order in which they came. So its promises
-are held sorted, 29 bytes each, for as long as a client turns pages. `ROWS_MAX` bounds that: of more promises those due
-first are held, up to an instant, and a page beyond it reads the log anew.
+A page needs the promises that are due next, but the log is in the order of arrival. So its promises are kept sorted, 29
+bytes each, as long as a client reads pages. `ROWS_MAX` bounds their number. If there are more, those due first are
+kept, up to some due time, and a page after that time reads the log again.
 
-Rows that only write a promise again (hops, rolls) count where the row that gave the promise its instant has left
-the log; of several the last one does.
+Rows that only write a promise again (hops, rolls) count when the row that set its due time has left the log. Of several
+such rows, the last one counts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from timeball.schedule.delay_levels.levels import restored
 from timeball.schedule.locations import KINDS, moved_versions
 from timeball.table.data_file import search
 
+# 29 bytes each, and up to twice as many during a read.
 ROWS_MAX = 4_000_000
 _SCAN_ROWS = 65_536
 Codes = npt.NDArray[np.int32]
@@ -35,7 +36,7 @@ _COLUMNS = ["seq", "kind", "topic", "queue_offset", "due_ms", "source_seq", "ver
 
 
 class TopicCodes:
-    """Topics as small numbers, given out as they are met. Belongs to the background thread."""
+    """Topics as small numbers, assigned at their first use. Belongs to the background thread."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -43,7 +44,7 @@ class TopicCodes:
 
     def encode(self, topics: pa.Array) -> Codes:
         """Return the number of each of these topics."""
-        # Of a frame's topics there are few: each is looked up once.
+        # A frame has only a few topics, and each is looked up once.
         coded = topics if pa.types.is_dictionary(topics.type) else topics.dictionary_encode()
         of = np.array([self._code(name) for name in coded.dictionary.to_pylist()], dtype=np.int32)
         return of[coded.indices.to_numpy(zero_copy_only=False)] if len(of) else np.empty(0, np.int32)
@@ -57,7 +58,7 @@ class TopicCodes:
 
 @dataclass(frozen=True, slots=True)
 class Logged(Columns):
-    """Promises in the log: instant, version, row, topic, and whether they wait in the queue of a delay level."""
+    """Promises in the log: due time, version, row, topic, and whether they are in the queue of a delay level."""
 
     due_ms: Int64Array
     seq: Int64Array
@@ -66,8 +67,8 @@ class Logged(Columns):
     is_level: Bools
 
     def sorted(self) -> Logged:
-        """Return them by instant and version, of each version the last row."""
-        # Stable, and from the last row on: of one version the row that came last stands first.
+        """Sort them by due time and version, and keep the last row of each version."""
+        # The sort puts the last row of each version first.
         order = np.lexsort((-self.row_seq, self.seq, self.due_ms))
         found = self.part(order)
         is_first = np.ones(len(found), np.bool_)
@@ -80,7 +81,7 @@ NOTHING = Logged(_NONE, _NONE, _NONE, np.empty(0, np.int32), np.empty(0, np.bool
 
 
 def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes) -> Iterator[Logged]:
-    """Yield the promises in the rows of the log from `from_seq` on, settled ones too (background thread)."""
+    """Yield the promises in the rows of the log from `from_seq` on, also settled ones (background thread)."""
     begin = max(from_seq, reader.first_seq)
     while True:
         try:
@@ -90,7 +91,8 @@ def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes
         except OutOfRange:
             if reader.first_seq <= begin:
                 raise
-            begin = reader.first_seq  # retention has removed a segment since: nothing in it waits
+            # Retention has removed a segment since then, so nothing in it is pending.
+            begin = reader.first_seq
     while first is not None:
         found = _promises(reader, first, snapshot.watermark, codes)
         if len(found):
@@ -100,18 +102,18 @@ def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes
 
 def _promises(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: TopicCodes) -> Logged:
     row_seq, is_level = int64(rows.column("seq")), np.asarray(rows.column("queue_offset").is_valid())
-    # A half message has no instant. Rows before the watermark are in the table, those of delay levels aside.
+    # A half message has no due time. Rows before the watermark are in the table, except those of delay levels.
     keep = np.asarray(rows.column("due_ms").is_valid()) & ((row_seq >= watermark) | is_level)
     if not keep.all():
         rows, row_seq, is_level = rows.filter(pa.array(keep)), row_seq[keep], is_level[keep]
     if not len(row_seq):
         return NOTHING
     is_moved = rows.column("kind").to_numpy() == Kind.MOVED
-    # The schedule knows a promise by the row that gave it its instant.
+    # The schedule identifies a promise by the row that set its due time.
     seq = np.where(is_moved, moved_versions(rows), row_seq) if is_moved.any() else row_seq
     topic = codes.encode(rows.column("topic"))
     if is_level.any():
-        # They wait under the topic of their level's queue; the properties say for which topic.
+        # They are stored under the topic of their level's queue. The properties contain the real topic.
         topic[is_level] = codes.encode(restored(reader.read_rows(row_seq[is_level])).column("topic"))
     return Logged(int64(rows.column("due_ms")), seq, row_seq, topic, is_level)
 
@@ -124,17 +126,18 @@ class LogTail:
         self.forget()
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Drop all promises."""
         self._rows, self._next_seq = NOTHING, -1
-        self._low, self._high = FIRST, FIRST  # those of instants and versions in [low, high) are held
+        self._low, self._high = FIRST, FIRST  # the promises in [low, high) are kept
 
     def after(self, snapshot: Snapshot, low: Position, high: Position, rows: int) -> tuple[Logged, Position]:
-        """Return promises in [low, high), sorted, out of the next `rows` held; and up to where all are looked at.
+        """Return promises in [low, high), sorted, and the position up to which all are examined.
 
-        Settled ones are left out, and so are those that an attach has moved to the table.
+        One call examines the next `rows` promises. It leaves out settled ones, and those that an attach has moved to
+        the table.
         """
         if not self._low <= low < self._high:
-            # From the first on, unless there are so many that their beginning is all that can be held.
+            # Start with the first promise. Only if there are too many to keep them all, start at `low`.
             self.forget()
             self._high = LAST
             self._read(snapshot)
@@ -144,13 +147,13 @@ class LogTail:
                 self._read(snapshot)
         elif self._next_seq < snapshot.to_seq:
             self._read(snapshot)
-        # Two searches in sorted columns: a page costs no more for what lies before it.
+        # Two searches in sorted columns, so that earlier promises do not make a page slower.
         held = self._rows
         begin = search(held.due_ms, held.seq, low)
         end = search(held.due_ms, held.seq, high)
         found = held.part(slice(begin, min(end, begin + rows)))
         if begin + rows < end:
-            # Behind the last one that was looked at.
+            # The position after the last promise examined.
             upto = int(found.due_ms[-1]), int(found.seq[-1]) + 1
         else:
             upto = min(high, self._high)
@@ -158,7 +161,7 @@ class LogTail:
         return (found if keep.all() else found.part(keep)), upto
 
     def _read(self, snapshot: Snapshot) -> None:
-        """Read the log on to the end of the snapshot."""
+        """Read the rest of the log, up to the end of the snapshot."""
         begin = snapshot.from_seq if self._next_seq < 0 else self._next_seq
         kept = self._rows.part(_is_logged(self._rows, snapshot))
         parts, count = [kept], len(kept)
@@ -168,7 +171,7 @@ class LogTail:
             if is_in.any():
                 parts.append(found.part(is_in))
                 count += len(parts[-1])
-            # Not at each part: a cut sorts all that is held.
+            # Not after each part, because a cut sorts everything that is kept.
             if count > 2 * self._rows_max:
                 parts = [self._cut(Logged.joined(parts))]
                 count = len(parts[0])
@@ -176,7 +179,7 @@ class LogTail:
         self._next_seq = snapshot.to_seq
 
     def _cut(self, rows: Logged) -> Logged:
-        """Return those that may be held, sorted; what lies behind them is not held any more."""
+        """Return the promises that may be kept, sorted. If there are too many, lower the end of the kept range."""
         rows = rows.sorted()
         rows = rows.part(
             slice(search(rows.due_ms, rows.seq, self._low), search(rows.due_ms, rows.seq, self._high))
@@ -188,5 +191,5 @@ class LogTail:
 
 
 def _is_logged(rows: Logged, snapshot: Snapshot) -> Bools:
-    """Return which are not in the table."""
+    """Return which of these are not in the table."""
     return np.asarray((rows.row_seq >= snapshot.watermark) | rows.is_level)

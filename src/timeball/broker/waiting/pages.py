@@ -1,4 +1,4 @@
-"""The request for a page of waiting messages, the page, and the answer of a forecast."""
+"""The request for a page of pending messages, the page, and the answer of a forecast."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LAST: Position = (1 << 62, 0)
 
 
 class Waiting(NamedTuple):
-    """A message that waits. `seq`: the number by which it may be cancelled."""
+    """A pending message. `seq`: the number by which it may be cancelled."""
 
     seq: int
     topic: str
     due_ms: int
-    unique_key: str | None
+    unique_key: str | None  # the message's id
     keys: str | None
     tag: str | None
-    size_bytes: int
-    campaign: str | None
+    size_bytes: int  # of the body
+    campaign: str | None  # id of the campaign that attached it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Wanted:
 
     rows: int
     topic: str | None = None
-    key: str | None = None
+    key: str | None = None  # only messages with this key
     from_ms: int | None = None
     to_ms: int | None = None
     after: Position | None = None
@@ -43,12 +43,12 @@ class Wanted:
 
     @property
     def high(self) -> Position:
-        """The position behind the last that may be."""
+        """The position after the last one that may be shown."""
         return LAST if self.to_ms is None else (self.to_ms, 0)
 
 
 class Page(NamedTuple):
-    """Messages in order, and where the next page begins; None when there is none."""
+    """Messages in order, and the position where the next page begins, or None after the last page."""
 
     messages: list[Waiting]
     next_page: Position | None
@@ -56,11 +56,11 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The messages due in each bucket that has messages, (its first instant, how many), and of each topic in all."""
+    """The messages due in each bucket that has some, as (its first time, number), and the total of each topic."""
 
-    by: Unit
+    by: Unit  # the width of a bucket
     from_ms: int
     to_ms: int
-    counted_ms: int
+    counted_ms: int  # time of the count, which may be some seconds old
     buckets: list[tuple[int, int]]
     topics: dict[str, int]

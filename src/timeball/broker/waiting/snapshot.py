@@ -1,12 +1,12 @@
-"""The promises that wait at one instant, under every strategy: rows of the log and of the table, and settled pairs.
+"""The pending promises at one time, for every strategy: rows of the log and of the table, and settled pairs.
 
     in the log     promises from the watermark on that have not been moved to the table; those of delay levels, older
                    ones too. A strategy with files of its own keeps its promises' rows in the log as well
     in the table   promises in its files
     settled        the mark of the schedule and the pairs that it does not cover (schedule/outcomes.py)
 
-The snapshot is taken without a pause on the event loop and between two attaches, so that the three speak of one
-instant: a promise that an attach moves from the log to the table is in one of them.
+The snapshot is taken on the event loop without an await, and between two attaches, so that all three are from the same
+time: a promise that an attach moves from the log to the table is in one of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from timeball.table.data_file import DataFile
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The promises that wait at `now_ms`. Its methods may be called in any thread."""
+    """The promises that are pending at `now_ms`. Its methods may be called in any thread."""
 
     now_ms: int
-    from_seq: int  # of the log: nothing that waits lies before it
-    watermark: int  # what lies before it, and is of no delay level, is in the table
+    from_seq: int  # no row of the log before it is pending
+    watermark: int  # earlier rows, except those of delay levels, are in the table
     to_seq: int
     settled: Settled
     holds: Holds
@@ -42,24 +42,24 @@ class Snapshot:
 
     @cached_property
     def settled_seq(self) -> Int64Array:
-        """The numbers of the settled pairs, sorted: some may be a million, so it is no work for the event loop."""
+        """The numbers of the settled pairs, sorted on demand: there may be a million, too many for the event loop."""
         return np.sort(self.settled.seq)
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         """Return which of these promises are not settled."""
         done = (due_ms < self.settled.before_ms) & ~self.settled.may_wait(seq)
-        # Asked of what the mark covers alone: mostly that is nothing, as the past is in no file any more.
+        # Checked only for promises before the mark: usually there are none, because files contain no past promises.
         if done.any() and len(self.holds):
             done &= ~self.holds.contains(due_ms, seq)
         if len(self.settled_seq):
-            # By number alone: a version has one instant.
+            # By number only, because a version has one due time.
             at = np.minimum(np.searchsorted(self.settled_seq, seq), len(self.settled_seq) - 1)
             done |= self.settled_seq[at] == seq
         return np.asarray(~done)
 
     def first_ms(self, entry: FileEntry) -> int:
-        """Return an instant before which this file holds nothing that waits."""
-        # A hold excepts rows from the mark, and which files it touches is not worth finding out.
+        """Return a due time before which this file contains no pending promise."""
+        # Held rows may be pending before the mark, and it is not worthwhile to find out which files contain some.
         if len(self.holds) or self.settled.may_touch(entry.min_seq, entry.max_seq):
             return entry.min_due_ms
         return max(entry.min_due_ms, self.settled.before_ms)
@@ -67,9 +67,10 @@ class Snapshot:
 
 @asynccontextmanager
 async def taken(parts: Components, attaching: asyncio.Lock) -> AsyncIterator[Snapshot]:
-    """Yield what waits now; its files are kept for as long as the block lasts (event loop).
+    """Yield a snapshot of the pending promises. Its files are kept until the end of the block (event loop).
 
-    `attaching` is held over each change of the pending table: in the midst of one its promises are nowhere.
+    `attaching` is locked during each change of the pending table, because in between some promises are in neither
+    place.
     """
     async with attaching:
         settled, entries = parts.scheduler.settled(), parts.hour_log.pending.live_entries()
@@ -86,10 +87,10 @@ async def taken(parts: Components, attaching: asyncio.Lock) -> AsyncIterator[Sna
 
 
 def opened(parts: Components, entry: FileEntry) -> DataFile:
-    """Return a file of the table to be read in the background thread, apart from those of the reader thread."""
+    """Open a file of the table for the background thread, separate from the files of the reader thread."""
     return DataFile(parts.data_files, entry)
 
 
 def is_shown(topic: str, asked: str | None) -> bool:
-    """Return whether promises for a topic are told of: copies on their way back only when their topic is asked for."""
+    """Return whether promises for a topic are shown: copies on their way back only if their topic was requested."""
     return topic == asked if asked is not None else not topic.startswith((RETRY_PREFIX, DLQ_PREFIX))

@@ -1,7 +1,7 @@
-"""The promises that wait in the pending table, from a position on, row group by row group.
+"""The pending promises of the table from a position on, row group by row group.
 
-Files and row groups are looked at in the order of their first instants, so that a page reads as many as it needs. Of a
-row group the instants, numbers and topics are read; the other columns only of the rows that a page shows.
+Files and row groups are read in the order of their first due times, so that a page reads only as many as it needs. Due
+times, numbers and topics are read of a whole row group, the other columns only of the rows that a page shows.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from timeball.schedule.columns import Columns
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 
-# Looked at for one page: some 100 ms of the background thread. A page may then be short, and says where to go on.
+# Bounds for one page, about 100 ms of the background thread. The page may be short, and contains the next position.
 GROUPS_MAX, FILES_MAX = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Filed(Columns):
-    """Promises in files: instant, version, topic; the file, its row group and the row in that."""
+    """Promises in files: due time, version, topic, and file, row group and row."""
 
     due_ms: Int64Array
     seq: Int64Array
     topic: Codes
-    file: Int64Array
+    file: Int64Array  # index into Snapshot.entries
     group: Int64Array
-    row: Int64Array
+    row: Int64Array  # within its row group
 
 
 _NONE = np.empty(0, np.int64)
@@ -53,34 +53,36 @@ class TableWalk:
         topic: str | None,
     ) -> None:
         self._snapshot, self._open_file, self._codes, self._topic = snapshot, open_file, codes, topic
-        self.files: dict[int, DataFile] = {}  # those that were looked into
+        self.files: dict[int, DataFile] = {}  # the files read so far
 
     def after(
         self, low: Position, high: Position, rows: int, keep: Callable[[Codes], Bools]
     ) -> tuple[Filed, Position]:
-        """Return promises in [low, high), more than `rows` of them or all there are; and up to where all are looked at.
+        """Return promises in [low, high), and the position up to which all of them are in the result.
 
-        `keep`: which topics count.
+        The result has more than `rows` promises, unless there are fewer or a bound of the walk is reached. `keep`:
+        which topics count.
         """
         snapshot, found, count, groups = self._snapshot, [NOTHING], 0, 0
-        # The next steps: (first instant, -1 for a file, or a row group of it), the earliest first.
+        # The next steps, earliest first: (first due time, file, row group), with -1 for a file that is not open yet.
         steps = [
             (max(snapshot.first_ms(entry), low[0]), at, -1)
             for at, entry in enumerate(snapshot.entries)
             if entry.max_due_ms >= low[0] and entry.min_due_ms <= high[0]
         ]
-        # A file is opened when it is the next one: a page of the next hour leaves the years behind it alone.
+        # A file is opened when its turn comes, so that a page of the next hour opens no files of later years.
         heapq.heapify(steps)
         while steps:
             first_ms, at, group = heapq.heappop(steps)
             is_enough = count > rows and _count_before(found, first_ms) > rows
-            # Not at the instant at which the page begins: the next one would begin there again.
+            # Not at the due time where the page begins, or the next page would begin there again.
             if first_ms > low[0] and (is_enough or groups >= GROUPS_MAX or len(self.files) >= FILES_MAX):
                 return Filed.joined(found), (first_ms, 0)
             if group < 0:
                 file = self.files[at] = self._open_file(snapshot.entries[at])
                 for each in file.groups_between(low, high):
                     first = max(first_ms, int(file.group_min_ms[each]))
+                    # Statistics of the file exclude most row groups of other topics without a read.
                     if self._topic is None or file.may_have_topic(each, self._topic):
                         heapq.heappush(steps, (first, at, each))
                 continue
@@ -106,13 +108,15 @@ class TableWalk:
         )  # fmt: skip
 
     def rows_of(self, chosen: Filed, columns: list[str]) -> pa.Table:
-        """Return columns of these promises, in their order."""
+        """Read columns of these promises, in their order."""
+        # Sorted by file and row group, so that each row group is read once.
         order = np.lexsort((chosen.row, chosen.group, chosen.file))
         sorted_, parts = chosen.part(order), []
         cuts = np.flatnonzero(np.diff(sorted_.file) | np.diff(sorted_.group)) + 1
         for part in np.split(np.arange(len(sorted_)), cuts):
             one = sorted_.part(part)
             parts.append(self.files[int(one.file[0])].read_group_rows(int(one.group[0]), one.row, columns))
+        # The inverse permutation restores the order of `chosen`.
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return pa.concat_tables(parts).take(pa.array(back))

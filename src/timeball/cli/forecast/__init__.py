@@ -1,9 +1,9 @@
-"""`timeball forecast`: when how much falls due, and what would be late.
+"""`timeball forecast`: show how many messages fall due when, and how many would be late.
 
 command    the command itself: count, add an extra load, answer
 options    the request: a window, consumers, an extra load
 report     counting, and the answer as a document and for people
-picture    the answer as PNG
+picture    the answer as PNG, SVG or PDF
 """
 
 from timeball.cli.forecast.command import forecast

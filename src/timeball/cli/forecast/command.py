@@ -1,7 +1,7 @@
-"""`timeball forecast`: when how much of what waits falls due, its peaks, and what would be late then.
+"""`timeball forecast`: show how many pending messages fall due when, the peaks, and how many would be late.
 
-DuckDB counts in this process; with --master, or under spark-submit, Spark does, for a table that is out of reach from
-here, or too large. What follows is the same: both give a load.
+DuckDB counts in this process. With --master, or under spark-submit, Spark counts instead, for a table that is out of
+reach from here or too large. Both produce a load, and the further steps are the same.
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ def forecast(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
-    """Show when how much of what waits falls due, its peaks, and what would be late, in UTC.
+    """Show how many pending messages fall due when, the peaks, and how many would be late, in UTC.
 
-    Reads the pending table from where the broker keeps it, so it runs where that folder can be read.
+    The command reads the pending table where the broker keeps it, so run it
+    where that folder can be read.
 
     \b
     Examples:
@@ -147,7 +148,7 @@ def forecast(
 
 
 def counted_by(spark: SparkOptions) -> SparkOptions | None:
-    """Return the options of the Spark that counts; None when this process does."""
+    """Choose Spark's options if Spark counts. None if this process counts."""
     from timeball.pipeline.run import SUBMITTED
 
     if spark.master is not None or SUBMITTED in os.environ:
@@ -166,14 +167,14 @@ def answer_to(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Return check, count, answer, print, draw."""
+    """Check the options, count, print the answer, and draw it if a picture is asked for."""
     from timeball.cli.forecast.picture import check_picture, draw
     from timeball.cli.forecast.report import answer, count, describe
 
     window.check()
     extra.check()
     if picture is not None:
-        check_picture(picture)  # minutes of counting should not end with a missing library
+        check_picture(picture)  # checked before the counting, which may take minutes
     apart = asked.by_topic or bool(asked.topics) or any(name != THE_OTHERS for name in asked.rates)
     found = answer(count(endpoint, spark, window, by_topic=apart, quiet=as_json), asked, extra)
     show(found.document, describe(found.document), as_json=as_json)

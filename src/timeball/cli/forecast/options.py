@@ -1,4 +1,4 @@
-"""What the options of `timeball forecast` ask for, as values: a window of time, rates of consumers, an extra load."""
+"""The options of `timeball forecast` as values: a window of time, rates of consumers, an extra load."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from timeball.pipeline.table_store import Due
     from timeball.pipeline.views.due_histogram import Load
 
-THE_OTHERS = (
-    "*"  # as in pipeline/views/consumer_model.py: other commands should not wait for the pipeline's modules
-)
+THE_OTHERS = "*"  # equal to pipeline/views/consumer_model.py's, which is not imported here: other commands start sooner
 
 
 class Bars(StrEnum):
-    """The width of a bar: pipeline/views/due_histogram.py's units."""
+    """The width of a bar: the units of pipeline/views/due_histogram.py."""
 
     AUTO = "auto"
     SECOND = "second"
@@ -33,18 +31,18 @@ class Bars(StrEnum):
 
 @dataclass(frozen=True)
 class Moment:
-    """An instant, or so many milliseconds after the instant that the forecast is of."""
+    """A time, or a number of milliseconds after the time that the forecast is of."""
 
     ms: int
     is_relative: bool = False
 
     def at_ms(self, now_ms: int) -> int:
-        """Return it as an instant."""
+        """Convert it into a time, in milliseconds since 1970."""
         return now_ms + self.ms if self.is_relative else self.ms
 
 
 def parse_moment(text: str) -> Moment:
-    """Parse an instant (2030-01-31T09:00:00Z, or milliseconds since 1970), or how much later than now: 36h."""
+    """Parse a time (2030-01-31T09:00:00Z, or milliseconds since 1970), or a duration from now: 36h."""
     if text.strip().isdecimal():
         return Moment(instant_ms(text))
     try:
@@ -58,7 +56,7 @@ def parse_moment(text: str) -> Moment:
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
-    """Parse rows a second by topic from N and TOPIC=N; THE_OTHERS stands for the topics that are not named."""
+    """Parse rows per second by topic from N and TOPIC=N. THE_OTHERS stands for the topics that are not named."""
     rates: dict[str, float] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
@@ -77,7 +75,11 @@ def parse_rates(texts: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Window:
-    """A choice of promises: due within two moments, as of now, of a version, or of the version of an instant."""
+    """The scheduled messages to count: due between two moments, as of one version of the table.
+
+    The version is the present one, the one with number `version`, or the newest one at `timestamp_ms`. `is_checked`:
+    also compare an older version with the messages that were released since.
+    """
 
     begin: Moment | None = None
     end: Moment | None = None
@@ -86,14 +88,14 @@ class Window:
     is_checked: bool = False
 
     def check(self) -> None:
-        """Raise RequestError for options that exclude each other."""
+        """Raise RequestError for options that exclude or need each other."""
         if self.version is not None and self.timestamp_ms is not None:
             raise RequestError("--version and --timestamp: give one of them")
         if self.is_checked and self.version is None and self.timestamp_ms is None:
             raise RequestError("--check holds an older forecast against what came: name it with --version")
 
     def bounds(self, now_ms: int) -> Due:
-        """Return from <= due_ms < until, None for an open end; RequestError when that holds no instant."""
+        """Find the bounds of from <= due_ms < until. None for an open end. RequestError for an empty window."""
         low = None if self.begin is None else self.begin.at_ms(now_ms)
         high = None if self.end is None else self.end.at_ms(now_ms)
         if high is not None and high <= (now_ms if low is None else low):
@@ -103,7 +105,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Asked:
-    """The questions about the load."""
+    """The requested parts of the answer: bars, peaks, topics, figures for consumer rates, and the needed rate."""
 
     by: str
     peaks: int
@@ -127,11 +129,11 @@ class Extra:
 
     @property
     def is_none(self) -> bool:
-        """Return whether there is no extra load."""
+        """True if there is no extra load."""
         return self.rows is None and self.file is None
 
     def check(self) -> None:
-        """Refuse options that say nothing without another; RequestError names both."""
+        """Raise RequestError for an option that has no effect without another one. The error names both."""
         if (self.rows is None) != (self.at is None):
             raise RequestError("--extra-rows and --extra-at: one says nothing without the other")
         if self.over_ms and self.rows is None:
@@ -142,7 +144,7 @@ class Extra:
             raise RequestError("--extra-column says nothing without --extra")
 
     def load(self, now_ms: int) -> Load:
-        """Return the rows, each in its second."""
+        """Build the load of the extra rows, each in its second."""
         from timeball.pipeline.views.consumer_model import spread
         from timeball.pipeline.views.due_histogram import ALL_TOPICS, merge
         from timeball.pipeline.views.forecast import load_of_file

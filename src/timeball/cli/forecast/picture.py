@@ -1,6 +1,6 @@
-"""A forecast as a picture: messages due over time, and below it those that consumers would not have taken yet.
+"""A forecast as a picture: messages due over time, and below it the messages that wait for consumers.
 
-Drawn without a display. Colours can be told apart by the colour-blind and in grey.
+Drawn without a display. The colours can be distinguished by the colour-blind and in grey.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def check_picture(file: Path) -> None:
-    """Refuse a file that cannot be written in the end."""
+    """Refuse a file that could not be written later: RequestError for its name, SetupError for folder or matplotlib."""
     if file.suffix.lower() not in KINDS:
         raise RequestError(f"--picture {file}: its name should end in {', '.join(KINDS)}")
     if not file.absolute().parent.is_dir():
@@ -40,7 +40,7 @@ def check_picture(file: Path) -> None:
 
 
 def draw(found: Answer, file: Path) -> None:
-    """Write the picture."""
+    """Write the picture to the file, in the format of its suffix."""
     from matplotlib.figure import Figure
 
     below = bool(found.queues)
@@ -92,7 +92,7 @@ def _draw_load(found: Answer, axes: Any) -> None:
 
 
 def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
-    """Draw what came as an outline over the bars, and return its height."""
+    """Draw the released messages as an outline over the bars, and return its height."""
     curve = came.curve(unit)
     if not len(curve.rows):
         return 0
@@ -105,14 +105,14 @@ def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
 
 
 def _unit(found: Answer) -> Unit:
-    """Return the unit of the bars, coarser where a picture has no room for so many."""
+    """Choose the unit of the bars: the document's, or a coarser one if that gives more than BARS_MAX bars."""
     both = merge([found.load, *([] if found.extra is None else [found.extra])])
     unit = Unit(found.document.load.by)
     return unit if len(found.document.load.curve) <= BARS_MAX else both.curve(bars_max=BARS_MAX).unit
 
 
 def _parts(load: Load) -> dict[str, Load]:
-    """Return the largest topics, and all others as one."""
+    """Split a load into its TOPICS_SHOWN largest topics and one part for all others."""
     topics = load.by_topic()
     shown = dict(list(topics.items())[:TOPICS_SHOWN])
     if len(topics) > len(shown):
@@ -143,7 +143,7 @@ def _whose(name: str, found: Answer) -> str:
 
 
 def _thinned(seconds: FloatArray, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return at most CORNERS_MAX corners: of neighbours the highest one, so that no peak is lost."""
+    """Reduce a curve to at most CORNERS_MAX corners, the highest of each run of neighbours, so no peak is lost."""
     step = -(-len(rows) // CORNERS_MAX)
     if step <= 1:
         return seconds, rows

@@ -1,7 +1,7 @@
-"""The answer of `timeball forecast`: scheduled messages counted on one snapshot, and a load that is only assumed.
+"""The answer of `timeball forecast`: scheduled messages counted on one snapshot, and an assumed extra load.
 
-Everything is said twice where there is an extra load: as it is, and with it. The extra rows are cut to the window, and
-those outside are counted, so that a mistyped instant is seen.
+With an extra load, every what-if figure appears twice: without it, and with it. The extra rows are cut to the window.
+Those outside are counted, so that a mistyped time is noticed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from timeball.pipeline.views.snapshot import Snapshot, check_version
 
 @dataclass(frozen=True)
 class Counted:
-    """A load: what waits within the bounds, as of `now_ms` and one version of the table.
+    """A load: the pending messages within the bounds, as of `now_ms` and one version of the table.
 
-    `came`: what came since, and until when. `held`: by paused campaign, what would wait if it were resumed. `versions`:
-    of several groups the version of each; the whole has none.
+    `came`: the messages released since, and the time up to which they were counted. `held`: by paused campaign, the
+    number of messages that would be pending if it were resumed. `versions`: the version of each group if there are
+    several, in which case `version` is None.
     """
 
     now_ms: int
@@ -53,12 +54,12 @@ Count = Callable[[str, Snapshot, Due, bool], Load]  # endpoint, snapshot, due, b
 def count(
     endpoint: str, spark: SparkOptions | None, window: Window, *, by_topic: bool = False, quiet: bool = False
 ) -> Counted:
-    """Pin a snapshot, and count by SQL: in this process with DuckDB, or on Spark when a master is named.
+    """Pin a snapshot and count with SQL: with DuckDB in this process, or on Spark when a master is named.
 
-    DuckDB counts millions of promises in less time than Spark needs to start. Spark is for a table that only the
-    cluster reaches, or that is larger than one machine should read.
+    DuckDB counts millions of promises in less time than Spark takes to start. Spark is for a table that only the
+    cluster can reach, or that is too large for one machine.
     """
-    reach(endpoint)  # says at once what is wrong; what follows is patient with a broker that restarts
+    reach(endpoint)  # fails at once without a broker, while the later calls retry
     groups = read_groups(endpoint)
     check_version(window.version, len(groups))
     with _counting(spark, quiet) as counting:
@@ -67,7 +68,7 @@ def count(
 
 
 def add_up(groups: dict[str, Counted]) -> Counted:
-    """Return what waits in all groups together."""
+    """Add up the counts of all groups."""
     if len(groups) == 1:
         [only] = groups.values()
         return only
@@ -98,7 +99,7 @@ def _count_group(endpoint: str, window: Window, counting: Count, by_topic: bool)
         due = window.bounds(shot.now_ms)
         load = counting(endpoint, shot, due, by_topic)
         came = released_since(broker, shot, by_topic=by_topic) if window.is_checked else None
-        # A pause is of now; an older version may have been made before it.
+        # A pause is known for the present only: an older version may have been made before it.
         is_now = window.version is None and window.timestamp_ms is None
         paused = held(broker) if is_now else {}
     return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came, paused)
@@ -106,7 +107,7 @@ def _count_group(endpoint: str, window: Window, counting: Count, by_topic: bool)
 
 @contextmanager
 def _counting(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
-    """Open what counts: DuckDB in this process, or Spark."""
+    """Open the engine that counts: DuckDB in this process, or Spark."""
     if spark is None:
         from timeball.pipeline.views.duckdb_session import SqlSession
 
@@ -133,12 +134,12 @@ def _counting(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
 
 
 class Forecast(msgspec.Struct, kw_only=True, frozen=True):
-    """The document that --json prints. Instants in milliseconds since 1970; `from_ms` is included, `until_ms` is not.
+    """The document that --json prints. Times are in milliseconds since 1970: `from_ms <= due_ms < until_ms`.
 
-    `waiting` and `extra` are rows within the window; the report holds both. `extra_outside`: extra rows that are not
-    within it. `held`: by paused campaign, promises that wait for its resume, and are in nothing else here. `is_whole`
-    is False when the log no longer has all of what stood in its tail at an older version. `versions`: of several groups
-    the version of each.
+    `waiting` and `extra` are rows within the window, and `load` contains both. `extra_outside`: extra rows outside of
+    the window. `held`: by paused campaign, the messages that wait for its resume, which no other figure includes.
+    `is_whole` is False when the log no longer has the whole tail of an older version. `versions`: the version of each
+    group if there are several.
     """
 
     now_ms: int
@@ -162,7 +163,7 @@ class Forecast(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True)
 class Answer:
-    """The document, and the loads it was made of, for a picture."""
+    """The document, and the loads from which it was made, for a picture."""
 
     document: Forecast
     load: Load
@@ -172,14 +173,14 @@ class Answer:
 
 
 def show_version(found: Forecast) -> str:
-    """Return which version of the table the document is of; of several groups the version of each."""
+    """Format the version of the table that was counted, or of several groups the version of each."""
     if not found.versions:
         return f"version {found.version}"
     return "versions " + ", ".join(f"{group} {version}" for group, version in found.versions.items())
 
 
 def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
-    """Build the whole answer."""
+    """Build the whole answer: filter the load by topic, add the extra load, and compute all figures."""
     from_ms = counted.now_ms if counted.due[0] is None else counted.due[0]
     until_ms = counted.due[1]
     load = counted.load.only(asked.topics) if asked.topics else counted.load
@@ -233,7 +234,7 @@ _A_CELL = {60_000: "minute", 3_600_000: "hour"}
 
 
 def describe(found: Forecast) -> Iterator[str]:
-    """Yield the answer line by line."""
+    """Yield the answer for people, line by line."""
     yield from bars(_bars(found))
     yield _summary(found)
     if not found.is_whole:
@@ -258,7 +259,7 @@ def describe(found: Forecast) -> Iterator[str]:
 
 
 def _bars(found: Forecast) -> dict[str, int]:
-    """Return rows by the name of the bar; with the empty ones between them, unless these are most."""
+    """Count rows by the bar's name. Empty bars are included, unless they are the majority of over BARS_MAX bars."""
     unit, curve = Unit(found.load.by), found.load.curve
     rows = {bar.at_ms: bar.rows for bar in curve}
     if curve:
@@ -350,12 +351,12 @@ def _check(check: Check) -> Iterator[str]:
 
 
 def instant(at_ms: int) -> str:
-    """Return an instant as text, to the second in UTC: 2030-01-31T09:00:00Z."""
+    """Format a time in UTC, to the second: 2030-01-31T09:00:00Z."""
     return datetime.fromtimestamp(at_ms // 1_000, UTC).isoformat().replace("+00:00", "Z")
 
 
 def show_span(span_ms: int) -> str:
-    """Return a span as text: 40 ms, 2.4 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
+    """Format a length of time: 40 ms, 2.4 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
     if span_ms < 1_000:
         return f"{span_ms} ms"
     if span_ms < 60_000:

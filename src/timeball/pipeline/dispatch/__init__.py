@@ -1,1 +1,1 @@
-"""Due messages carried to the broker by Spark: a stream of file positions and the tasks that bring the rows."""
+"""The job `dispatch`: Spark reads due messages from the pending table and brings them to the broker."""

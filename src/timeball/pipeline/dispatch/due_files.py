@@ -1,8 +1,9 @@
-"""Find which rows of the pending table are due when, as positions in files, from the column `due_ms` alone.
+"""Find the rows of the pending table that are due within a window, as positions in files.
 
-Files are sorted by due instant, so the rows due within a window are one contiguous span of each file. The driver keeps
-the instants of the row groups it has reached, 8 bytes a row, and drops those that lie behind. It never reads a whole
-row: a task gets *pointers*, (file, first row, rows), and reads the bodies itself.
+Files are sorted by due time, so the rows due within a window form one contiguous span of each file. The driver reads
+only the column `due_ms`. It keeps this column, 8 bytes per row, of the row groups that the windows have reached, and
+drops it when a window begins after the group. A task gets *pointers* (file, first row, rows) and reads the whole rows
+itself.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ from timeball.pipeline.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
 
 POINTER_SCHEMA = pa.schema([("uri", pa.string()), ("first_row", pa.int64()), ("rows", pa.int64())])
-ROWS_SLACK = 1.5  # of the rows for one task: how many more may be left together
+ROWS_SLACK = 1.5  # a piece may have this many times the rows of a task before it is cut further
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of rows of one file and their instants, sorted."""
+    """Consecutive rows of one file and their due times, in ascending order."""
 
     uri: str
     first_row: int
     due_ms: Int64Array
 
     def part(self, begin: int, end: int) -> Span:
-        """Return some of its rows."""
+        """Cut out the rows begin <= i < end of this span."""
         return Span(self.uri, self.first_row + begin, self.due_ms[begin:end])
 
 
 @dataclass
 class _File:
-    """A file as far as it is known: where its row groups begin and end, and the instants of some."""
+    """The row groups of one file, and the due times of those that were read."""
 
-    starts: Int64Array
-    low: Int64Array
-    high: Int64Array
-    due_ms: dict[int, Int64Array] = field(default_factory=dict)
+    starts: Int64Array  # first row of each group, and at the end the number of rows of the file
+    low: Int64Array  # earliest due time of each group, in ms
+    high: Int64Array  # latest due time of each group, in ms
+    due_ms: dict[int, Int64Array] = field(default_factory=dict)  # number of a group -> its column
 
 
 class DueFiles:
-    """The files of one version of the table after another. Belongs to the driver's side of a stream."""
+    """The data files of one version of the table at a time. Used on the driver's side of a stream only."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -57,21 +58,21 @@ class DueFiles:
         self._known: dict[str, _File] = {}
 
     def use_version(self, version: int) -> None:
-        """Use this version from now on."""
+        """Switch to a version of the table. Column data of files that are still live is kept."""
         if version != self._version:
             self._live, self._version = table_files(self.uri, version), version
             live = {self._uri_of(file) for file in self._live}
             self._known = {uri: known for uri, known in self._known.items() if uri in live}
 
     def between(self, low_ms: int, high_ms: int) -> list[Span]:
-        """Return the rows due at low_ms <= due_ms < high_ms, a span a file, and forget what lies before."""
+        """Find the rows due at low_ms <= due_ms < high_ms, one span per file. Drops the column data of earlier rows."""
         found = []
         for file in self._live:
             if file.may_hold((low_ms, high_ms)):
                 span = self._span(self._uri_of(file), low_ms, high_ms)
                 if len(span.due_ms):
                     found.append(span)
-            elif not file.may_hold((low_ms, None)):
+            elif not file.may_hold((low_ms, None)):  # all its rows are earlier, and windows only move forward
                 self._known.pop(self._uri_of(file), None)
         return found
 
@@ -117,7 +118,7 @@ def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
 
 
 def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa.Table:
-    """Read these rows of a file; only the row groups that hold them are read. Raises OSError."""
+    """Read rows of a file, starting at `first_row`. Only the row groups with these rows are read. Raises OSError."""
     files, path = places.arrow(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
@@ -133,12 +134,16 @@ def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa
 
 
 def count(spans: Sequence[Span]) -> int:
-    """Return rows in all of them."""
+    """Count the rows of all spans."""
     return sum(len(span.due_ms) for span in spans)
 
 
 def end_of(spans: Sequence[Span], rows: int, high_ms: int) -> int:
-    """Return the instant before which at most `rows` of these are due; at least all that is due in the first ms."""
+    """Find the latest end of the window, at most `high_ms`, before which at most `rows` rows are due.
+
+    Rows that are due in the same millisecond stay together. So the window always contains all rows of its first
+    millisecond, even if they are more than `rows`.
+    """
     if count(spans) <= rows:
         return high_ms
     due = np.sort(np.concatenate([span.due_ms for span in spans]))
@@ -146,10 +151,13 @@ def end_of(spans: Sequence[Span], rows: int, high_ms: int) -> int:
 
 
 def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
-    """Cut these rows into pieces of about `rows`, the earliest first, so that few tasks at a time keep up with many.
+    """Cut the spans into one piece per task, of about `rows` rows each, the earliest piece first.
 
-    One file is cut where its row groups begin, because a task decodes whole ones. Several are cut by instants, across
-    files; where one instant has too many, by rows.
+    With this order messages are released in time although only a few tasks run at the same time.
+
+    A single file is cut where row groups begin, because a task decodes whole row groups. Several files are cut at due
+    times, so that a piece has rows of the same window from each file. If too many rows are due in one millisecond, they
+    are cut by number of rows.
     """
     if not spans:
         return []
@@ -161,7 +169,7 @@ def tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
     for low, high in zip([None, *cuts.tolist()], [*cuts.tolist(), None], strict=True):
         piece = _all_within(spans, low, high)
         if count(piece) > rows * ROWS_SLACK:
-            # Between two cuts are fewer than `rows`; more than that there can only be at the first instant itself.
+            # There is a cut after every `rows` rows, so only the first millisecond of a piece can have too many.
             crowd, piece = _all_within(piece, low, low + 1), _all_within(piece, low + 1, high)
             found += [[span.part(at, at + rows)] for span in crowd for at in range(0, len(span.due_ms), rows)]
         if piece:
@@ -186,7 +194,7 @@ def _within(span: Span, low_ms: int | None, high_ms: int | None) -> Span:
 
 
 def pointers(spans: Sequence[Span]) -> pa.RecordBatch:
-    """Return what travels to a task: POINTER_SCHEMA, a row a span."""
+    """Encode spans as the batch that a task receives: POINTER_SCHEMA, one row per span."""
     columns = [[s.uri for s in spans], [s.first_row for s in spans], [len(s.due_ms) for s in spans]]
     return pa.RecordBatch.from_arrays(
         [pa.array(values, field.type) for values, field in zip(columns, POINTER_SCHEMA, strict=True)],

@@ -1,15 +1,16 @@
-"""The format `timeball_due`: pointers to rows that come due, as a stream whose offset is an instant.
+"""The Spark format `timeball_due`: a stream of pointers to rows of the pending table that are about to be due.
 
     spark.readStream.format("timeball_due").option("endpoint", …).load()     rows: POINTER_SCHEMA
          .writeStream.format("timeball_due").option("endpoint", …)           releases them (release_writer.py)
 
-An offset is an instant of the broker's clock; everything due before it has been planned. A micro-batch covers the rows
-due from the end of the last one to `lead_ms` from now, of one version of the table, which its offset names: so tasks
-run when their rows are due. `latestOffset` returns its start until a row is due within half of that, so a quiet broker
-starts no micro-batch.
+An offset is a time on the broker's clock: all rows due before it have been planned, that is, given to a task. A
+micro-batch covers the rows due from the end of the previous one until `lead_ms` from now, so its tasks already run when
+their rows are due. All its rows are of one version of the table, which its offset names. `latestOffset` returns the
+start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while the broker has nothing due.
 
-The stream guarantees nothing. A row that is planned twice is released once, and the broker itself releases rows
-planned too late or not at all. Rows further back than `behind_ms` are never planned: the broker has them already.
+Correctness does not depend on the stream. The broker releases a row once even if it is planned twice. It also releases
+rows by itself that are planned too late or never. Rows that were due more than `behind_ms` ago are never planned,
+because the broker has already loaded them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BEHIND_MS = 10_000
 
 
 class DueOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the stream and its sink; `describe` says what each is for."""
+    """Options of the stream and its sink. `describe` explains each of them."""
 
     endpoint: str = DEFAULT_ENDPOINT
     table_uri: str | None = None
@@ -64,7 +65,7 @@ _PARSERS = {
 
 
 def describe() -> dict[str, str]:
-    """Return what each option is for, with its default."""
+    """Describe each option by a short text with its default."""
     return {
         "endpoint": f"where the broker listens ({DEFAULT_ENDPOINT})",
         "table_uri": "where driver and executors reach the pending table, if not where the broker says",
@@ -76,12 +77,12 @@ def describe() -> dict[str, str]:
 
 
 def due_options(options: Mapping[str, str]) -> DueOptions:
-    """Check the options; SetupError names the first bad one."""
+    """Parse and check the options. Raises SetupError for the first invalid one."""
     return values.parse(options, DueOptions, _PARSERS, ignored=SPARK_OPTIONS)
 
 
 class DueDataSource(DataSource):
-    """`format("timeball_due")`, for streams only."""
+    """The data source of `format("timeball_due")`, for streams only."""
 
     @classmethod
     def name(cls) -> str:
@@ -106,29 +107,29 @@ class DueDataSource(DataSource):
 
 @dataclass
 class DuePart(InputPartition):
-    """Pointers of one task, as columns."""
+    """The pointers of one task, as columns of POINTER_SCHEMA."""
 
     columns: dict[str, list[Any]]
 
 
 class DueStream(BrokerStream):
-    """The due rows of files, as a stream of pointers."""
+    """The stream of pointers to rows that are about to be due. Tasks only call `read`."""
 
     def __init__(self, options: DueOptions) -> None:
         super().__init__(options.endpoint)
         self.options = options
-        self._final_ms: int | None = None
-        self._now_ms: int | None = None
+        self._final_ms: int | None = None  # with Trigger.AvailableNow: the offset at which the query ends
+        self._now_ms: int | None = None  # the broker's clock at the latest status
         self._files: DueFiles | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return where a new query starts: with what falls due now, since what was due before is the broker's."""
+        """Choose the offset of a new query: `behind_ms` before now, because the broker has loaded all earlier rows."""
         status = self.broker().status()
         begin = status.now_ms - self.options.behind_ms
         return {"due_ms": begin, "from_ms": begin, "version": status.table.version}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Return the end of the next epoch; `start` itself while nothing is due."""
+        """Choose the end of the next micro-batch, or `start` itself while no row is about to be due."""
         options, status = self.options, self.broker().status()
         self._now_ms = status.now_ms
         begin = max(int(start["due_ms"]), status.now_ms - options.behind_ms)
@@ -140,15 +141,15 @@ class DueStream(BrokerStream):
         return {"due_ms": end, "from_ms": begin, "version": status.table.version}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Stop at promises due now."""
+        """End the query after the messages that are due now."""
         self._final_ms = self.broker().status().now_ms + 1
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """Return the broker's clock when last asked, which shows how far the query lags."""
+        """The broker's clock at the latest status, so that Spark's progress shows how far the query lags."""
         return None if self._now_ms is None else {"due_ms": self._now_ms}
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """See DataSourceStreamReader; the earliest rows first, because tasks are started in this order."""
+        """See DataSourceStreamReader. The earliest rows come first, because Spark starts tasks in this order."""
         if start == end:
             return []
         spans = self._spans(int(end["version"]), int(end["from_ms"]), int(end["due_ms"]))
@@ -162,7 +163,10 @@ class DueStream(BrokerStream):
             yield pa.RecordBatch.from_pydict(partition.columns, POINTER_SCHEMA)
 
     def _is_time(self, spans: list[Span], now_ms: int) -> bool:
-        """Return whether the first of these is near: a micro-batch planned too early holds the first ones only."""
+        """Check whether the first row is due within half of `lead_ms`, or earlier.
+
+        A micro-batch that is planned as soon as its first row comes within `lead_ms` would contain only few rows.
+        """
         first_ms = min((int(span.due_ms[0]) for span in spans), default=None)
         return first_ms is not None and first_ms <= now_ms + self.options.lead_ms // 2
 
@@ -176,9 +180,10 @@ class DueStream(BrokerStream):
             self._files.use_version(version)
             return self._files.between(begin, end)
         except (NotFound, OSError):
-            # Swept since, or not written yet: the broker looks behind us, and the next version is asked for anew.
+            # The files of this version are removed already, or not written yet. To plan nothing is safe, because the
+            # broker releases rows that are not brought. The next micro-batch opens the table again.
             self._files = None
             return []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_files": None}  # the driver's columns
+        return {**super().__getstate__(), "_files": None}  # tasks do not need the driver's columns

@@ -1,10 +1,11 @@
-"""`dispatch`: a streaming query that brings due promises of the pending table's files, in place of the broker's wheel.
+"""The job `dispatch`: a streaming query that reads due messages from the pending table and brings them to the broker.
 
-It is for more executors than one broker process has cores: tasks read and decode the bodies, wait for their own rows
-and bring them over Flight; the broker decides and writes the releases. When Spark dies or lags, messages are late by
-the broker's `--dispatch-grace-ms` at most, and none is lost: see docs/pipeline/dispatch.md.
+Without it, the broker reads them itself. The job is for clusters with more cores than one broker process can use. Its
+tasks read and decode the message bodies, wait until their rows are due and bring them to the broker over Flight. The
+broker decides which rows are released, and writes the release records. If Spark dies or lags, no message is lost, and
+messages are at most `--dispatch-grace-ms` (a setting of the broker) late. See docs/pipeline/dispatch.md.
 
-A task holds a core while it waits for its rows, for `lead_ms` at most.
+A task occupies a core while it waits for its rows, which takes at most `lead_ms`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query; with `once` it stops when all that was due at the start has been brought."""
+    """Start the query. With `once` it ends after it has brought the messages that were due at its start."""
     chosen = {**(options or {}), "endpoint": endpoint}
     due = spark.readStream.format(FORMAT).options(**chosen).load()
     writer = due.writeStream.format(FORMAT).options(**chosen)
@@ -41,7 +42,10 @@ def start(
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
-    """Return the lease of a dispatcher, which ends with its need: the broker then brings what is due by itself."""
+    """Make the lease of a dispatcher. While `needed` returns True, the broker leaves due rows of files to the job.
+
+    The lease is given back as soon as it is not needed. Then the broker loads due messages by itself again.
+    """
     return Lease(
         endpoint,
         NAME,

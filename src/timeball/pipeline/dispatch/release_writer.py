@@ -1,13 +1,15 @@
-"""The sink of `timeball_due`: a task reads the rows it has pointers to, waits for their instants, and brings them.
+"""The sink of `timeball_due`: a task reads the rows of its pointers, waits until they are due, and brings them.
 
     read the rows -> sort by (due_ms, seq) -> wait for the broker's clock -> bring due rows, batch by batch
 
-The clock is the broker's: a task reads it by `status`, carries it on by its own monotonic clock, and reads it again
-each second. A reading is as old as the way back of its answer, so the task lags and never leads. When the broker finds
-a batch early all the same, because its clock was set back, the task brings the rows again later.
+The task follows the broker's clock. It reads that clock with a `status` call, adds the time that has passed on its own
+monotonic clock, and reads the broker's clock again every second. A reading is already old when the answer arrives. So
+the task's clock is a little late and never ahead. If the broker still refuses a batch as early, its clock was set back.
+The task then brings these rows again later.
 
-The broker decides (broker/delivery.py): a repeated task changes nothing, and a file that has gone was rewritten, so
-its waiting rows are in another one. Waits are bounded by the lead and by `PATIENCE_MS`.
+The broker decides which rows are released (broker/delivery.py), so a repeated task changes nothing. If a file no longer
+exists, the broker has rewritten it, and its pending rows are in another file. A task waits for at most `lead_ms` +
+`PATIENCE_MS`.
 """
 
 from __future__ import annotations
@@ -32,28 +34,29 @@ from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter
 LOG = logging.getLogger("timeball.pipeline")
 
 BATCH_ROWS = 16_384
-TICK_MS = 10  # between two batches of rows that come due one by one
+TICK_MS = 10  # the shortest wait between two batches, when rows become due one by one
 CLOCK_EVERY_MS = 1_000
-PATIENCE_MS = 10_000  # beyond the lead: then the broker's clock was set back, and it brings the rows itself
+# Longer than the lead a task waits only if the broker's clock was set back. It then leaves its rows to the broker.
+PATIENCE_MS = 10_000
 
 
 @dataclass
 class Brought(WriterCommitMessage):
-    """The outcome of a task's rows."""
+    """The result of a task, in rows."""
 
     released: int = 0
-    left: int = 0
+    left: int = 0  # not released: the broker has settled (released or cancelled) or loaded them already
 
 
 class BrokerClock:
-    """The broker's instant, seen from here; never ahead of it."""
+    """An estimate of the broker's clock that is never ahead of it."""
 
     def __init__(self, endpoint: Endpoint, clock: Clock | None = None) -> None:
         self._endpoint, self._clock = endpoint, clock or SystemClock()
         self.read_clock()
 
     def now_ms(self) -> int:
-        """Return milliseconds since 1970 as the broker's scheduler counts them."""
+        """Estimate the time of the broker's scheduler, in milliseconds since 1970. Asks the broker once a second."""
         passed_ms = (self._clock.monotonic_ns() - self._read_ns) // 1_000_000
         if passed_ms >= CLOCK_EVERY_MS:
             self.read_clock()
@@ -61,13 +64,13 @@ class BrokerClock:
         return self._seen_ms + passed_ms
 
     def read_clock(self) -> None:
-        """Ask the broker."""
+        """Read the broker's clock by a `status` call."""
         self._seen_ms = self._endpoint.status().now_ms
-        self._read_ns = self._clock.monotonic_ns()
+        self._read_ns = self._clock.monotonic_ns()  # after the call, so that the estimate is never ahead
 
 
 class ReleaseWriter(DataSourceStreamArrowWriter):
-    """The sink of the stream: tasks wait for the clock, and bring the rows to the broker."""
+    """The sink of the stream. Spark runs `write` in a task, and `commit` on the driver after each micro-batch."""
 
     def __init__(self, endpoint: str, lead_ms: int) -> None:
         self._endpoint, self._lead_ms = endpoint, lead_ms
@@ -82,7 +85,7 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
             return bring(rows, endpoint, self._lead_ms + PATIENCE_MS)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """See DataSourceStreamWriter. All is done: the broker has it on disk."""
+        """See DataSourceStreamWriter. Only logs the counts, because the broker has stored the releases already."""
         brought = [message for message in messages if isinstance(message, Brought)]
         LOG.info(
             "epoch done job=dispatch epoch=%d released=%d left=%d",
@@ -90,11 +93,11 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
         )
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """See DataSourceStreamWriter. What has been brought is released; the rest will be."""
+        """See DataSourceStreamWriter. Nothing to undo: the rows brought are released, the broker releases the rest."""
 
 
 def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
-    """Read the rows that these pointers name, sorted by (due_ms, seq); None when their files are gone."""
+    """Read the rows of these pointers, sorted by (due_ms, seq). Skips deleted files. None if there are no rows."""
     tables = []
     for span in spans:
         try:
@@ -116,7 +119,7 @@ def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
 
 
 def bring(rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clock | None = None) -> Brought:
-    """Bring these sorted rows as they come due; leave rows not due after `patience_ms` to the broker."""
+    """Bring sorted rows to the broker as they become due. After `patience_ms`, the remaining rows are left to it."""
     brought, clock = Brought(), clock or SystemClock()
     give_up_ns = clock.monotonic_ns() + patience_ms * 1_000_000
     watch = BrokerClock(endpoint, clock)
@@ -139,7 +142,7 @@ def bring(rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clo
 
 
 class Kept:
-    """An iterator that keeps what it has given out, until the answers come."""
+    """An iterator over batches that also keeps them, so that each can be matched with its answer."""
 
     def __init__(self, source: Iterator[pa.RecordBatch]) -> None:
         self._source = source
@@ -154,7 +157,7 @@ class Kept:
 def due_batches(
     rows: pa.RecordBatch, watch: BrokerClock, give_up_ns: int, clock: Clock
 ) -> Iterator[pa.RecordBatch]:
-    """Yield these sorted rows in batches, each when the last of it is due; end when it is time to give up."""
+    """Yield sorted rows in batches of due rows, as they become due. Stops at `give_up_ns` on the monotonic clock."""
     due = int64(rows.column("due_ms"))
     at = 0
     while at < len(due):

@@ -1,1 +1,1 @@
-"""The pipeline's jobs: compact, ledger, archive, replay, bulk with its campaigns, and audit."""
+"""The jobs of the pipeline: compact, ledger, archive, replay, bulk with its campaigns, and audit."""

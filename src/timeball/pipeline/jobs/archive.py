@@ -1,13 +1,14 @@
-"""`archive`: keep every message that passed in a Delta table beside the pending table, beyond the log's retention.
+"""The job `archive` keeps every visible message in a Delta table, for longer than the log's retention.
 
-The archive has one row for each message that became visible in a queue: MESSAGE and RELEASE rows with all columns of
-the log (`store_ms` is the instant at which it became visible). A cancelled promise never passed; the ledger has it.
+The table is beside the pending table by default. It has one row for each message that became visible in a queue: the
+MESSAGE and RELEASE rows of the log with all their columns. Such a message has *passed*, at its `store_ms`. A cancelled
+message never becomes visible, so only the ledger has it.
 
-Each epoch goes from the archive's own mark to the end of the log (archive_writer.py). So the table alone tells its
-contents: a repeated epoch adds nothing, and retention leaves no hole without an error.
+Each epoch extends the archive from its mark to the end of the log (archive_writer.py). So the table alone defines its
+content. A repeated epoch adds nothing, and retention cannot leave an unnoticed gap.
 
-Every TIDY_EVERY versions the job joins small files, neighbours of one day into one sorted file. It removes what was
-replaced, and what a dead task left behind, a week later, so that no reader loses a file while reading it.
+Every TIDY_EVERY versions, the job joins neighbouring small files of one day into one sorted file. It deletes replaced
+files, and files that a dead task has left, a week later, so that no reader loses a file while it reads.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ if TYPE_CHECKING:  # a job without Spark imports none of it
 LOG = logging.getLogger("timeball.pipeline")
 
 NAME = "archive"
-SINCE = "timeball.since"  # table property: the first row of the log that the archive has seen
-SINCE_MS = "timeball.since_ms"  # and the instant of that row: what passed before it is not here
+SINCE = "timeball.since"  # table property: the first row of the log that the archive contains
+SINCE_MS = "timeball.since_ms"  # table property: the time of that row; earlier messages are missing
 EPOCH_ROWS = 1_000_000
-PIECE_ROWS = 500_000  # of the log, for one task: a file
-# An archive is not urgent, and each micro-batch is a file or two: one a minute, or half a million rows.
+PIECE_ROWS = 500_000  # rows of the log per task, which usually writes one file
+# An archive is not urgent, and each epoch adds one or two files. So there is one epoch per minute, or per half a
+# million rows.
 OPTIONS = {
     "max_rows_per_batch": str(EPOCH_ROWS),
     "rows_per_partition": str(PIECE_ROWS),
@@ -61,14 +63,14 @@ OPTIONS = {
 }
 TIDY_EVERY = 100  # versions
 JOINED_ROWS = 1_000_000
-JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; some times that in memory while they are joined
+JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; several times as much in memory while files are joined
 
 
 # ---- the table --------------------------------------------------------------------------------------------
 
 
 def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
-    """Open the archive at `uri`; create it, for what passes from the log's first row on, when there is none."""
+    """Open the archive at `uri`. If there is none, create one that begins at the first row of the log."""
     try:
         return open_table(uri)
     except NotFound:
@@ -87,7 +89,7 @@ def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
 
 
 def beginning(endpoint: Endpoint) -> tuple[int, int]:
-    """Return (first row of the log, its instant); the instant is 0 when nothing was ever removed."""
+    """Read (first row of the log, its time in ms). The time is 0 if retention has never removed rows."""
     status = endpoint.status()
     if status.log.first_seq <= 1:
         return status.log.first_seq, 0
@@ -100,15 +102,15 @@ def beginning(endpoint: Endpoint) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reach:
-    """The archive holds what passed in rows since <= seq < mark of the log, since_ms being the first one's instant."""
+    """The range of an archive: it has the messages that passed in rows since <= seq < mark of the log."""
 
     since: int
-    since_ms: int
+    since_ms: int  # time of row `since`: the archive has no message that passed before
     mark: int
 
 
 def reach(table: DeltaTable) -> Reach:
-    """Return how far an archive goes back and forward; StorageError for another table."""
+    """Read the range of an archive. Raises StorageError if the table is not an archive."""
     known = table.metadata().configuration
     mark = app_version(table, APP_ID)
     if SINCE not in known or SINCE_MS not in known or mark is None:
@@ -124,7 +126,10 @@ def files(
     due_ms: Bounds | None = None,
     topics: Sequence[str] = (),
 ) -> list[str]:
-    """Return URIs of files that can hold rows of these topics (none: all) that passed, or were due, within bounds."""
+    """Select the files that can have rows of these topics, by their statistics. Returns URIs.
+
+    `passed_ms`, `due_ms`: bounds of the time at which a message passed, and of its due time. Without `topics`, all.
+    """
 
     def may_hold(action: dict[str, Any]) -> bool:
         low, high = action.get("min.topic"), action.get("max.topic")
@@ -141,7 +146,7 @@ def files(
 
 
 def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
-    """Return all of one version of the archive, or some of its files: the log's columns, and `day`."""
+    """Read one version of the archive, or only the files `uris`. The columns are those of the log, and `day`."""
     from timeball.pipeline.source.table_reader import read_delta
 
     return read_delta(spark, table, ARCHIVE_SCHEMA, uris)
@@ -156,9 +161,10 @@ def messages(
     until_ms: int | None = None,
     topics: Sequence[str] = (),
 ) -> DataFrame:
-    """Read messages that became visible at from_ms <= store_ms < until_ms, of these topics (none: of all).
+    """Read the messages that became visible at from_ms <= store_ms < until_ms. Without `topics`, of all topics.
 
-    Only files that can hold some of them are read. Of several groups each message has a column `group` besides.
+    Only the files that can have such messages are read. If there are several groups, the result has the additional
+    column `group`.
     """
     from timeball.pipeline.source.spark_api import unite
 
@@ -189,7 +195,7 @@ def _messages(
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = PIECE_ROWS) -> int:
-    """Bring the archive up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
+    """Extend the archive up to row `to_seq`, in steps of EPOCH_ROWS. Returns the number of log rows processed."""
     with Endpoint(endpoint) as broker:
         begin = reach(open_archive(uri, broker)).mark
         marked.check_mark(NAME, uri, begin, broker.status().log, to_seq)
@@ -222,7 +228,7 @@ JOB = MarkedJob(
 
 @dataclass(frozen=True)
 class Small:
-    """A file worth joining."""
+    """A file that is small enough to be joined with others."""
 
     path: str
     day: str
@@ -232,7 +238,7 @@ class Small:
 
 
 def tidy(uri: str, every: int = TIDY_EVERY) -> None:
-    """Every TIDY_EVERY versions, join small files and remove those that no version has named for a week."""
+    """Every `every` versions, join small files, and delete files that no version has used for a week."""
     table = open_table(uri)
     if table.version() % every != every - 1:
         return
@@ -240,12 +246,12 @@ def tidy(uri: str, every: int = TIDY_EVERY) -> None:
         join(table)
         table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
-    except DeltaError as error:  # another process has committed; the next time will do
+    except DeltaError as error:  # another process has committed at the same time; the next try is enough
         LOG.warning("archive not tidied job=archive reason=%s", error)
 
 
 def join(table: DeltaTable) -> int:
-    """Return join neighbouring small files; returns how many have gone. Readers of older versions keep theirs."""
+    """Join neighbouring small files and return the number of files replaced. They stay on disk for older versions."""
     store = Store(table.table_uri)
     gone = 0
     for group in neighbours(small_files(table)):
@@ -264,7 +270,7 @@ def join(table: DeltaTable) -> int:
 
 
 def small_files(table: DeltaTable) -> list[Small]:
-    """Return files less than half of what a joined one may be, by day and by their place in the log."""
+    """List the files with less than half the limits of a joined file, ordered by day and first row."""
     found = [
         Small(a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"])
         for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
@@ -274,7 +280,7 @@ def small_files(table: DeltaTable) -> list[Small]:
 
 
 def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
-    """Group at least two files of one day that together stay within JOINED_ROWS and JOINED_BYTES."""
+    """Group consecutive files of one day, at least two each, that together stay within JOINED_ROWS and JOINED_BYTES."""
     group: list[Small] = []
     for each in small:
         rows, size = (

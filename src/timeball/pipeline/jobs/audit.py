@@ -1,25 +1,27 @@
-"""`audit`: prove that every accepted promise was kept, cancelled, or still waits, to the message.
+"""The job `audit` proves for every accepted scheduled message that it was released, cancelled, or is still pending.
 
     accepted = released + cancelled + expired + pending
 
-Three witnesses that do not trust each other: the ledger (what happened), the log after the ledger's end, and the
-pending table with the log's tail and its promises of delay levels (what waits). Events are those of rows
-since <= seq < E, with E the end of the log.
+The audit compares three independent sources: the ledger (past events), the log after the ledger's end (newer events),
+and the pending messages, which are in the pending table, in the log's tail, and in rows of delay levels. Let E be the
+end of the log. The audit covers the events of the rows since <= seq < E. A message is *settled* when it is released or
+cancelled.
 
-    lost        accepted, not settled, and neither in the pending table nor in the tail, there or written again
-    early       released before its due instant. Of a duration, which follows elapsed time, that is the instant to
-                which a step of the clock has shifted it: its release names it, and the instant that was promised
+    lost        accepted, not settled, and not among the pending messages, in its first row or in one that moved it
+    early       released before its due time. A message whose delay follows elapsed time gets a new due time when the
+                clock is set. Its release row contains that shifted due time, which counts here, and the promised one
     duplicate   accepted or settled more than once
-    unknown     settled, or waiting, but never accepted
-    queue_gaps  positions of a queue that are missing or taken twice, in the part of the log that is kept
-    overdue     not settled although due more than `overdue_ms` ago: reported, since a broker may have been down
+    unknown     settled or pending, but never accepted
+    queue_gaps  positions of a queue that are missing or used twice, in the kept part of the log
+    overdue     not settled although due more than `overdue_ms` ago. No breach, because the broker may have been down
 
-Of a cluster each group is audited by itself, since a promise never leaves its group, and the counts are added up.
+In a cluster, each group is audited separately, because a message never leaves its group. Then the counts are added.
 
-Order of looking matters on a broker that works: first the table's version, then E. A promise that has left the table by
-that version was settled before, so its settlement is below E. Rows in several places (the table and the tail; a
-promise and the rows that moved it) are the same promise once. A promise may be written again behind E and its older row
-be let go by retention meanwhile: then the audit looks again, because it could take that for a loss.
+The broker may work during an audit, so the order of reading matters: first the version of the table, then E. A message
+that is no longer in that version of the table was settled earlier, so the row that settles it is before E. A message
+with several rows (in the table and in the tail, or a promise and the rows that moved it) counts once. During the audit,
+a message may be written again after E, and retention may remove its older row. That could look like a loss, so the
+audit then runs again.
 """
 
 from __future__ import annotations
@@ -49,28 +51,26 @@ OVERDUE_MS = 10_000
 OFFENDERS_MAX = 100
 BREACHES = ("lost", "early", "duplicate", "unknown")
 COUNTS = ("accepted", "released", "cancelled", "expired", "pending", "overdue", "queue_gaps", *BREACHES)
-LOOKS_MAX = 3  # retention takes seconds or minutes from one segment to the next; an audit may take as long
+LOOKS_MAX = 3  # retention may remove a segment every few seconds or minutes, and an audit may take as long
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of an audit: events of rows since..end, the table at `version`, the tail from `watermark` on.
+    """The bounds of an audit. All but `version` and `now_ms` are rows of the log."""
 
-    `first`: where the log began when it ended at `end`.
-    """
-
-    since: int
-    first: int
-    end: int
-    ledger_end: int
-    watermark: int
-    version: int
+    since: int  # the first row whose events count
+    first: int  # the first row of the log at the time when it ended at `end`
+    end: int  # rows before it count
+    ledger_end: int  # the ledger has the events of earlier rows, the log those of later ones
+    watermark: int  # the tail of the log begins here
+    version: int  # of the pending table
     now_ms: int
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The balance. Counts are promises; `offenders` holds up to 100 rows of each kind of breach, and of overdue.
+    """The balance of an audit. Counts are scheduled messages, except `queue_gaps`: queues, at most OFFENDERS_MAX.
 
-    `groups`: of a cluster with several groups the report of each; these have the scopes, and the sum has none.
+    `offenders`: breach -> up to OFFENDERS_MAX rows. Also contains overdue messages. `groups`: the report of each group,
+    if there are several. Then `scope` is None in the sum.
     """
 
     ok: bool
@@ -93,7 +93,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 def run(
     spark: SparkSession, endpoint: str, *, ledger_uri: str | None = None, overdue_ms: int = OVERDUE_MS
 ) -> AuditReport:
-    """Audit all groups at `endpoint`. A ledger is used where there is one; else the log alone must reach back."""
+    """Audit all groups at `endpoint`. Without a ledger, the audit covers only the kept part of the log.
+
+    `ledger_uri`: with `{group}` in it if there are several groups, by default beside the pending table. Raises
+    OutOfRange if retention has removed rows of the log that the ledger does not have.
+    """
     groups = read_groups(endpoint)
     found = {}
     for group in groups:
@@ -103,7 +107,7 @@ def run(
 
 
 def add_up(groups: dict[str, AuditReport]) -> AuditReport:
-    """Return the report of all groups together; an offender says of which group it is."""
+    """Add the reports of all groups. Offenders get the column `group`."""
     offenders: dict[str, list[dict[str, Any]]] = {}
     for name, report in groups.items():
         for breach, rows in report.offenders.items():
@@ -143,7 +147,8 @@ def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms:
     scope, history = gather_witnesses(spark, endpoint, uri)
     witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
     judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
-    # Spark plans what is kept when it is told so: around that, too, stands how many partitions a shuffle has.
+    # Spark plans a DataFrame when `persist` is called. So `persist` is inside the block that sets the number of shuffle
+    # partitions.
     with shuffled_by_size(spark, scope.end - scope.since):
         judged = judged.persist(StorageLevel.MEMORY_AND_DISK)
         try:
@@ -153,7 +158,7 @@ def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms:
 
 
 def _has_let_go(endpoint: str, scope: Scope) -> bool:
-    """Return whether the log begins later than it did when the audit looked."""
+    """Check whether retention has removed rows of the log since the audit read its bounds."""
     with Endpoint(endpoint) as broker:
         return broker.status().log.first_seq > scope.first
 
@@ -162,7 +167,7 @@ def _has_let_go(endpoint: str, scope: Scope) -> bool:
 
 
 def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
-    """Return the scope, and all events in it with a column `seq`, one row a promise and event."""
+    """Read the scope of the audit, and all events in it: one row per message and event, with the column `seq`."""
     with Endpoint(endpoint) as broker:
         status = settled_status(broker)
         end = broker.status()
@@ -189,7 +194,7 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
         )
     fresh = read_events(spark, endpoint, min(scope.ledger_end, scope.end), scope.end)
     history = fresh if recorded is None else recorded.where(f.col("event_seq") < scope.end).unionByName(fresh)
-    history = history.where("rows > 0")  # a start of the broker is no promise's event
+    history = history.where("rows > 0")  # without the starts of the broker, which concern no message
     seq = f.explode(f.expr("sequence(first_seq, first_seq + rows - 1)")).alias("seq")
     return scope, history.select(
         seq, "event", "topic", "unique_key", "due_ms", "at_ms", "event_seq", "from_due_ms"
@@ -197,10 +202,11 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
 
 
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Return promises at rest, as the event 'waiting', more than once where they lie in several places.
+    """Read the pending messages as events 'waiting'. A message with several rows occurs several times.
 
-    Rows of the table, PROMISE rows of the tail, and its MOVED rows, under the number of the promise they hold.
-    Promises of delay levels have a place in a queue; retention leaves their rows in the log until they are settled.
+    They are the rows of the table, the PROMISE rows of the tail, and its MOVED rows, under the number of the message
+    that they move. Messages of delay levels have a position in a queue and may be anywhere in the log. Retention keeps
+    their rows until they are settled.
     """
     columns = "seq,due_ms,topic,unique_key"
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", columns)
@@ -208,7 +214,7 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     table = source.option("columns", f"{columns},number").load().withColumn("event_seq", f.col("seq"))
     table = table.withColumn("seq", f.coalesce("number", "seq")).drop("number")
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
-    # Where nothing compacts, the tail is the whole log, less what retention has removed since.
+    # If nothing is compacted, the tail is the whole log. Retention may have removed its first rows since, so "first".
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
     source = source.option("kinds", "promise,moved").option("placed", "false").option("from_seq", str(begin))
     tail = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
@@ -219,14 +225,14 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
 
 
 def _by_number(rows: DataFrame) -> DataFrame:
-    """Return PROMISE and MOVED rows under the numbers of their promises, without half messages."""
+    """Set `seq` of PROMISE and MOVED rows to the number of their message. Leaves out half messages."""
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
     rows = rows.withColumn("event_seq", f.col("seq")).withColumn("seq", number)
     return rows.drop("kind", "source_seq").where("due_ms is not null")
 
 
 def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
-    """Return queues whose positions are not unique and dense, with how many are missing and how many taken twice."""
+    """Find the queues with missing or repeated positions in the kept log. Returns the columns of `gaps`."""
     source = spark.read.format("timeball").option("endpoint", endpoint)
     source = source.option("placed", "true")
     source = source.option("columns", "topic,queue_id,queue_offset").option("to_seq", str(scope.end))
@@ -234,7 +240,10 @@ def queue_gaps(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
 
 
 def gaps(visible: DataFrame) -> DataFrame:
-    """Reduce `visible` (topic, queue_id, queue_offset) to the queues that are not dense."""
+    """Reduce `visible` (topic, queue_id, queue_offset) to the queues whose positions are not consecutive and unique.
+
+    Columns: topic, queue_id, first, last, and the numbers of positions `missing`, `twice` and `unplaced` (null).
+    """
     taken = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
     queues = taken.groupBy("topic", "queue_id").agg(
         f.min("queue_offset").alias("first"),
@@ -250,10 +259,11 @@ def gaps(visible: DataFrame) -> DataFrame:
 
 
 def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
-    """Fold events into one row a promise: what happened to it, and a flag for each breach.
+    """Combine the events of each message into one row, with counts of its events and a flag for each breach.
 
     `witnessed`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms,
-    event_seq, the row that says so, and from_due_ms. What waits at an instant from before the last move does not count.
+    event_seq (the row of the log that records the event), and from_due_ms. A row 'waiting' that is older than the last
+    move of its message does not count, because its due time is out of date.
     """
 
     def times(event: str) -> Column:
@@ -262,7 +272,7 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     def newest(event: str) -> Column:
         return f.max(f.when(f.col("event") == event, f.col("event_seq")))
 
-    # The instant promised last counts, not the one the release claims for itself.
+    # The due time is the one promised last. It is not taken from the release, which is the event to be checked.
     moved_to = f.max_by("due_ms", f.when(f.col("event") == "moved", f.col("event_seq")))
     promised = f.coalesce(
         f.when(newest("moved").isNotNull(), moved_to),
@@ -274,7 +284,7 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
         times("released"),
         times("cancelled"),
         waits.cast("int").alias("waiting"),
-        # While it waits for a level a promise stands in another topic, until it is settled.
+        # The rows of a message with a delay level are in SCHEDULE_TOPIC. Only its release has the real topic.
         f.coalesce(f.max(f.when(f.col("topic") != SCHEDULE_TOPIC, f.col("topic"))), f.max("topic")).alias(
             "topic"
         ),
@@ -286,7 +296,7 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     )
     settled = f.col("released") + f.col("cancelled")
     open_ = (f.col("accepted") > 0) & (settled == 0)
-    # A shift counts only if it is one of the instant that the other witnesses know.
+    # A shifted due time counts only if the release shifted it from the due time that the other sources have.
     is_shifted = f.col("from_due_ms") == f.col("due_ms")
     due_ms = f.when(is_shifted, f.col("shifted_ms")).otherwise(f.col("due_ms"))
     return folded.select(
@@ -301,7 +311,10 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
 
 
 def balance(judged: DataFrame, uneven_queues: DataFrame, scope: Scope) -> AuditReport:
-    """Return count, and fetch some rows of every breach there is."""
+    """Count the messages by outcome and breach, and fetch up to OFFENDERS_MAX rows of each breach.
+
+    `judged`: the result of `judge`. `uneven_queues`: the result of `gaps`.
+    """
 
     def count(condition: Column) -> Column:
         return f.count(f.when(condition, 1))

@@ -1,22 +1,24 @@
-"""`bulk`: any DataFrame with an instant column becomes promises, all in one attach, as one campaign.
+"""The job `bulk` schedules the rows of any DataFrame that has a column with a due time, as one campaign.
 
-    survey    count the rows by the rule they break, and the valid ones by the minute they are due: one pass
-    plan      make the campaign at the broker; the instant of its plan is the "now" of every later try
-    reject    write rows that break a rule to a Delta table of their own, with the rule and the row as JSON
-    write     deal the rows out by due instant; the tasks sort and write files (source/promise_writer.py)
-    attach    one record in the broker's log, by the campaign's id: all rows are promises, or none
+    survey    count, in one pass, the invalid rows by the rule that they break, and the valid rows by the minute of
+              their due time
+    plan      create the campaign at the broker; the time of its plan is the "now" of all later tries
+    reject    write rows that break a rule to a separate Delta table, with the rule and the row as JSON
+    write     distribute the rows to tasks by due time; the tasks sort and write files (source/promise_writer.py)
+    attach    append one record with the campaign's id to the broker's log: it schedules all rows, or none
 
-A job that is killed at any step goes on when it is run again under the same id: the rejects are there once (the
-campaign is their version in the Delta table), the promises are there once (the attach carries the campaign's id), and
-attached rows are not written again. The source must not change meanwhile: the survey reads it once and the write
-once, and the write checks each row again.
+A job may be killed at any step. Run it again under the same id to continue. Rejected rows are written once, because the
+campaign's id is the application id of their commit in the Delta table. Messages are scheduled once, because the attach
+contains the campaign's id. Attached rows are not written again. The source must not change until the job is done,
+because the survey and the write each read it once. The write checks each row again.
 
-Of a cluster the rows are dealt out to its groups by a hash, and each group's part is an attach of its own under the one
-id: all of a part are promises, or none. A later try goes on with the parts that are missing. The plan of each part
-names the groups, so that one that is added between two tries changes nothing.
+In a cluster, a hash distributes the rows to the groups. The part of each group is attached separately under the same
+id, so all messages of a part are scheduled, or none. A later try continues with the parts that are missing. The plan of
+each part names all groups, so a group that is added between two tries changes nothing.
 
-A task gets a contiguous span of time, so that it writes few files, which Arrow sorts. A minute with too many rows is
-split by hash. A sort or a sample in Spark would cost more than all the rest, and the survey has counted anyway.
+A task gets a contiguous range of due times, so it writes few files. Arrow sorts them. If a minute has too many rows for
+a task, a hash splits it. To sort or sample the rows in Spark would be more expensive than everything else, and the
+survey has counted the rows already.
 """
 
 from __future__ import annotations
@@ -52,59 +54,53 @@ LOG = logging.getLogger("timeball.pipeline")
 
 REJECTS = "rejects"
 REJECT_SCHEMA = pa.schema([("campaign", pa.string()), ("reason", pa.string()), ("row", pa.string())])
-TASK_ROWS, TASK_BYTES = (
-    CHUNK_ROWS // 2,
-    CHUNK_BYTES // 2,
-)  # of one task: one run, and two tasks for a million rows
-TASKS_MAX = 2_000  # each writes a file or more, and an attach takes 10,000
+# The limits of one task. Its rows fit into one sorted run, and two tasks can share a million rows.
+TASK_ROWS, TASK_BYTES = CHUNK_ROWS // 2, CHUNK_BYTES // 2
+TASKS_MAX = 2_000  # each writes one or more files, and an attach may have 10,000 files
+# A hash of these columns decides the group of a row. They do not change between tries.
 _PLACED_BY = ("topic", "due_ms", "unique_key", "keys", "body")
 _PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")
 
 
 class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a bulk write, or of its dry run.
-
-    `payload_bytes`: of bodies, keys, tags, ids and properties as they were given; `written_bytes`: of the files
-    attached. `repeated`: the campaign was attached before, and this call has written nothing. `groups`: of several
-    groups the rows of each.
-    """
+    """The result of a bulk write, or of its dry run."""
 
     campaign: str
     dry_run: bool
-    repeated: bool
+    repeated: bool  # the campaign was attached before, and this call has written nothing
     rows: int
     rejected: int
-    reasons: dict[str, int]
+    reasons: dict[str, int]  # broken rule -> rejected rows
     rejects_uri: str | None
-    payload_bytes: int
-    written_bytes: int
+    payload_bytes: int  # bodies, keys, tags, ids and properties, as the DataFrame has them
+    written_bytes: int  # of the attached files
     files: int
     seconds: float
-    load: Load
-    groups: dict[str, int] = {}
+    load: Load  # the due load of the valid rows
+    groups: dict[str, int] = {}  # group -> rows, if there are several groups
 
     @property
     def rows_per_s(self) -> int:
-        """Return rows a second of the whole call, survey included."""
+        """The rate of the whole call in rows per second, including the survey."""
         return int(self.rows / self.seconds) if self.seconds else 0
 
     @property
     def amplification(self) -> float | None:
-        """Return the bytes written for a byte of payload."""
+        """The ratio of bytes written to bytes of payload. None if nothing was written or there is no payload."""
         return self.written_bytes / self.payload_bytes if self.payload_bytes and self.files else None
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """Counts of a DataFrame: valid rows and their payload by the minute they are due, the others by reason."""
+    """Counts of the rows of a DataFrame: valid rows by the minute in which they are due, invalid rows by reason."""
 
-    minute: Int64Array  # since 1970, in order
-    rows: Int64Array
-    payload_bytes: Int64Array
-    reasons: dict[str, int]
+    minute: Int64Array  # minutes since 1970 with valid rows, in ascending order
+    rows: Int64Array  # valid rows of each minute
+    payload_bytes: Int64Array  # of the valid rows of each minute
+    reasons: dict[str, int]  # broken rule -> rows
 
     @property
     def load(self) -> Load:
-        """Return the due load of the valid rows, a cell a minute."""
+        """The due load of the valid rows, with one cell per minute."""
         return Load(topic=np.zeros_like(self.minute), second=self.minute * 60, rows=self.rows, width_s=60)
 
 
@@ -121,11 +117,14 @@ def run(
     tell: Callable[[str], None] = LOG.info,
     clock: Clock | None = None,
 ) -> BulkReport:
-    """Schedule the rows of `frame`; a dry run writes nothing at all. `tell` is told of each step.
+    """Schedule the rows of `frame`. A dry run writes nothing.
 
-    `campaign`: the id under which a repeat changes nothing; a random one by default. `rejects_uri`: a Delta table, by
-    default `rejects` beside the pending table. `table_uri`: where the driver and the executors reach the pending
-    table, if not where the broker says.
+    `campaign`: the id of the campaign, with which a repeated call changes nothing; by default a random one.
+    `rejects_uri`: a Delta table, by default `rejects` beside the pending table. `table_uri`: the URI of the pending
+    table for the driver and the executors, if it is not the broker's. `tell` is called with the name of each step.
+
+    Raises InvalidMessage for unusable columns or a cancelled campaign, SetupError if tasks cannot use the pending
+    table, and OutOfRange if the broker has forgotten the campaign.
     """
     clock = clock or SystemClock()
     begin_ns = clock.monotonic_ns()
@@ -163,7 +162,7 @@ def run(
 
 
 class Job:
-    """The steps of one bulk write, over the groups that have a part of it."""
+    """The steps of one bulk write. `parts`: the campaign in each group that gets a part of the rows."""
 
     def __init__(
         self,
@@ -180,31 +179,32 @@ class Job:
         self._id = first.id
         self.rejects_uri = rejects_uri or sibling(first.table_uri, REJECTS)
         self._known = {name: part.find_decided() for name, part in self._parts.items()}
-        # What was valid at the first try is valid at the next one: else a row could be both, or neither.
+        # Each try checks the rows against the time of the first plan. Otherwise a row could be valid in one try and
+        # rejected in another, and be both scheduled and rejected, or neither.
         planned = next((known for known in self._known.values() if known is not None), None)
         self.now_ms = first.broker.status().now_ms if planned is None else planned.planned_ms
 
     def attached_before(self) -> bool:
-        """Return whether an earlier call has attached all of it; InvalidMessage when it was cancelled."""
+        """Check whether earlier calls have attached all parts. Raises InvalidMessage if the campaign was cancelled."""
         known = self._known.values()
         if any(each is not None and each.state == "cancelled" for each in known):
             raise InvalidMessage(f"campaign {self._id} was cancelled: schedule these rows under another id")
         return not any(each is None or each.state == "planned" for each in known)
 
     def check_tables(self) -> None:
-        """Raise SetupError, before the rows are read, unless tasks reach the table of each part."""
+        """Raise SetupError unless a task can use the pending table of each part. Called before the rows are read."""
         for part in self._parts.values():
             check_table(self._spark, part.table_uri, part.broker.status().table.version, "--table-uri")
 
     def survey(self, screened: DataFrame) -> list[Survey]:
-        """Count the rows of each part in one pass."""
+        """Count the rows of each part, in one pass. `screened`: the result of bulk_input.screen."""
         with self._step("survey"):
             return count_surveys(screened, len(self._parts))
 
     def write(self, frame: DataFrame, columns: Columns, surveys: Sequence[Survey]) -> None:
-        """Do the steps that leave a trace, in an order that can be cut anywhere.
+        """Plan the campaign, write the rejected rows, and write and attach the parts. May be killed after any step.
 
-        The plan in the first group is what decides: it names the groups and the instant for all later tries.
+        The plan in the first group decides. It fixes the groups, and the time against which all later tries check rows.
         """
         now_ms, planned = self.now_ms, []
         for part, survey in zip(self._parts.values(), surveys, strict=True):
@@ -254,7 +254,7 @@ class Job:
         writer.mode("append").save()
 
     def find_attachments(self) -> dict[str, Attachment]:
-        """Return the attach of each part in its log."""
+        """Find the attach of each part in the log of its group. Parts without one are left out."""
         found = {}
         for name, part in self._parts.items():
             known = part.find_decided()
@@ -275,14 +275,15 @@ NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
 
 
 def part_of(screened: DataFrame, parts: int) -> Column:
-    """Return the number of the part that a row belongs to: its own columns alone decide, so each try finds the same."""
+    """Make the column with the number of a row's part. It depends on the row only, so it is the same in each try."""
     named = [f.col(name) for name in _PLACED_BY if name in screened.columns]
-    # Salted: within a part a large minute is dealt out by a hash too, and the two must not go together.
+    # The hash has a salt, because `deal_out` splits large minutes by a hash too. Without it, the rows of one part could
+    # all get the same hash there.
     return f.pmod(f.xxhash64(f.lit(_PLACED_BY[0]), *named), f.lit(parts)).cast("int")
 
 
 def count_surveys(screened: DataFrame, parts: int) -> list[Survey]:
-    """Count the rows of `screen` by part; the rows that break a rule are in the first survey."""
+    """Count the rows of `screen` by part. The first survey contains the rows of all parts that break a rule."""
     if parts == 1:
         return [count_survey(screened)]
     placed = f.when(f.col(REASON).isNull(), part_of(screened, parts)).otherwise(0)
@@ -318,24 +319,29 @@ def _survey_of(found: pa.Table) -> Survey:
 
 
 class Deal(msgspec.Struct, frozen=True):
-    """Spans of time by their first minute, and the tasks of each: `first`, and as many as its rows call for."""
+    """The distribution of rows to tasks: spans of time, and one or more tasks for each."""
 
-    minute: Int64Array
-    first: Int64Array
-    tasks: Int64Array
+    minute: Int64Array  # first minute of each span, since 1970
+    first: Int64Array  # number of the first task of each span
+    tasks: Int64Array  # number of tasks of each span
 
     @property
     def total(self) -> int:
-        """Return the number of tasks."""
+        """The number of tasks of all spans."""
         return int(self.tasks.sum())
 
 
 def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
-    """Cut the time into spans of about a task's worth; a minute that is worth more has several tasks to itself."""
+    """Cut the time into spans, each with the rows of about one task. A larger minute is a span with several tasks.
+
+    If this makes more than TASKS_MAX tasks, each task gets more rows. As parts of tasks are rounded up, there may be up
+    to twice as many.
+    """
+    # The work of each minute, in tasks.
     worth = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
     worth = worth / max(1.0, worth.sum() / TASKS_MAX)
     total = np.cumsum(worth)
-    # A span ends where the sum passes the next whole number; a large minute is a span of its own.
+    # A span ends where the sum passes the next whole number. A large minute is a separate span.
     span = np.floor(total - worth)
     large = worth > 1
     begins = (
@@ -347,7 +353,7 @@ def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
 
 
 def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
-    """Partition the rows by task; without a shuffle when one task does."""
+    """Partition the rows by task, as `plan_deal` plans it. There is no shuffle if one task is enough."""
     deal = plan_deal(survey, TASK_ROWS, TASK_BYTES)
     if deal.total == 1:
         return valid.coalesce(1)
@@ -355,7 +361,7 @@ def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
     names = [f.col(name) for name in valid.columns]
 
     def task(low: int, high: int) -> Column:
-        """Return the task of a row that lies in the spans low <= i < high."""
+        """Make the column with the task of a row that is in the spans low <= i < high, by binary search."""
         if high - low == 1:
             first = f.lit(int(deal.first[low]))
             if deal.tasks[low] == 1:

@@ -1,17 +1,18 @@
-"""Turn any DataFrame into columns of promises, and say which rows cannot be promises, as Spark expressions.
+"""Convert any DataFrame to the columns of scheduled messages, and mark rows that break a rule, as Spark expressions.
 
-The rules are rules.RULES, as expressions made from their `shape`: Spark finds, counts and puts aside rows that break
-one without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
+The rules are rules.RULES. Expressions are made from their `shape`. So Spark can find, count and separate invalid rows
+without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
 
-A promise is due at an instant, so a wall-clock time without a zone is refused until the caller names one:
+A due time must be an exact point in time. So a wall-clock time without a time zone is refused unless the caller gives
+the zone. The types of the due column:
 
-    timestamp               an instant
+    timestamp               a point in time
     bigint, int             milliseconds since 1970
-    timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date; InvalidMessage without one
-    string                  either of these by its text; without an offset it needs `zone`, else the row is rejected
+    timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date; InvalidMessage without `zone`
+    string                  any of these as text; a text without an offset needs `zone`, else its row is rejected
 
-A text must be understood from its first to its last character: Spark's own cast ignores a zone in the text.
-Local times are resolved by local_time.py on Arrow batches. Java's rules of the zones are never asked.
+All characters of a text must be understood, because Spark's own cast would ignore a zone at its end. Local times are
+resolved by local_time.py on Arrow batches. The time zone rules of Java are never used.
 """
 
 from __future__ import annotations
@@ -31,45 +32,44 @@ from timeball.local_time import zone_named
 from timeball.message import PROPERTY_END, PROPERTY_NAME_END, int64
 
 REASON = "reason"
-ROW = "row"  # the original, for the table of rejects
+ROW = "row"  # column with the original row, for the table of rejects
 NO_INSTANT = "due: missing, or no instant"
 NO_ZONE = "due: no offset from UTC in the text, and no time zone given for it"
 _NUMBER = r"\A-?\d+\z"
 _DATE, _TIME_OF_DAY = r"\d{4}-\d\d?-\d\d?", r"[T ]\d\d?:\d\d(:\d\d([.]\d{1,9})?)?"
 _LOCAL = rf"\A{_DATE}({_TIME_OF_DAY})?\z"
 _WITH_OFFSET = rf"\A{_DATE}{_TIME_OF_DAY} ?([Zz]|UTC|[+-]\d\d(:?\d\d)?)\z"
-# Digits behind the microsecond, which Spark cuts off.
+# A text with digits after the microseconds that are not all zero. Spark ignores them.
 _FINER = r"[.]\d{6}\d*[1-9]"
-_BAD_FORM = "_bad_form_of_"  # before the name of a column
+_BAD_FORM = "_bad_form_of_"  # prefix of columns that mark values in a bad form
 _AS_JSON = ("struct", "array", "map")
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
-    """The part that each column of a DataFrame plays in a promise.
-
-    `topic` names a column, `topic_name` is one topic for all. Without `body` all columns that are nothing else become
-    one JSON object. `zone`: where a wall-clock time is meant to be read.
-    """
+    """The names of the DataFrame's columns from which scheduled messages are made."""
 
     due: str = "due"
-    topic: str | None = None
-    topic_name: str | None = None
-    body: str | None = "body"
+    topic: str | None = None  # the column with the topic; either this or `topic_name` is given
+    topic_name: str | None = None  # one topic for all rows
+    body: str | None = "body"  # None: all columns without another purpose become one JSON object
     keys: str | None = None
     tag: str | None = None
     unique_key: str | None = None
     properties: str | None = None
-    zone: str | None = None
+    zone: str | None = None  # the time zone of wall-clock times in `due`
 
     @property
     def taken(self) -> list[str]:
-        """Return the columns with a part to play."""
+        """The names of the columns that have a purpose."""
         named = (self.due, self.topic, self.body, self.keys, self.tag, self.unique_key, self.properties)
         return [name for name in named if name is not None]
 
 
 def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
-    """Return (row, topic, body, due_ms, …, reason): `reason` is null for rows that can be promises at `now_ms`."""
+    """Convert the rows to the columns (row, topic, body, due_ms, …, reason). Raises InvalidMessage as `check` does.
+
+    `reason` is the first rule that a row breaks at the time `now_ms`, and null for valid rows.
+    """
     check(frame.schema, columns)
     found = frame.select(
         f.struct("*").alias(ROW),
@@ -93,20 +93,23 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
 
 
 def with_lists_of_keys(screened: DataFrame) -> DataFrame:
-    """Return rows of `screen` with keys in the form that the data source takes several in."""
+    """Convert the keys of `screen` from one text to a list, the form in which the data source accepts several keys."""
     if "keys" not in screened.columns:
         return screened
     return screened.withColumn("keys", f.when(f.col("keys") != "", f.split("keys", " ")))
 
 
 def check(schema: StructType, columns: Columns) -> None:
-    """Raise InvalidMessage for a column that is missing, named twice, or of a type that cannot serve."""
+    """Raise InvalidMessage for a column that is missing, ambiguous or of an unusable type, or for an unknown zone.
+
+    Also if the topic or the zone is missing, or no column is left for the body.
+    """
     names = schema.fieldNames()
     for name in columns.taken:
         if name not in names:
             raise InvalidMessage(f"column {name}: there is none; there are {', '.join(names)}")
     used = names if columns.body is None else columns.taken
-    known = [name.lower() for name in names]  # Spark takes columns by their names in any case
+    known = [name.lower() for name in names]  # for Spark, upper and lower case are the same
     if twice := sorted({name for name in used if known.count(name.lower()) > 1}):
         raise InvalidMessage(f"column {', '.join(twice)}: there twice; drop or rename one of them")
     if (columns.topic is None) == (columns.topic_name is None):
@@ -149,7 +152,7 @@ def _text(frame: DataFrame, name: str) -> Column:
 
 
 def _keys(frame: DataFrame, name: str) -> Column:
-    """Return keys as the log has them: a text is one key, a list has some."""
+    """Make the column of keys in the form of the log: one text, with blanks between several keys of a list."""
     if not _kind(frame.schema, name).startswith("array<"):
         return _text(frame, name)
     return f.array_join(_column(name).cast("array<string>"), " ")
@@ -179,7 +182,7 @@ def _properties(frame: DataFrame, name: str) -> Column:
             e["key"], f.lit(PROPERTY_NAME_END), f.coalesce(e["value"], f.lit("")), f.lit(PROPERTY_END)
         ),
     )
-    # concat_ws would make an empty text of no map at all.
+    # For a null, `concat_ws` alone would make an empty text.
     return f.when(_column(name).isNotNull(), f.concat_ws("", texts))
 
 
@@ -187,7 +190,7 @@ _STORED = {"keys": _keys, "tag": _text, "unique_key": _text, "properties": _prop
 
 
 def _bad_form(frame: DataFrame, name: str, column: str) -> Column:
-    """Return whether a row's value breaks the rule of form of the column `name`: see rules.form_faults."""
+    """Make the column that marks values which break the rule of shape "form" of `name`, as rules.form_faults does."""
     kind = _kind(frame.schema, column)
     if name == "properties":
         wrong = f.lit(False) if kind == "string" else _bad_pairs(column)
@@ -202,7 +205,7 @@ def _bad_form(frame: DataFrame, name: str, column: str) -> Column:
 
 
 def _bad_pairs(column: str) -> Column:
-    """Return whether a row's map has a pair that cannot be a property; null for no map."""
+    """Make the column that marks maps with a pair that cannot be a property. It is null for a null."""
     return f.exists(
         f.map_entries(_column(column).cast("map<string,string>")),
         lambda e: (
@@ -235,7 +238,7 @@ def _due_ms(frame: DataFrame, columns: Columns) -> Column:
 
 
 def _no_zone(frame: DataFrame, columns: Columns) -> Column:
-    """Return whether a row's instant is a text that lacks nothing but its zone."""
+    """Make the column that marks texts which are a valid wall-clock time, but without the zone that they need."""
     if columns.zone is not None or _kind(frame.schema, columns.due) != "string":
         return f.lit(False)
     text = f.trim(_column(columns.due))
@@ -243,7 +246,7 @@ def _no_zone(frame: DataFrame, columns: Columns) -> Column:
 
 
 def _in_zone(naive: Column, zone: str | None) -> Column:
-    """Convert a wall-clock time in a zone to milliseconds since 1970, rounded up."""
+    """Convert a wall-clock time in a zone to milliseconds since 1970, rounded up. Null without a zone."""
     if zone is None:
         return f.lit(None).cast("bigint")
     there = zone_named(zone)
@@ -257,7 +260,7 @@ def _in_zone(naive: Column, zone: str | None) -> Column:
 
 
 def _up_to_ms(instant: Column) -> Column:
-    """Convert to milliseconds since 1970, rounded up: a promise may never be early."""
+    """Convert to milliseconds since 1970. Rounded up, because a message may never be early."""
     finer = f.pmod(f.unix_micros(instant), f.lit(1000)) > 0
     return f.unix_millis(instant) + finer.cast("bigint")
 
@@ -266,7 +269,7 @@ def _up_to_ms(instant: Column) -> Column:
 
 
 def reason(found: DataFrame, now_ms: int) -> Column:
-    """Return the first rule a row breaks, in words; null when it breaks none."""
+    """Make the column with the text of the first rule that a row breaks. It is null for valid rows."""
     broken: list[tuple[Column, str]] = [
         (f.col("_no_zone"), NO_ZONE),
         (f.col("due_ms").isNull(), NO_INSTANT),
@@ -279,12 +282,12 @@ def reason(found: DataFrame, now_ms: int) -> Column:
 
 
 def breaks(rule: rules.Rule, now_ms: int) -> Column:
-    """Return the condition under which a row breaks a rule, as an expression that Spark runs without Python."""
+    """Make the column that marks rows which break a rule, as an expression that Spark evaluates without Python."""
     column = f.col(rule.column)
     match rule.shape:
         case "name":
             name = f.coalesce(column, f.lit(""))
-            pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ would let a line end pass
+            pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ also matches before a line end
             return ~name.rlike(pattern) | (f.octet_length(name) > limits.TOPIC_BYTES_MAX)
         case "reserved":
             is_reserved = column.isin(list(reserved.NOT_SCHEDULED))

@@ -1,11 +1,13 @@
-"""One campaign, as its commands see it: what the broker decided about it, and how far its promises have come.
+"""One campaign, for the commands that show and change it: its state at the broker, and the progress of its messages.
 
-The broker keeps what was decided and does what is asked (docs/pipeline/bulk.md). This counts what happened, from the
-log and the pending table, with Arrow in the calling process and some bytes a promise:
+The broker stores the state of a campaign and carries out pause, resume and cancel (docs/pipeline/bulk.md). This module
+counts the outcomes of its messages, from the log and the pending table. It does so with Arrow in the calling process,
+and needs some bytes of memory per message:
 
     rows = released + cancelled + waiting + held
 
-Its numbers are ranges, (first_seq, rows): a handful, one a task of its write.
+`waiting` messages are pending and will be released. `held` messages are pending too, but their campaign is paused. The
+numbers of the messages form few ranges (first_seq, rows), about one for each task that has written the campaign.
 """
 
 from __future__ import annotations
@@ -33,28 +35,26 @@ STATES = ("planned", "running", "paused", "cancelled", "finished")
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a campaign. Counts are promises; instants in milliseconds, None when nothing waits.
-
-    `whole` is False when retention has let go of a part of the log in which it was settled: then `released` are all
-    that neither wait nor are known to be cancelled.
-    """
+    """The progress of a campaign. The counts are messages. Times are in milliseconds since 1970."""
 
     campaign: str
-    state: str
+    state: str  # one of STATES
     rows: int
     released: int
     cancelled: int
     waiting: int
     held: int
-    next_due_ms: int | None = None
-    last_due_ms: int | None = None
+    next_due_ms: int | None = None  # the earliest due time; None if no message is waiting
+    last_due_ms: int | None = None  # the latest due time; None if no message is waiting
     planned_ms: int
-    percent: float
+    percent: float  # of rows that are released or cancelled
+    # False if retention has removed log rows since the campaign was planned. Then `released` is all messages that are
+    # neither pending nor known to be cancelled.
     whole: bool = True
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """A pause: how many promises it holds. `repeated`: it was paused before."""
+    """The result of a pause. `held`: messages that it holds. `repeated`: the campaign was paused before."""
 
     campaign: str
     held: int
@@ -62,7 +62,7 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, kw_only=True):
-    """A resume: how many promises wait again, moved by `shift_ms`. `repeated`: it was not paused."""
+    """The result of a resume: `rows` messages are waiting again, `shift_ms` later. `repeated`: it was not paused."""
 
     campaign: str
     rows: int
@@ -71,17 +71,17 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a cancel: `newly` by this call, `cancelled` of the campaign altogether; the rest is `released`."""
+    """The result of a cancel. `newly`: messages cancelled by this call. `cancelled`: all cancelled ones."""
 
     campaign: str
     rows: int
     newly: int
     cancelled: int
-    released: int
+    released: int  # the others, including those whose release is under way
 
 
 class Campaign:
-    """A campaign at a broker. `table_uri`: where this process reaches the pending table, if not as the broker says."""
+    """A campaign at a broker. `table_uri`: the pending table's URI for this process, if it is not the broker's."""
 
     def __init__(self, broker: Endpoint, campaign: str, table_uri: str | None = None) -> None:
         self.broker = broker
@@ -91,35 +91,36 @@ class Campaign:
     # ---- what was decided -----------------------------------------------------------------------------------
 
     def decided(self) -> Decided:
-        """Return it as the broker has it; raise NotFound."""
+        """Fetch the state of the campaign from the broker. Raises NotFound."""
         return self.broker.campaigns(self.id)[0]
 
     def find_decided(self) -> Decided | None:
-        """Return it as the broker has it, None when there is no such campaign."""
+        """Fetch the state of the campaign from the broker, or None if there is no such campaign."""
         try:
             return self.decided()
         except NotFound:
             return None
 
     def plan(self, rows: int, at_ms: int, groups: Sequence[str] = ()) -> Decided:
-        """Make it, before anything is written; return what stands when it was planned before.
+        """Create the campaign at the broker, before any file is written. If it is planned already, return that plan.
 
-        `groups`: of a cluster those that have a part of it, all of them.
+        `rows`: the number of its messages. `at_ms`: the time of the plan. `groups`: if there are several groups, all
+        groups with a part of the campaign.
         """
         return self.broker.change_campaign(self.id, "plan", rows=rows, at_ms=at_ms, groups=groups)
 
     def pause(self) -> Paused:
-        """Hold everything that waits now."""
+        """Hold all waiting messages."""
         done = self.broker.change_campaign(self.id, "pause")
         return Paused(campaign=self.id, held=self.progress().held, repeated=done.repeated)
 
     def resume(self, *, shift: bool = False) -> Resumed:
-        """Let everything that is held wait again, at its own instants or later by the length of the pause."""
+        """Make all held messages wait again. With `shift`, their due times move by the length of the pause."""
         done = self.broker.change_campaign(self.id, "resume", shift=shift)
         return Resumed(campaign=self.id, rows=done.count, shift_ms=done.shift_ms, repeated=done.repeated)
 
     def cancel(self) -> Cancelled:
-        """End all that waits or is held. Definite: what is not among `cancelled` is, or is being, released."""
+        """Cancel all waiting and held messages. This is final: messages not in `cancelled` are or will be released."""
         done, progress = self.broker.change_campaign(self.id, "cancel"), self.progress()
         return Cancelled(
             campaign=self.id,
@@ -132,7 +133,7 @@ class Campaign:
     # ---- what happened --------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
-        """Count: every promise is released, cancelled, waiting or held."""
+        """Count the messages: each is released, cancelled, waiting or held."""
         status = settled_status(self.broker, self.table_uri)
         decided = self.decided()
         if not decided.ranges:
@@ -141,7 +142,8 @@ class Campaign:
         due_ms = self._waiting(decided, status, ordered([released, cancelled]))
         is_held, is_whole = decided.held_from_ms is not None, status.log.first_seq <= decided.planned_seq
         if decided.state == "cancelled" and not is_whole:
-            due_ms = due_ms[:0]  # rows of the table whose CANCEL rows the log has let go
+            # Cancelled rows may still be in the table when retention has removed their CANCEL rows.
+            due_ms = due_ms[:0]
         ended = max(len(cancelled), decided.cancelled)
         out = len(released) if is_whole else decided.rows - ended - len(due_ms)
         has_next = len(due_ms) > 0 and not is_held
@@ -161,7 +163,7 @@ class Campaign:
         )
 
     def _settled(self, decided: Decided, end: Status) -> tuple[Int64Array, Int64Array]:
-        """Return the sorted numbers that the log before `end` says are released, and cancelled."""
+        """Find the sorted numbers of the messages that the log before `end` records as released, and as cancelled."""
         begin = min(max(decided.planned_seq, end.log.first_seq), end.log.durable_seq)
 
         def named(kind: Kind) -> Int64Array:
@@ -171,7 +173,7 @@ class Campaign:
                 found.append(seq[att.within(seq, decided.ranges)])
             return ordered(found)
 
-        # A message that was given another instant leaves its campaign, as if it had been cancelled.
+        # A message that was moved to another due time has left its campaign and counts as cancelled.
         moved: list[Int64Array] = []
         columns = ["source_seq", "from_due_ms"]
         for batch in self.broker.read_log(begin, end.log.durable_seq, [Kind.MOVED], columns=columns):
@@ -182,7 +184,10 @@ class Campaign:
         return released, ordered([named(Kind.CANCEL), left])
 
     def _waiting(self, decided: Decided, status: Status, gone: Int64Array) -> Int64Array:
-        """Return the instants of all that waits or is held."""
+        """Read the due times (ms) of all waiting or held messages.
+
+        `gone`: sorted numbers of the settled (released or cancelled) ones.
+        """
         from_ms = status.settled_before_ms if decided.held_from_ms is None else decided.held_from_ms
         found: list[Int64Array] = [np.empty(0, np.int64)]
         for batch in table_rows(
@@ -203,13 +208,13 @@ def _nothing_attached(decided: Decided) -> Progress:
 
 
 def held(broker: Endpoint, table_uri: str | None = None) -> dict[str, int]:
-    """Return how many promises each paused campaign holds; these wait nowhere until it is resumed."""
+    """Count the messages that each paused campaign holds. Views of pending messages do not contain them."""
     paused = [each.campaign for each in broker.campaigns() if each.held_from_ms is not None]
     return {name: Campaign(broker, name, table_uri).progress().held for name in sorted(paused)}
 
 
 def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment | None:
-    """Return the bulk attach of this job in the log from row `from_seq` on, as far as it is kept."""
+    """Find the bulk attach of a job in the log, from row `from_seq` on. None if the kept log does not contain it."""
     log = broker.status().log
     begin = min(max(from_seq, log.first_seq), log.durable_seq)
     for batch in broker.read_log(begin, log.durable_seq, [Kind.TABLE], columns=["body"]):
@@ -224,7 +229,7 @@ def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment 
 
 
 def ordered(parts: Sequence[Int64Array]) -> Int64Array:
-    """Sort all numbers of the parts, each once. numpy's own `unique` builds a hash table first, which takes longer."""
+    """Sort the distinct numbers of all parts. Does not use numpy's `unique`, whose hash table takes longer."""
     joined = np.concatenate([np.empty(0, np.int64), *parts])
     joined.sort()
     kept: Int64Array = joined[np.diff(joined, prepend=-1) != 0]
@@ -232,7 +237,7 @@ def ordered(parts: Sequence[Int64Array]) -> Int64Array:
 
 
 def is_in(seq: Int64Array, numbers: Int64Array) -> npt.NDArray[np.bool_]:
-    """Return which of `seq` are among the sorted `numbers`."""
+    """Compute a mask of the values of `seq` that are in the sorted `numbers`."""
     if not len(numbers):
         return np.zeros(len(seq), dtype=np.bool_)
     at = np.minimum(np.searchsorted(numbers, seq), len(numbers) - 1)
@@ -242,9 +247,9 @@ def is_in(seq: Int64Array, numbers: Int64Array) -> npt.NDArray[np.bool_]:
 def table_rows(
     uri: str, version: int, ranges: Ranges, columns: Sequence[str], due_from_ms: int
 ) -> Iterator[pa.RecordBatch]:
-    """Read rows of one version of the pending table numbered in `ranges` and due at `due_from_ms` or later.
+    """Read rows of one version of the pending table with numbers in `ranges` that are due at `due_from_ms` or later.
 
-    In `columns`, which have seq; the files by their first instant.
+    `columns` must contain seq and due_ms. Files with earlier due times come first.
     """
     if not ranges:
         return

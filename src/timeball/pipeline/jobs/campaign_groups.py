@@ -1,7 +1,8 @@
-"""A campaign that has a part in each of several groups, as one: every part is asked, and the answers are added up.
+"""A campaign with parts in several groups of a cluster: calls go to all its parts, and the answers are added up.
 
-The plan of each part names all groups of the campaign, so a part whose group is gone is an error and not left out. A
-part that was not planned, because the job died before, has no promises yet. With one group this is the campaign itself.
+The plan of each part names all groups of the campaign. So if a group no longer exists, that is an error, and its part
+is not silently left out. A part that is not planned, because the job died before, has no messages yet. With one group,
+the only part is the campaign itself.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from timeball.pipeline.jobs.campaign import Campaign, Cancelled, Paused, Progres
 
 T = TypeVar("T")
 
-# The state of the whole is the first of these that a part is in: a whole is finished when all its parts are.
+# The campaign has the first of these states that one of its parts has. So it is finished when all its parts are.
 STATES = ("planned", "cancelled", "paused", "running", "finished")
 
 
 @contextmanager
 def open_parts(endpoint: str, campaign: str, table_uri: str | None = None) -> Iterator[dict[str, Campaign]]:
-    """Open a campaign in the groups that its plan names; in all groups there are, if it is planned in none.
+    """Open the parts of a campaign, by group: in the groups that its plan names, or in all groups if it is not planned.
 
-    `table_uri`: where this process reaches the pending tables, if not as the brokers do.
+    `table_uri`: the URI of the pending tables for this process, if it is not the brokers'. It contains `{group}` if
+    there are several groups. The connections are closed after the block.
     """
     groups = read_groups(endpoint)
     with ExitStack() as opened:
@@ -38,14 +40,18 @@ def open_parts(endpoint: str, campaign: str, table_uri: str | None = None) -> It
 
 
 def choose(campaigns: dict[str, Campaign]) -> dict[str, Campaign]:
-    """Return the parts of a campaign; raise NotFound when its plan names a group that is not there."""
+    """Select the groups that the campaign's plan names, or all if it is not planned.
+
+    `campaigns`: the campaign in each group of the cluster, planned there or not. Raises NotFound if the plan names a
+    group that is not in the cluster.
+    """
     decided = (
         {name: campaign.find_decided() for name, campaign in campaigns.items()} if len(campaigns) > 1 else {}
     )
     known = {name: each for name, each in decided.items() if each is not None}
     if not known:
         return campaigns
-    # Without groups: of a time with one group, or made in this group alone.
+    # A plan names no groups if it was made when there was one group, or for one group only.
     names = next((each.groups for each in known.values() if each.groups), list(known))
     for name in names:
         if name not in campaigns:
@@ -54,17 +60,17 @@ def choose(campaigns: dict[str, Campaign]) -> dict[str, Campaign]:
 
 
 class CampaignParts:
-    """A campaign over the groups that have a part of it."""
+    """A campaign, as the sum of its parts in several groups. Its methods raise NotFound if no part is planned."""
 
     def __init__(self, parts: Mapping[str, Campaign]) -> None:
         self._parts = dict(parts)
 
     def progress(self) -> Progress:
-        """Count all parts; raise NotFound."""
+        """Count the messages of all parts."""
         return add_progress(self._each(Campaign.progress))
 
     def pause(self) -> Paused:
-        """Hold everything that waits now."""
+        """Hold all waiting messages."""
         done = self._each(Campaign.pause)
         return Paused(
             campaign=done[0].campaign,
@@ -73,7 +79,7 @@ class CampaignParts:
         )
 
     def resume(self, *, shift: bool = False) -> Resumed:
-        """Let everything that is held wait again. Parts are paused one after the other: the longest shift is told."""
+        """Make all held messages wait again. `shift_ms` is the longest of the parts, which are paused one by one."""
         done = self._each(lambda part: part.resume(shift=shift))
         return Resumed(
             campaign=done[0].campaign,
@@ -83,7 +89,7 @@ class CampaignParts:
         )
 
     def cancel(self) -> Cancelled:
-        """End all that waits or is held."""
+        """Cancel all waiting and held messages."""
         done = self._each(Campaign.cancel)
         return Cancelled(
             campaign=done[0].campaign,
@@ -94,7 +100,8 @@ class CampaignParts:
         )
 
     def _each(self, call: Callable[[Campaign], T]) -> list[T]:
-        """Return what the call says of each part that is planned; raise NotFound when none is."""
+        """Call a function for each planned part and return the results."""
+        # If no part is planned, all are called, which raises NotFound.
         if len(self._parts) == 1:
             return [call(part) for part in self._parts.values()]
         planned = [part for part in self._parts.values() if part.find_decided() is not None]
@@ -102,7 +109,7 @@ class CampaignParts:
 
 
 def add_progress(parts: list[Progress]) -> Progress:
-    """Return the progress of the whole."""
+    """Add the progress of the parts."""
     if len(parts) == 1:
         return parts[0]
     rows, ended = sum(part.rows for part in parts), sum(part.released + part.cancelled for part in parts)

@@ -1,23 +1,27 @@
-"""`compact`: moves waiting promises from the log's tail to sorted files of the pending table.
+"""The job `compact` moves pending messages from the log's tail to sorted files of the pending table.
 
-A task gets a range, fetches its promises over Flight, sorts them and writes files with the broker's own functions; one
-attach of all files moves the watermark. There is no shuffle: every file is sorted, and the broker merges files when it
-reads. A range without promises still moves the watermark.
+A task gets a range of the log, fetches its pending messages over Flight, sorts them and writes files, with the same
+functions as the broker. Then one attach adds all files to the table and moves the watermark: the row of the log before
+which the table has all pending messages. There is no shuffle: each file is sorted, and the broker merges files when it
+reads. A range without pending messages moves the watermark too.
 
-The watermark is this job's mark. An attach says from which row to which; the broker refuses one that does not begin at
-the watermark, because another compactor was at work, and knows a repeated one.
+The watermark is the mark of this job. An attach states the range of rows that it covers. The broker refuses an attach
+that does not begin at the watermark, because then another compactor has attached in the meantime. It recognizes a
+repeated attach.
 
-Without this job the broker compacts by itself. A lease, renewed while the loop runs, keeps the broker from doing so at
-the same time; if both do, the watermark decides.
+Without this job, the broker compacts by itself. A lease, which is renewed while the loop runs, prevents the broker from
+compacting at the same time. If both do it nevertheless, the watermark decides which attach is accepted.
 
-Only promises of the strategy `hour_log` are compacted. Those of a `timer_wheel` or a `level_cascade` wait in the log,
-and there is nothing to run.
+Only messages of the strategy `hour_log` are compacted. Messages of a `timer_wheel` or a `level_cascade` stay in the log
+until they are released, so this job has nothing to do.
 
-Each group of a cluster has a tail, a table and a watermark of its own, so it has a loop of its own, whose endpoint is
-confined to it.
+Each group of a cluster has its own tail, table and watermark. So it has its own loop, whose endpoint is confined to
+the group.
 
-Each compaction costs one table version and some files, and appends a row to the log. So an epoch waits for
-`compact_rows` new rows, or for `compact_interval_ms` with at least `compact_rows_min`: the broker's own settings.
+Each compaction adds a table version and some files, and appends a row to the log. So an epoch starts only when there
+are `min_rows_per_batch` new rows, or `few_rows` of them after `max_trigger_delay_ms`. The broker has the same rule for
+its own compactions, with the settings `compact_rows`, `compact_rows_min` and `compact_interval_ms`, and `timeball up`
+passes these settings to the job.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ JOB_ID = "spark-compact"
 LEASE_MS = 30_000
 RENEW_EVERY_S = 8.0
 TRIGGER_S = 1.0
-# Rows of the log. One task handles a million: fewer, larger files; more only when the job has fallen behind.
+# Rows of the log. One task processes a million, so that files are few and large. An epoch has more than one task only
+# if the job has fallen behind.
 OPTIONS = {
     "rows_per_partition": "1000000",
     "max_rows_per_batch": "4000000",
@@ -56,12 +61,17 @@ OPTIONS = {
 
 
 def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
-    """Return the promises of a batch of the log that may still be pending, in TABLE_SCHEMA."""
+    """Select the messages of a batch of the log that may still be pending, in TABLE_SCHEMA.
+
+    `batch`: PROMISE and MOVED rows. `settled_before_ms`: all messages that were due before are settled (released or
+    cancelled).
+    """
     is_version = pc.or_(
         pc.equal(batch.column("kind"), int(Kind.PROMISE)), batch.column("from_due_ms").is_valid()
     )
     wanted = pc.and_(pc.greater_equal(batch.column("due_ms"), settled_before_ms), is_version)
-    # Mostly all of them: a filter that keeps everything copies everything. A half message has no instant.
+    # In most batches all rows are wanted. They are not filtered, because a filter copies the rows it keeps. `wanted` is
+    # null for a half message, which has no due time.
     rows = batch if not wanted.null_count and pc.all(wanted).as_py() else batch.filter(wanted)
     moved, nothing = pc.equal(rows.column("kind"), int(Kind.MOVED)), pa.scalar(None, pa.int64())
     changed = {
@@ -73,11 +83,12 @@ def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
 
 
 def write_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
-    """Fetch, sort and write the promises of one range; on failure its files are removed again."""
+    """Write the pending messages of one range to sorted files. On failure the files are removed again."""
     written: list[FileEntry] = []
     store = Store(table_uri)
     with Endpoint(endpoint) as broker:
-        # Read before the rows: what was settled by then may be left out, what is settled later may stay.
+        # Read before the rows. Messages settled by then may be left out. Those settled later are written as well, which
+        # does no harm.
         status = broker.status()
         batches = (
             waiting(batch, status.settled_before_ms)
@@ -86,16 +97,17 @@ def write_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
         try:
             for rows in chunks(batch for batch in batches if batch.num_rows):
                 written.extend(store.put_rows(sort_rows(rows), status.now_ms))
-        except BaseException:  # an interrupt leaves orphans behind just as an error does
+        except BaseException:  # an interrupt, too, would leave files that no table uses
             store.remove(entry.path for entry in written)
             raise
     return written
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int) -> int:
-    """Move the watermark to `to_seq`; return how many rows of the log that took.
+    """Move the watermark to `to_seq`. Returns the number of rows of the log that were processed.
 
-    The files of an attach that was refused are left to the broker's sweep: of a repeated one they may be the table's.
+    If an attach is refused, its files stay and the broker deletes them later. They must not be deleted here, because a
+    repeated attach may have made them part of the table.
     """
     with Endpoint(endpoint) as broker:
         begin = broker.status().watermark
@@ -115,7 +127,7 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
     return to_seq - begin
 
 
-# `uri` of this job is where its tasks reach the pending table, if not where the broker says.
+# The option `uri` of this job is the URI under which its tasks reach the pending table, if not the broker's.
 JOB = MarkedJob(
     NAME,
     OPTIONS,
@@ -128,17 +140,20 @@ JOB = MarkedJob(
 
 
 def superfluous(endpoint: str) -> str | None:
-    """Return why there is nothing to compact for this broker; None when there is."""
+    """Explain why this broker has nothing to compact, or return None if it has."""
     with Endpoint(endpoint) as broker:
         strategy = broker.status().strategy
     return None if strategy == COMPACTED else nothing_to_compact(strategy)
 
 
 def nothing_to_compact(strategy: str) -> str:
-    """Return the sentence for people."""
+    """Write the message for people that a broker with this strategy has nothing to compact."""
     return f"nothing to compact: with the strategy {strategy} messages wait in the log"
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
-    """Return the lease of a compactor. Not returned: a query that has failed is started again within it."""
+    """Make the lease of a compactor, held while `needed` returns True.
+
+    It is not given back early, so the broker does not start to compact while a failed loop is restarted.
+    """
     return Lease(endpoint, NAME, Endpoint.lease_compactor, needed, lease_ms=LEASE_MS, renew_s=RENEW_EVERY_S)

@@ -1,9 +1,10 @@
-"""Who runs the tasks of a job: Spark (run/on_spark.py), or this process.
+"""Engines run the tasks of a job: Spark (run/on_spark.py), or this process.
 
-A job cuts rows of the log into pieces, and has one function that does the work of a piece. An engine runs it for each
-piece and returns what it returned, in order; so the job does not know where its tasks run, and files and marks are the
-same. An epoch whose task fails is planned anew from the sink's mark: what its other tasks have written belongs to no
-version of any table, and is swept.
+A job cuts rows of the log into pieces, and has one function that processes a piece: its task. An engine runs the task
+for each piece and returns the results in order. So a job does not depend on where its tasks run, and it writes the same
+files and marks with every engine. If a task fails, the job plans the epoch again from the mark of its sink
+(jobs/marked.py). The files that other tasks of the failed epoch have written belong to no version of any table. They
+are deleted later.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ Result = TypeVar("Result")
 
 
 class Engine(Protocol):
-    """What a job asks of it."""
+    """The interface between a job and the engine that runs its tasks."""
 
     def run(
         self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
     ) -> list[Result]:
-        """Do the task of each piece; `work` says to people what is done."""
+        """Run the task for each piece and return the results in order. `work` describes the work for people."""
 
     def lives(self) -> bool:
-        """Return whether tasks can still be run."""
+        """Return True while the engine can run tasks."""
 
     def cancel(self, job: str) -> None:
-        """End the tasks of a job that are at work, if that can be done."""
+        """Cancel the running tasks of a job, if the engine can."""
 
 
 class InProcess:
-    """Runs tasks here, one after the other: no Java, and no process more."""
+    """Runs tasks in this process, one after the other, without Java or other processes."""
 
     def run(
         self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
     ) -> list[Result]:
-        """Do the task of each piece."""
+        """Run the task for each piece."""
         return [task(piece) for piece in pieces]
 
     def lives(self) -> bool:
-        """Return True."""
+        """Return True: this process can always run tasks."""
         return True
 
     def cancel(self, job: str) -> None:
-        """Let the task at work come to its end, which is seconds away."""
+        """Do nothing: the running task ends by itself within seconds."""

@@ -1,14 +1,15 @@
-"""`ledger`: the events of promises (log_events.py), in an append-only Delta table beside the pending table.
+"""The job `ledger` writes the events of scheduled messages (log_events.py) to an append-only Delta table.
 
-A promise that is given another instant has an event `moved`; one that is only written again has none. It was accepted
-once, and waits.
+The table is beside the pending table by default. A scheduled message that is moved to another due time has an event
+`moved`. If its row is only written again, it has none: it was accepted once, and is still pending.
 
-A promise's number is its sequence number in the log. Rows of a bulk attach never pass through the log one by one,
-so their topic and due instant are known here only once they are released; until then the pending table has them.
+The number of a scheduled message is its sequence number in the log. The rows of a bulk attach are not in the log one by
+one. So the ledger has their topics and due times only after their release. Until then the pending table has them.
 
-Each epoch goes from the ledger's own mark (the Delta table's application version) to the end of the log. So the table
-alone tells its contents: a repeated epoch adds nothing, and a lost table leaves no hole without an error. A task reads
-the rows of a range over Flight, and writes their events as a file; Spark's executors do it, or this process.
+Each epoch extends the ledger from its mark, which is the application version of the Delta table, to the end of the log.
+So the table alone defines its content. A repeated epoch adds nothing, and a lost table cannot leave an unnoticed gap. A
+task reads a range of the log over Flight, and writes the events of its rows as one file. Spark's executors run the
+tasks, or this process does.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ if TYPE_CHECKING:  # a job without Spark imports none of it
 LOG = logging.getLogger("timeball.pipeline")
 
 NAME = "ledger"
-SINCE = "timeball.since"  # table property: the first row of the log that the ledger has seen
+SINCE = "timeball.since"  # table property: the first row of the log that the ledger contains
 EPOCH_ROWS = 1_000_000
 OPTIONS = {"max_rows_per_batch": str(EPOCH_ROWS), "rows_per_partition": str(EPOCH_ROWS)}
-TIDY_EVERY = 100  # versions; each left a file or two, which are then joined
+TIDY_EVERY = 100  # versions; each has added one or two files, which are then joined
 
 
 # ---- the table --------------------------------------------------------------------------------------------
 
 
 def open_ledger(uri: str, since: int) -> DeltaTable:
-    """Open the ledger at `uri`; create it, for events from row `since` on, when there is none.
+    """Open the ledger at `uri`. If there is none, create one that begins at row `since` of the log.
 
-    An older one is given the columns that it lacks: to join files would leave out columns that the table has not.
+    Columns that an older ledger does not have are added, because Delta loses unknown columns when it joins files.
     """
     try:
         table = open_table(uri)
         if lacking := [f for f in EVENT_SCHEMA if f.name not in table_schema(table).names]:
-            bounds(table)  # refuses a table that is none of ours
+            bounds(table)  # raises if the table is not a ledger, before it is changed
             table.alter.add_columns(Schema.from_arrow(pa.schema(lacking)).fields)
         return table
     except NotFound:
@@ -72,7 +73,10 @@ def open_ledger(uri: str, since: int) -> DeltaTable:
 
 
 def bounds(table: DeltaTable) -> tuple[int, int]:
-    """Return (since, watermark): the ledger holds the events of rows since <= seq < watermark."""
+    """Read (since, watermark): the ledger has the events of rows since <= seq < watermark.
+
+    Raises StorageError if the table is not a ledger.
+    """
     since = table.metadata().configuration.get(SINCE)
     watermark = app_version(table, LEDGER_APP_ID)
     if since is None or watermark is None:
@@ -83,13 +87,13 @@ def bounds(table: DeltaTable) -> tuple[int, int]:
 
 
 def write_events(endpoint: str, uri: str, piece: Piece) -> DeltaFile:
-    """Write the events of one range of the log as one file of the ledger: the work of a task."""
+    """Write the events of one range of the log as one file of the ledger. This is the task of the job."""
     with Endpoint(endpoint) as broker:
         return write_file(uri, EVENT_SCHEMA, read_events(broker, *piece))
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = EPOCH_ROWS) -> int:
-    """Bring the ledger up to row `to_seq`, in steps of EPOCH_ROWS; returns how many rows of the log that took."""
+    """Extend the ledger up to row `to_seq`, in steps of EPOCH_ROWS. Returns the number of log rows processed."""
     with Endpoint(endpoint) as broker:
         log = broker.status().log
     _, begin = bounds(open_ledger(uri, log.first_seq))
@@ -100,14 +104,14 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         written = engine.run(
             NAME, work, partial(write_events, endpoint, uri), split_range(low, high, piece_rows)
         )
-        # Two ledgers that began at the same row must not both add what lies behind it.
+        # `low` makes the commit fail if another process has extended the ledger from the same row.
         append_once(uri, LEDGER_APP_ID, low, high, written)
     _tidy(uri)
     return max(0, to_seq - begin)
 
 
 def _tidy(uri: str) -> None:
-    """Every TIDY_EVERY versions, join files and remove those that no version has named for a week."""
+    """Every TIDY_EVERY versions, join files, and delete files that no version has used for a week."""
     table = open_table(uri)
     if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
         return
@@ -115,7 +119,7 @@ def _tidy(uri: str) -> None:
         table.optimize.compact()
         table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
-    except DeltaError as error:  # another process has committed; the next time will do
+    except DeltaError as error:  # another process has committed at the same time; the next try is enough
         LOG.warning("ledger not tidied job=ledger reason=%s", error)
 
 
@@ -135,17 +139,17 @@ JOB = MarkedJob(
 
 
 def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
-    """Return all events of one version of the ledger."""
+    """Read all events of one version of the ledger, in EVENT_SCHEMA."""
     from timeball.pipeline.source.table_reader import read_delta
 
     return read_delta(spark, table, EVENT_SCHEMA)
 
 
 def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
-    """Return one row a promise, with the causes of its lateness: view_sql.COLUMNS.
+    """Build a view with one row per scheduled message, with the causes of its lateness: view_sql.COLUMNS.
 
-    From the ledger as far as it reaches; the due instants of bulk promises that still wait come from the pending table.
-    Of several groups each promise has a column `group` besides.
+    The view contains the messages in the ledger, up to its mark. The pending table supplies the due times of pending
+    messages of bulk jobs. If there are several groups, the view has the additional column `group`.
     """
     from timeball.pipeline.source.spark_api import unite
 
@@ -160,6 +164,10 @@ def _promises(spark: SparkSession, endpoint: str, uri: str) -> DataFrame:
 
 
 def one_row_each(spark: SparkSession, history: DataFrame, waiting: DataFrame) -> DataFrame:
-    """Fold events in EVENT_SCHEMA, and rows (seq, due_ms, topic, unique_key) that fill gaps, into one row a promise."""
+    """Combine events into one row per scheduled message.
+
+    `history`: events in EVENT_SCHEMA. `waiting`: rows (seq, due_ms, topic, unique_key) of pending messages, for values
+    that the events do not have.
+    """
     text = promises_sql("spark", events="{history}", waiting="{waiting}")
     return spark.sql(text, history=history, waiting=waiting)

@@ -1,14 +1,17 @@
-"""Jobs whose sink knows its own mark, as a loop: look how far the log is, bring the sink there, epoch by epoch.
+"""Jobs that follow the log, as loops. Each epoch reads the end of the log and extends the job's sink up to it.
 
-The mark is the truth: the row up to which a Delta table has events or messages, or the broker's watermark. There is no
-checkpoint beside it. So a job may be killed at any moment, started twice, or go on with another engine: a repeated
-epoch adds nothing, and none opens a hole. A mark behind the log's end belongs to another log: such a table is refused,
-or this log's rows would be skipped up to the mark.
+The sink stores its own *mark*: the row (sequence number) before which it is complete. For a Delta table of events or
+messages, the commit of an epoch contains the mark. For `compact` the mark is the broker's watermark. No other state
+decides where a job continues, and there is no checkpoint. So a job may be killed at any moment, run twice, or continue
+with another engine. A repeated epoch adds nothing, and no epoch can leave a gap. A mark after the end of the log means
+that the table belongs to another log. Such a table is refused, because otherwise rows of this log would be skipped up
+to the mark.
 
-Of a cluster one loop follows the logs of all groups, and each group has a table of its own; a group that is added is
-read from its first row.
+In a cluster, one loop follows the logs of all groups at its endpoint, and each group has its own table. A group that is
+added later is read from its first row.
 
-A loop can be watched and stopped as a Spark query can, because the runner has both.
+The runner treats loops and Spark queries alike. So a loop has the members of a Spark query that the runner uses to
+watch and stop it.
 """
 
 from __future__ import annotations
@@ -33,29 +36,32 @@ LOG = logging.getLogger("timeball.pipeline")
 
 TRIGGER_S = 5.0
 STOP_S = 20.0
-PROGRESS_KEPT = 100  # epochs, until the runner has seen them
+PROGRESS_KEPT = 100  # epochs; the runner reads them several times a second
 
-# Group (None: of a broker that is in no cluster) -> its endpoint, and the URI of its table.
+# Name of a group -> its endpoint, and the URI of its table. The name is None for a broker that is in no cluster.
 Places = dict[str | None, tuple[str, str]]
 
 
 class Extend(Protocol):
-    """Bring the table at `uri` up to row `to_seq`, in pieces of `piece_rows` rows; return how many rows that took."""
+    """Extend the table at `uri` up to row `to_seq` (exclusive), in pieces of `piece_rows` rows.
+
+    Returns the number of rows of the log that were processed.
+    """
 
     def __call__(self, engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int) -> int: ...
 
 
 @dataclass(frozen=True)
 class MarkedJob:
-    """A job: how its sink is brought up to a row, and where the sink stands."""
+    """The definition of a job: functions that extend its sink and read the sink's mark."""
 
     name: str
     options: Mapping[str, str]
     extend: Extend
     mark: Callable[[Endpoint, Status, str], int]  # (broker, its status, uri) -> row
-    place: Callable[[Status], str]  # status of a broker -> URI of the sink, unless it is said otherwise
-    is_shared: bool = False  # the broker moves the mark too, and says in its status where it stands
-    trigger_s: float = TRIGGER_S
+    place: Callable[[Status], str]  # status of a broker -> default URI of the sink
+    is_shared: bool = False  # the broker moves the mark too, so it is read from each status
+    trigger_s: float = TRIGGER_S  # from the start of one look at the log to the start of the next
 
     def start(
         self,
@@ -66,17 +72,17 @@ class MarkedJob:
         once: bool = False,
         options: Mapping[str, str] | None = None,
     ) -> Loop:
-        """Start the loop; with `once` it ends when all rows that are durable now are in the sink.
+        """Start the loop. With `once` it ends when the sink has all rows that are durable at the start.
 
-        `uri`, or `uri` among the options, is where the table lies if not beside the pending table.
+        `uri`, or the option `uri`, is the URI of the sink if it is not at its default place. Raises SetupError.
         """
         chosen = {**self.options, **(options or {}), "endpoint": endpoint, "read": "ranges"}
         place = chosen.pop("uri", uri)
-        self.places(group_statuses(endpoint), place)  # a place that is none is said before the loop begins
+        self.places(group_statuses(endpoint), place)  # raises for an invalid URI, before the loop starts
         return Loop(self, engine, read_options(chosen), place, once)
 
     def places(self, found: Sequence[tuple[Group, Status]], uri: str | None) -> Places:
-        """Return the endpoint and the URI of the table by group; `uri`: where it lies if it is said."""
+        """Find the endpoint and the URI of the sink of each group. `uri`: the one that the user gave, if any."""
         return {
             group.name or None: (
                 group.endpoint,
@@ -87,7 +93,7 @@ class MarkedJob:
 
 
 class Query(Protocol):
-    """A job at work: a loop, or a streaming query of Spark's. This is the part of it that the runner uses."""
+    """A running job: a loop, or a streaming query of Spark. These are the members that the runner uses."""
 
     @property
     def isActive(self) -> bool: ...  # noqa: N802 - Spark's names
@@ -102,7 +108,10 @@ class Query(Protocol):
 
 
 class Loop:
-    """A job at work, in a thread of its own."""
+    """A running job with its own thread.
+
+    Only that thread writes the state. Other threads read the properties and call `stop`.
+    """
 
     def __init__(
         self,
@@ -118,10 +127,10 @@ class Loop:
         self._label = query_name(job.name, options.endpoint)
         self._brokers = Connections(options.endpoint)
         self._pace = Pace(options, self._clock)
-        self._marks: dict[str, int] = {}  # of each group, as last seen
-        self._final: dict[str, int] | None = None
+        self._marks: dict[str, int] = {}  # group -> mark, as last seen
+        self._final: dict[str, int] | None = None  # with `once`: group -> end of its log at the start
         self._epochs = 0
-        self._busy = False
+        self._busy = False  # an epoch is running
         self._error: TimeballError | None = None
         self._stopping = threading.Event()
         self.recentProgress: deque[dict[str, Any]] = deque(maxlen=PROGRESS_KEPT)
@@ -130,31 +139,31 @@ class Loop:
 
     @property
     def isActive(self) -> bool:  # noqa: N802
-        """Return whether the loop has not ended."""
+        """True until the loop has ended."""
         return self._thread.is_alive()
 
     @property
     def lastProgress(self) -> dict[str, Any] | None:  # noqa: N802
-        """Return what the latest epoch did."""
+        """The progress report of the latest epoch."""
         return self.recentProgress[-1] if self.recentProgress else None
 
     @property
     def status(self) -> dict[str, Any]:
-        """Return whether an epoch is at work."""
+        """States whether an epoch is running, in the form of a Spark query."""
         return {"isTriggerActive": self._busy}
 
     def exception(self) -> TimeballError | None:
-        """Return what ended the loop, if it did not end in order."""
+        """Return the error that ended the loop, if any."""
         return self._error
 
     def awaitTermination(self) -> None:  # noqa: N802
-        """Wait for the end; raise what ended the loop."""
+        """Wait until the loop has ended. Raises the error that ended it, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """End the loop; an epoch at work is cut off, which is safe."""
+        """Stop the loop. A running epoch is cancelled, which is safe. Waits for at most STOP_S seconds."""
         self._stopping.set()
         if self._busy:
             self._engine.cancel(self._job.name)
@@ -175,19 +184,19 @@ class Loop:
                     self._epoch(found, share(lag, rows), begun_ns)
                 elif self._once:
                     return
-                if total <= rows and not self._once:  # else it is behind, and goes on at once
+                if total <= rows and not self._once:  # otherwise rows are left, and the next epoch starts now
                     passed_s = (self._clock.monotonic_ns() - begun_ns) / 1e9
                     self._stopping.wait(max(0.0, self._job.trigger_s - passed_s))
         except TimeballError as error:
             self._error = error
-        except Exception as error:  # a library's own: the runner tells it, and starts the loop again
+        except Exception as error:  # of a library: the runner reports it and starts the loop again
             self._error = Unavailable(f"{self._label} failed: {type(error).__name__}: {error}")
             LOG.debug("loop failed job=%s", self._label, exc_info=True)
         finally:
             self._brokers.close()
 
     def _lag(self, found: Sequence[tuple[Group, Status]]) -> dict[str, int]:
-        """Return how many rows each group is ahead of its sink; with `once`, of those at the start."""
+        """Count, for each group, the rows of its log after the mark. With `once`, only up to the end at the start."""
         if self._once and self._final is None:
             self._final = {group.name: status.log.durable_seq for group, status in found}
         lag = {}
@@ -202,12 +211,15 @@ class Loop:
     def _mark(self, group: Group, status: Status, uri: str) -> int:
         broker = self._brokers.broker(group.endpoint)
         mark = self._job.mark(broker, status, uri)
-        if mark > status.log.durable_seq:  # asked again, since another process may have moved it since
+        if mark > status.log.durable_seq:  # `status` may be older than the mark, so ask for a new one
             check_mark(self._job.name, uri, mark, broker.status().log, mark)
         return mark
 
     def _epoch(self, found: Sequence[tuple[Group, Status]], rows: Mapping[str, int], begun_ns: int) -> None:
-        """Bring each sink so many rows further, and say what was done."""
+        """Extend each sink by the given number of rows, and append a progress report.
+
+        `rows`: group -> number of rows. `begun_ns`: the start of the epoch on the monotonic clock.
+        """
         before, there = dict(self._marks), self._job.places(found, self._uri)
         self._busy = True
         try:
@@ -236,12 +248,16 @@ class Loop:
 
 
 def offset(seqs: Mapping[str, int]) -> dict[str, int]:
-    """Return rows by group as an offset of the log names them: `seq` of a broker that is in no cluster."""
+    """Format rows by group as an offset of a stream of the log. The key is `seq` for a broker that is in no cluster."""
     return {name or "seq": seq for name, seq in sorted(seqs.items())}
 
 
 def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> None:
-    """Raise unless a table that ends at row `mark` can go on with this log up to `to_seq`."""
+    """Check that a table with this mark can continue with this log up to row `to_seq`.
+
+    Raises OutOfRange if retention has removed rows after the mark. Raises SetupError if the mark is after the log's
+    end.
+    """
     if mark < log.first_seq < to_seq:
         raise OutOfRange(
             f"the {name} ends at row {mark} but retention has removed the log up to {log.first_seq}: rows are missing; "

@@ -1,8 +1,9 @@
-"""Before a job starts: one task must find the broker's pending table, and be able to write into it.
+"""Check, before a job starts, that a Spark task can read the broker's pending table and write into its folder.
 
-Without a folder that both see, a job runs for minutes and fails at its attach, or writes into a folder of the same name
-on another machine. A task therefore opens the table where it is said to lie, compares its version with the broker's,
-and writes and removes an empty file. On a local master this process is the one task there is.
+If executors and broker do not share the folder, a job would run for minutes and then fail at its attach. Or it would
+write into a folder of the same name on another machine. Therefore one task opens the table at the given URI, compares
+its version with the broker's, and writes and removes an empty file. With a local master, this process does the check
+itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from timeball.pipeline.table_store import Store, open_table
 
 
 def check_table(spark: SparkSession, uri: str, version: int, option: str) -> None:
-    """Raise SetupError unless a task reaches the table that the broker has at `version`; `option` can say where."""
+    """Raise SetupError unless a task can use the table at `uri`, which has at least `version` at the broker.
+
+    `option`: the command line option with which a user can give another URI, for the error.
+    """
     reason = _in_a_task(spark, uri, version)
     if reason is not None:
         raise SetupError(
@@ -29,13 +33,13 @@ def check_table(spark: SparkSession, uri: str, version: int, option: str) -> Non
 
 
 def reason_against(uri: str, version: int) -> str | None:
-    """Return why the table at a URI is not the broker's at `version`, or is not to be written to; None when it is."""
+    """Explain why the table at a URI is older than the broker's `version` or cannot be written to, or return None."""
     try:
         there = open_table(uri).version()
         if there < version:
             return f"it is of version {there} there, and of version {version} at the broker"
         store = Store(uri)
-        # Not hidden: should this task die, the broker sweeps the file as any other that no version names.
+        # The name does not begin with `_` or `.`, so if this task dies, Delta's vacuum at the broker deletes the file.
         probe = f"preflight-{uuid.uuid4().hex}"
         store.put(probe, b"")
         store.remove([probe])

@@ -1,18 +1,19 @@
-"""`replay`: a past window of traffic becomes promises again, moved and stretched in time.
+"""The job `replay` schedules the messages of a past window again, moved and stretched in time.
 
-    a message that passed at t in [from, until)  ->  a promise due at  start + (t - from) * stretch
+    a message that passed at t in [from, until)  ->  a scheduled message due at  start + (t - from) * stretch
 
-`t` is when the message became visible, or when it was due (`by`). What passed comes from the archive as far as it
-reaches and from the log behind its mark, so a replay is complete whether or not the job `archive` has caught up. A
-window that begins before either of them, or is not over yet, is refused: half of a window would look like all of it.
+A message *passes* when it becomes visible in a queue. `t` is that time, or the message's due time (`by`). The messages
+come from the archive up to its mark, and from the log after that. So a replay is complete even if the job `archive` has
+not caught up. A window is refused if it begins before the archive (or, without one, before the log), or if it is not
+over yet. Otherwise a replay of a part of the messages would look complete.
 
-All of it is written in one attach under a name that follows from the arguments, so a second run with the same
-arguments changes nothing: the broker takes one attach of a name, ever. A replay is a campaign (jobs/campaign.py) of
-that name: what waits of it can be counted, paused and cancelled as one, and a run that died is completed by the next.
+All messages are written in one attach. Its name follows from the arguments, and the broker accepts each name only once.
+So a second run with the same arguments changes nothing. A replay is a campaign (jobs/campaign.py) of that name, so its
+pending messages can be counted, paused and cancelled together. If a run dies, the next one completes it.
 
-A replayed message is a new one: it has an id of its own, and names the old one in its property REPLAY_OF. Queue, tag,
-keys, properties, flags and body stay. Topics in which the broker keeps second tries and dead letters (%RETRY%…, %DLQ%…)
-are left out unless they are asked for by name: what was tried again would be there twice.
+A replayed message is a new message. It has its own id, and its property REPLAY_OF contains the old id. Queue, tag,
+keys, properties, flags and body are the same. The topics for retries and dead letters (%RETRY%…, %DLQ%…) are replayed
+only if they are named. Otherwise retried messages would occur twice.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ LOG = logging.getLogger("timeball.pipeline")
 REPLAY_OF = "REPLAY_OF"
 SECOND_TRIES = "^%(RETRY|DLQ)%"
 ROWS_PER_TASK = 500_000
-BARS_MAX = 48
+BARS_MAX = 48  # of the due load that a plan shows
 _WIDTHS_MS = [
     *(n * limits.SECOND_MS for n in (1, 5, 15)),
     *(n * limits.MINUTE_MS for n in (1, 5, 15)),
     *(n * limits.HOUR_MS for n in (1, 3, 6, 12)),
     *(n * limits.DAY_MS for n in (1, 7, 30, 365)),
 ]
-_TRANSACTION_BITS = 0x4 | 0x8  # RocketMQ's sys_flag; a replay commits nothing
+_TRANSACTION_BITS = 0x4 | 0x8  # of RocketMQ's sys_flag: cleared, because a replay is no transaction
 _KEPT = ("topic", "queue_id", "tag", "keys", "unique_key", "body", "properties", "flag", "sys_flag")
 _READ = (*_KEPT, "kind", "seq", "store_ms", "due_ms")
 _DURABLE_TRIES = 100
@@ -67,18 +68,18 @@ By = Literal["visible", "due"]
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice of what passed, and its new start: `start_ms` is where `from_ms` falls. Milliseconds since 1970."""
+    """The messages to replay, and their new times. Times are in milliseconds since 1970."""
 
     from_ms: int
-    until_ms: int
-    start_ms: int
-    stretch: float = 1.0
-    topics: tuple[str, ...] = ()
-    to_topic: str | None = None
-    by: By = "visible"
+    until_ms: int  # exclusive
+    start_ms: int  # the new time of `from_ms`
+    stretch: float = 1.0  # factor for the length of the window; 0: all messages at `start_ms`
+    topics: tuple[str, ...] = ()  # empty: all, without retries and dead letters
+    to_topic: str | None = None  # None: each message stays in its topic
+    by: By = "visible"  # the time that decides: when a message became visible, or when it was due
 
     def check(self) -> None:
-        """Refuse a window that is none, or a stretch that turns time round."""
+        """Raise InvalidDelay for an empty window, a start before 1970, or a negative or infinite stretch."""
         if self.until_ms <= self.from_ms:
             raise InvalidDelay("the window is empty: its end must lie behind its beginning")
         if not 0 <= self.stretch < float("inf"):
@@ -88,46 +89,40 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job_id(self) -> str:
-        """Return the job's name, the same for the same arguments."""
+        """The default name of the replay, which is the same for the same window."""
         return "replay-" + hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:24]
 
     @property
     def end_ms(self) -> int:
-        """Return where the end of the window falls."""
+        """The new time of `until_ms`, rounded up."""
         return self.start_ms + int(-(-(self.until_ms - self.from_ms) * self.stretch // 1))
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of a replay. `curve`: rows by instant, in steps of `width_ms`; `topics`: the old names.
-
-    `groups`: of several groups the plan of each.
-    """
+    """The plan of a replay: the messages that it would schedule."""
 
     job_id: str
     rows: int
     body_bytes: int
     first_due_ms: int | None
     last_due_ms: int | None
-    overdue: int
+    overdue: int  # rows whose new due time is before `now_ms`
     now_ms: int
     width_ms: int
-    curve: dict[int, int]
-    topics: dict[str, int]
-    groups: dict[str, ReplayPlan] | UnsetType = UNSET
+    curve: dict[int, int]  # due time, in steps of `width_ms` -> rows
+    topics: dict[str, int]  # topic in which messages passed -> rows
+    groups: dict[str, ReplayPlan] | UnsetType = UNSET  # the plan of each group, if there are several
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a replay: `ranges` are (first_seq, rows). `repeated`: it had been done before.
-
-    `groups`: of several groups the report of each, with its ranges.
-    """
+    """The result of a replay."""
 
     job_id: str
     rows: int
-    at_ms: int
-    repeated: bool
-    ranges: list[tuple[int, int]]
-    groups: dict[str, ReplayReport] | UnsetType = UNSET
+    at_ms: int  # when it was planned first
+    repeated: bool  # it was done by an earlier run
+    ranges: list[tuple[int, int]]  # (first_seq, rows) of the new messages; empty for several groups
+    groups: dict[str, ReplayReport] | UnsetType = UNSET  # the report of each group, if there are several
 
 
 # ---- what passed ------------------------------------------------------------------------------------------
@@ -135,18 +130,22 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Sources:
-    """The archive, if there is one, up to row `mark` of the log, and the log from there to `end`."""
+    """The sources of a replay: the archive, if there is one, up to row `mark` of the log, and the log from there on."""
 
     table: DeltaTable | None
-    since_ms: int
+    since_ms: int  # all messages that passed at this time or later are known
     mark: int
-    end: int
+    end: int  # exclusive
     now_ms: int
-    settled_before_ms: int
+    settled_before_ms: int  # all messages that were due before are settled (released or cancelled)
 
 
 def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
-    """Return where archive and log stand: everything stamped before `now_ms` lies below `end`."""
+    """Find the bounds of archive and log, such that all messages that passed before `now_ms` are in rows before `end`.
+
+    Raises NotFound if there is no archive at a given `archive_uri`. Raises OutOfRange if rows between the archive and
+    the log are missing.
+    """
     with Endpoint(endpoint) as broker:
         status = _all_durable(broker)
         first = status.log.first_seq
@@ -167,7 +166,10 @@ def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str |
 
 
 def _all_durable(broker: Endpoint) -> Status:
-    """Return A status whose `durable_seq` has reached every row that was numbered when its `now_ms` was."""
+    """Wait for a status in which all rows that were numbered at its `now_ms` are durable.
+
+    Raises Unavailable after _DURABLE_TRIES tries.
+    """
     asked = broker.status()
     for _ in range(_DURABLE_TRIES):
         status = broker.status()
@@ -178,7 +180,10 @@ def _all_durable(broker: Endpoint) -> Status:
 
 
 def check_covered(window: Window, sources: Sources) -> None:
-    """Refuse a window of which some messages are not known any more, or not yet; or that goes too far ahead."""
+    """Raise OutOfRange if some messages of the window are unknown, because they are too old or have not passed yet.
+
+    Raises InvalidDelay if a new due time would be too far ahead.
+    """
     if window.from_ms < sources.since_ms:
         raise OutOfRange(
             f"the window begins at {window.from_ms}, but what passed is known from {sources.since_ms} on "
@@ -197,18 +202,18 @@ def check_covered(window: Window, sources: Sources) -> None:
 
 
 def moment(by: By) -> Column:
-    """Return the instant of a message that passed. One without a due instant was sent to be visible at once."""
+    """Make the column of the time that decides. The due time of a message without delay is when it became visible."""
     return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
 
 
 def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
-    """Read the messages of a window, in the columns that a replay needs, with `at_ms`, the instant of each."""
+    """Read the messages of a window: the columns that a replay needs, and `at_ms`, the time that decides."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
     source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
     source = source.option("from_seq", str(sources.mark)).option("to_seq", str(sources.end))
     rows = source.load()
     if sources.table is not None:
-        # What was due in the window became visible in it or behind it.
+        # Messages that were due in the window became visible in it or after it, but never before.
         span = Bounds(window.from_ms, window.until_ms - 1 if window.by == "visible" else None)
         uris = archive.files(sources.table, span, topics=window.topics)
         rows = archive.read_archive(spark, sources.table, uris).select(*_READ).unionByName(rows)
@@ -216,7 +221,7 @@ def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources)
 
 
 def within(rows: DataFrame, window: Window) -> DataFrame:
-    """Reduce rows of the log or the archive to those of the window, with `at_ms`."""
+    """Select the rows of the log or the archive that are in the window, and add the column `at_ms`."""
     at = moment(window.by)
     topic = f.col("topic")
     wanted = topic.isin(*window.topics) if window.topics else ~topic.rlike(SECOND_TRIES)
@@ -228,22 +233,23 @@ def within(rows: DataFrame, window: Window) -> DataFrame:
 
 
 def due(window: Window) -> Column:
-    """Return the new instant, rounded up: a promise may be late by part of a millisecond, but never early."""
+    """Make the column of new due times. They are rounded up, because a message may be slightly late but never early."""
     return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
         "bigint"
     )
 
 
 def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
-    """Turn what passed into rows for the data source's writer; with `count` rows known, in parts that a task can hold.
+    """Convert messages that passed to rows for the data source's writer, partitioned and sorted by due time.
 
-    What passes again in one instant lies in one part, in the order in which it passed.
+    `count`: the number of rows, for partitions of about ROWS_PER_TASK rows. None: one partition. Messages with the same
+    due time are in the same partition, in the order in which they passed.
     """
     given = f.coalesce(f.col("properties"), f.lit(""))
     closed = (given == "") | given.endswith(PROPERTY_END)
     given = f.when(closed, given).otherwise(f.concat(given, f.lit(PROPERTY_END)))
     named = f.concat(given, f.lit(REPLAY_OF + PROPERTY_NAME_END), f.col("unique_key"), f.lit(PROPERTY_END))
-    # A row that may not grow keeps what it has.
+    # If the properties would become too long, the row keeps its properties, without REPLAY_OF.
     fits = f.col("unique_key").isNotNull() & (f.octet_length(named) <= limits.PROPERTIES_BYTES_MAX)
     topic = f.col("topic") if window.to_topic is None else f.lit(window.to_topic)
     flags = f.coalesce(f.col("sys_flag"), f.lit(0)).bitwiseAND(f.lit(~_TRANSACTION_BITS))
@@ -261,13 +267,14 @@ def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataF
         "seq",
     )
     parts = 1 if count is None else -(-count // ROWS_PER_TASK)
-    # Each task numbers its rows in their order, and numbers decide within an instant: no two tasks may share one.
+    # Each task numbers its rows in order, and messages with the same due time are released in the order of numbers. So
+    # all of them must be in one task.
     ordered = again.repartitionByRange(parts, "due_ms").sortWithinPartitions("due_ms", "at_ms", "seq")
     return ordered.drop("at_ms", "seq")
 
 
 def width_ms(span_ms: int) -> int:
-    """Return the finest step that shows a span in at most BARS_MAX bars."""
+    """Choose the smallest step (ms) that shows a span in at most BARS_MAX bars."""
     return next((width for width in _WIDTHS_MS if span_ms <= width * BARS_MAX), _WIDTHS_MS[-1])
 
 
@@ -282,7 +289,10 @@ def plan(
     archive_uri: str | None = None,
     table_uri: str | None = None,
 ) -> ReplayPlan:
-    """Count what `run` would schedule; write nothing."""
+    """Count the messages that `run` would schedule. Writes nothing.
+
+    `archive_uri`, `table_uri`: as in `run`. Raises InvalidDelay and OutOfRange for a window that cannot be replayed.
+    """
     window.check()
     sources = open_sources(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
@@ -331,11 +341,13 @@ def run(
     job_id: str | None = None,
     planned: ReplayPlan | None = None,
 ) -> ReplayReport:
-    """Schedule the window again, in one attach; nothing when the attach of this name is there already.
+    """Schedule the messages of the window again, in one attach. Does nothing if this name is attached already.
 
-    `job_id`: another name than the one that follows from the window, to replay the same thing twice. `planned`: what
-    `plan` has said just now, so that it need not be counted again. `table_uri`: where the driver and the executors
-    reach the pending table, if not where the broker says.
+    `archive_uri`: the archive, by default beside the pending table. `table_uri`: the URI of the pending table for the
+    driver and the executors, if it is not the broker's. `job_id`: a name other than the window's, to replay the same
+    window again. `planned`: a recent result of `plan`, so that the messages are not counted again.
+
+    Raises InvalidMessage if the replay was cancelled. Raises OutOfRange if the broker has forgotten its campaign.
     """
     window.check()
     name = check_campaign(job_id or window.job_id)
@@ -354,7 +366,8 @@ def run(
         again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
         with described(spark, f"replay {name}"):
-            # What was accepted once is accepted again, also from RocketMQ's clients, whose keys stand side by side.
+            # The rows were accepted before and are not changed. For example, RocketMQ's clients join several keys into
+            # one text, which the writer would refuse in a DataFrame.
             writer = writer.option("as_stored", "true")
             writer.option("table_uri", campaign.table_uri).mode("append").save()
         attached = campaign.decided()
@@ -365,7 +378,7 @@ def run(
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """Return what the replay of this name has scheduled, or None; InvalidMessage when it was cancelled."""
+    """Report the result of an earlier replay of this name, or None. Raises InvalidMessage if it was cancelled."""
     with Endpoint(endpoint) as broker:
         known = Campaign(broker, job_id, table_uri).find_decided()
     if known is None or known.state == "planned":

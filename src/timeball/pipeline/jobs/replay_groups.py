@@ -1,7 +1,8 @@
-"""`replay` over the groups of a cluster: what passed in a group passes again in that group.
+"""The job `replay` over the groups of a cluster: the messages of each group are scheduled again in the same group.
 
-Each group has a replay of its own, under one name. A run that died is completed by the next one: a group that has done
-its replay does nothing, and one that is added later replays what passed in it. With one group this is jobs/replay.py.
+Each group has its own replay, and all have the same name. If a run dies, the next one completes it: groups that have
+done their replay do nothing, and a group that was added meanwhile replays its messages. With one group, the result is
+that of jobs/replay.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def plan(
     archive_uri: str | None = None,
     table_uri: str | None = None,
 ) -> ReplayPlan:
-    """Count what `run` would schedule; write nothing."""
+    """Count the messages that `run` would schedule. Writes nothing."""
     groups = read_groups(endpoint)
     found = {
         each.name: replay.plan(
@@ -49,9 +50,10 @@ def run(
     job_id: str | None = None,
     planned: ReplayPlan | None = None,
 ) -> ReplayReport:
-    """Schedule the window again, in one attach a group; nothing in a group that has one of this name already.
+    """Schedule the messages of the window again, in one attach per group. Groups that have done so do nothing.
 
-    `planned`: what `plan` has said just now, so that it need not be counted again.
+    `planned`: a recent result of `plan`, so that the messages are not counted again. URIs contain `{group}` if there
+    are several groups.
     """
     groups, found = read_groups(endpoint), {}
     for each in groups:
@@ -64,7 +66,7 @@ def run(
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """Return what the replay of this name has scheduled, or None unless each group has done its own."""
+    """Report the result of an earlier replay of this name, or None if a group has not done its part."""
     groups, found = read_groups(endpoint), {}
     for each in groups:
         uri = place_of("--table-uri", table_uri, each.name, len(groups))
@@ -76,7 +78,7 @@ def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> Rep
 
 
 def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
-    """Return the plan of all groups; a bar is as wide in each, since that follows from the window."""
+    """Add the plans of all groups. They have the same `width_ms`, because it follows from the window."""
     parts = list(groups.values())
     first = [each.first_due_ms for each in parts if each.first_due_ms is not None]
     last = [each.last_due_ms for each in parts if each.last_due_ms is not None]
@@ -96,7 +98,7 @@ def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
 
 
 def add_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
-    """Return the report of all groups; it was done before when no group has scheduled a row now."""
+    """Add the reports of all groups. `repeated` is True if none has scheduled a row now, and at least one before."""
     parts = list(groups.values())
     return ReplayReport(
         job_id=parts[0].job_id,

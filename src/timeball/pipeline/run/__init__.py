@@ -1,5 +1,4 @@
-"""Where jobs run: a Spark session with its Java, the runner of the streaming jobs, and their status."""
+"""The surroundings of jobs: a Spark session and its Java, the runner of the continuous jobs, and their status files."""
 
-SUBMITTED = (
-    "PYSPARK_GATEWAY_PORT"  # in the environment of what spark-submit starts: the JVM that it has started runs
-)
+# spark-submit sets this variable for the process that it starts, whose JVM is running already.
+SUBMITTED = "PYSPARK_GATEWAY_PORT"

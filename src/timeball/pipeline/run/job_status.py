@@ -1,11 +1,13 @@
-"""The status of a streaming job: a log line for each micro-batch, and a small file for other processes.
+"""The status of a continuous job: a log line for each epoch, and a small file for other processes.
 
-The file lies beside the job's checkpoint, `status/<job>.json`, so `timeball pipeline status` needs neither Spark nor
-its ports. It is replaced whole, at most once a second and at least every five, so its age tells whether the job lives.
-It is for people and monitoring only: no job reads it, and one that cannot write it goes on without.
+An epoch is one micro-batch of a Spark query, or one step of a loop (jobs/marked.py). The file is `status/<job>.json` in
+the folder of the jobs' checkpoints, so `timeball pipeline status` needs neither Spark nor its ports. It is replaced as
+a whole, at most once per second and at least every 5 s. So if the file of a running job is older than SILENT_MS, that
+job has died. The file is for people and monitoring only. No job reads it, and a job that cannot write it continues
+without it.
 
-    position    where the job stands: a row of the log (seq), or an instant (due_ms)
-    lag         how far that is from the end of its source, in the same unit, when the micro-batch was planned
+    position    the point that the job has reached: a row of the log (seq), or a due time (due_ms)
+    lag         the distance to the end of the source, in the same unit, when the epoch was planned
 """
 
 from __future__ import annotations
@@ -27,31 +29,31 @@ from timeball.errors import SetupError
 LOG = logging.getLogger("timeball.pipeline")
 
 FOLDER = "status"
-CHANGED_EVERY_NS = 1_000_000_000
-ALIVE_EVERY_NS = 5_000_000_000
-SILENT_MS = 20_000  # four files that did not come
+CHANGED_EVERY_NS = 1_000_000_000  # between two files, if there is a new epoch
+ALIVE_EVERY_NS = 5_000_000_000  # between two files, if there is none
+SILENT_MS = 20_000  # the time of four status files
 
 State = Literal["starting", "running", "waiting", "done", "stopped", "failed"]
-UNITS = {"seq": "rows", "due_ms": "ms"}  # name of an offset -> what its differences are
+UNITS = {"seq": "rows", "due_ms": "ms"}  # name of an offset -> unit of its differences
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """One micro-batch. `rows` are rows of the log, of all kinds; None where start or unit say nothing of them."""
+    """One epoch of a job."""
 
     epoch: int
-    unit: str
+    unit: str  # a key of UNITS, for `position` and `lag`
     position: int
     took_ms: int
     lag: int
-    rows: int | None = None
+    rows: int | None = None  # of the log, all kinds. None for other units, or if the start is unknown
 
     @property
     def rows_per_s(self) -> int | None:
-        """Return rows a second of the micro-batch."""
+        """The rate of the epoch in rows per second, or None if its rows or its duration are not known."""
         return None if self.rows is None or not self.took_ms else self.rows * 1000 // self.took_ms
 
     def line(self, job: str) -> str:
-        """Return one line for the log, name=value."""
+        """Format the epoch as one line for the log, in the form name=value."""
         rows = "" if self.rows is None else f" rows={self.rows}"
         rate = "" if self.rows_per_s is None else f" rows_per_s={self.rows_per_s}"
         lag = f"lag_{UNITS[self.unit]}={self.lag}"
@@ -60,7 +62,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
-    """Return the micro-batch of a progress report; None for one that moved nothing."""
+    """Convert a progress report of Spark's form to an epoch, or None if the position did not change."""
     source = progress["sources"][0]
     start, end, latest = (_offset(source[key]) for key in ("startOffset", "endOffset", "latestOffset"))
     if end is None:
@@ -68,7 +70,7 @@ def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
     unit, position = end
     took_ms = int(progress["durationMs"].get("triggerExecution", 0))
     lag = 0 if latest is None else max(0, latest[1] - position)
-    if start is None:  # the first epoch of a checkpoint: only the sink knows where it began
+    if start is None:  # the first epoch of a checkpoint: its first row is stored in the sink only
         return Epoch(progress["batchId"], unit, position, took_ms, lag)
     moved = position - start[1]
     if not moved or not took_ms:
@@ -77,7 +79,10 @@ def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
 
 
 def _offset(offset: object) -> tuple[str, int] | None:
-    """Return unit and position; of several groups the sum of their rows, so that a difference is that of all."""
+    """Read unit and position from an offset. Positions of several groups are added, so differences are of all groups.
+
+    None if the offset has another form.
+    """
     if isinstance(offset, str):
         offset = json.loads(offset)
     for unit in UNITS if isinstance(offset, dict) else ():
@@ -91,7 +96,7 @@ def _offset(offset: object) -> tuple[str, int] | None:
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a job. `epochs` and `rows` count since this process began; `last` is its latest micro-batch."""
+    """The state of a job, as its status file contains it. All times are in milliseconds since 1970."""
 
     job: str
     state: State
@@ -99,22 +104,25 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     started_ms: int
     pid: int = msgspec.field(default_factory=os.getpid)
     host: str = msgspec.field(default_factory=socket.gethostname)
-    epochs: int = 0
-    rows: int = 0
-    last: Epoch | None = None
-    last_ms: int | None = None  # when the latest micro-batch was seen to be done
-    failures: int = 0
-    error: str | None = None
+    epochs: int = 0  # since the start of this process
+    rows: int = 0  # since the start of this process
+    last: Epoch | None = None  # the latest epoch
+    last_ms: int | None = None  # when the runner saw that the latest epoch was done
+    failures: int = 0  # in succession: a failure after more than a minute of work counts as the first
+    error: str | None = None  # of the latest failure
 
     def shown(self, now_ms: int) -> str:
-        """Return the state, or 'silent' when the job has not reported for a while."""
+        """Format the state for people. A job without a report for SILENT_MS is shown as 'silent for … s'."""
         silent_ms = now_ms - self.updated_ms
         lives = self.state in ("starting", "running", "waiting")
         return f"silent for {silent_ms // 1000} s" if lives and silent_ms > SILENT_MS else self.state
 
 
 class Board:
-    """The statuses of jobs, in a folder beside their checkpoints, on any file system that Arrow can write to."""
+    """Writes the status files of jobs beside their checkpoints, to any file system that Arrow can write to.
+
+    The first error is logged and ends all writing, because the jobs do not need these files.
+    """
 
     def __init__(self, folder: str) -> None:
         self._written: dict[str, tuple[int, JobStatus]] = {}
@@ -126,7 +134,10 @@ class Board:
             self._give_up(error)
 
     def write_status(self, status: JobStatus, now_ns: int) -> None:
-        """Leave the status of one job, if it is time: at once when its state is another."""
+        """Write the status of one job, unless the last file is recent: see CHANGED_EVERY_NS and ALIVE_EVERY_NS.
+
+        A new state is written at once.
+        """
         if self._files is None:
             return
         before_ns, before = self._written.get(status.job, (-ALIVE_EVERY_NS, None))
@@ -146,7 +157,7 @@ class Board:
             self._give_up(error)
 
     def write_audit(self, report: bytes) -> None:
-        """Leave what an audit found, as JSON, for `GET /v1/jobs`."""
+        """Write the report of an audit, encoded as JSON, for `GET /v1/jobs`."""
         if self._files is None:
             return
         target = f"{self._root.removesuffix(FOLDER)}audit.json"
@@ -164,7 +175,7 @@ class Board:
 
 
 def read_statuses(folder: str) -> Iterator[JobStatus]:
-    """Read the statuses in a folder of checkpoints; SetupError when that is no folder."""
+    """Read all status files in a folder of checkpoints. Raises SetupError if it or a file cannot be read."""
     try:
         files, root = places.arrow(folder)
         found = files.get_file_info(fs.FileSelector(f"{root.rstrip('/')}/{FOLDER}", allow_not_found=True))

@@ -1,7 +1,8 @@
 """The engine that runs the tasks of jobs on the executors of a Spark session.
 
-Only pieces and names of files pass through the JVM, as an RDD: a data source would start a process for its planning,
-one for its commit and one for the stream beside each query, and a DataFrame of pointers has nothing to optimize.
+The pieces and the results of tasks (entries of written files) pass through the JVM as an RDD, but no rows do. A Python
+data source would be more expensive: for each query Spark starts one process for its planning, one for its commit and
+one for its stream. And in a DataFrame of pointers there is nothing to optimize.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from timeball.pipeline.spark_errors import spark_errors
 
 
 class OnSpark:
-    """Runs tasks on the executors of a session."""
+    """Runs tasks on the executors of a Spark session."""
 
     def __init__(self, session: SparkSession) -> None:
         self.session = session
@@ -25,23 +26,23 @@ class OnSpark:
     def run(
         self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
     ) -> list[Result]:
-        """Do the task of each piece; Spark's failures are raised as ours."""
+        """Run the task for each piece, one Spark task per piece. Raises Spark's failures as Timeball's errors."""
         if not pieces:
             return []
         text = f"{job}: {work}"
         with spark_errors(), described(self.session, text):
             context = self.session.sparkContext
-            context.setJobGroup(job, text, interruptOnCancel=True)  # by which `cancel` knows the tasks
+            context.setJobGroup(job, text, interruptOnCancel=True)  # `cancel` finds the tasks by it
             return context.parallelize(pieces, len(pieces)).map(task).collect()
 
     def lives(self) -> bool:
-        """Return whether the JVM is there and its context was not stopped: no task starts in a stopped one."""
+        """Return True while tasks can be started: the JVM runs and its Spark context is not stopped."""
         try:
             return not self.session.sparkContext._jsc.sc().isStopped()
-        except (Py4JError, OSError, AttributeError):  # the last one, when this side has noticed the stop
+        except (Py4JError, OSError, AttributeError):  # AttributeError: PySpark has set `_jsc` to None
             return False
 
     def cancel(self, job: str) -> None:
-        """End the tasks of a job that are at work."""
+        """Cancel the running tasks of a job."""
         if self.lives():
             self.session.sparkContext.cancelJobGroup(job)

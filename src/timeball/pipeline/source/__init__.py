@@ -1,1 +1,1 @@
-"""`format("timeball")`: the readers, writers and streams that Spark calls."""
+"""Spark data sources: the readers, writers and streams of `format("timeball")` and `format("timeball_delta")`."""

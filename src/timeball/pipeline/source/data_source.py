@@ -1,13 +1,13 @@
-"""The data source `timeball`: log, topics, pending table and ledger as DataFrames, and a DataFrame as promises.
+"""The data source `timeball`: reads log, topics, pending table and ledger, and writes a DataFrame as promises.
 
     spark.read.format("timeball").option("endpoint", "grpc://host:7400").load()
     spark.readStream.format("timeball").option("read", "queue").option("topic", "orders").load()
     df.write.format("timeball").mode("append").save()
 
-Executors fetch rows as Arrow batches, over Flight or from the table's files, so they enter the JVM column by column.
-Spark has no column pruning for Python sources; a schema that has some of the columns takes its place, as does the
-option `columns`: only these are fetched. Filter pushdown reduces the rows
-fetched, and Spark applies every filter again: pushdown may be coarse, never wrong.
+Executors fetch rows as Arrow batches, over Flight or from the table's files, so rows enter the JVM column by column.
+Spark has no column pruning for Python sources. To fetch only some columns, give a schema of these columns, or the
+option `columns`. Filter pushdown reduces the number of fetched rows. Spark applies every filter again, so pushdown may
+keep too many rows, but never too few.
 
     read     batch   stream   rows                                        filters pushed down on
     log      yes     yes      READ_SCHEMA                                 seq, kind, topic, due_ms
@@ -18,10 +18,10 @@ fetched, and Spark applies every filter again: pushdown may be coarse, never wro
     history  yes     -        HISTORY_SCHEMA: versions of the table       -
     ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
 
-Of a cluster all groups are read, each from its own leader; the column `group` says which, where it is named in
-`columns`. Schemas do not depend on how many groups there are, so a stream goes on when one is added.
+In a cluster, all groups are read, each from its own leader. The column `group`, if the option `columns` names it,
+contains each row's group. Schemas do not depend on the number of groups, so a stream continues when a group is added.
 
-This module chooses the reader or writer; each has a module of its own.
+This module chooses the reader or writer. Each reader and writer is in a module of its own.
 """
 
 from __future__ import annotations
@@ -61,33 +61,34 @@ READERS: dict[str, type[LogReader | QueueReader | TableReader | HistoryReader]] 
 
 
 class TimeballDataSource(DataSource):
-    """`format("timeball")`. Options are documented in options.describe."""
+    """The entry point of `format("timeball")`, which Spark calls. `options.describe` documents the options."""
 
     @classmethod
     def name(cls) -> str:
-        """See DataSource."""
+        """Return the name of the format, as DataSource requires."""
         return "timeball"
 
     def schema(self) -> StructType:
-        """Return the schema of the rows read, reduced to `columns`; see DataSource."""
+        """Return the schema of a read, reduced to the option `columns`."""
         return spark_schema(arrow_schema(read_options(self.options)))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """See DataSource."""
+        """Build the reader of a batch read. `schema` may have some of the columns only."""
         options = reduced_to(schema, self.options)
         check_batch(options)
         return READERS[options.read](options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """See DataSource."""
+        """Build the reader of a stream. `schema` may have some of the columns only."""
         check_streams()
         options = reduced_to(schema, self.options)
         return QueueStream(options) if options.read == "queue" else LogStream(options)
 
-    # Tasks must reserve numbers where the driver attaches: of a cluster a write goes to one group.
+    # In a cluster, a write goes to one group: tasks must reserve sequence numbers at the broker where the driver
+    # attaches the files.
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        """See DataSource; the DataFrame's rows become promises."""
+        """Build the writer of a batch, which turns the DataFrame's rows into promises."""
         from timeball.pipeline.source.promise_writer import PromiseWriter
 
         if overwrite:
@@ -97,7 +98,7 @@ class TimeballDataSource(DataSource):
         return PromiseWriter(schema, in_one_group(write_options(self.options)))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
-        """See DataSource; the stream's rows become promises."""
+        """Build the writer of a stream, which turns the stream's rows into promises."""
         from timeball.pipeline.source.promise_writer import PromiseStreamWriter
 
         check_streams()
@@ -105,13 +106,16 @@ class TimeballDataSource(DataSource):
 
 
 def in_one_group(options: WriteOptions) -> WriteOptions:
-    """Confine a write to the group that the endpoint names, or to that of the node there."""
+    """Confine a write to the group that the endpoint names, by default to the group of the node at the endpoint."""
     groups = [] if split_endpoint(options.endpoint)[1] else read_groups(options.endpoint)
     return msgspec.structs.replace(options, endpoint=groups[0].endpoint) if len(groups) > 1 else options
 
 
 def reduced_to(schema: StructType, given_options: Mapping[str, str]) -> ReadOptions:
-    """Return the options with the columns of a schema, which may be given by hand; refuse what will not arrive."""
+    """Return the options reduced to the columns of `schema`, which the user may have given by `.schema(...)`.
+
+    Raises SetupError for columns or types that the read cannot supply.
+    """
     options = read_options(given_options)
     given = [(field.name, field.dataType) for field in schema.fields]
     every = arrow_schema(msgspec.structs.replace(options, columns=(*SCHEMAS[options.read].names, GROUP)))
@@ -119,7 +123,8 @@ def reduced_to(schema: StructType, given_options: Mapping[str, str]) -> ReadOpti
     wrong = [name for name, kind in given if known.get(name) != kind]
     names = tuple(name for name, _ in given)
     if not given_options and names != tuple(arrow_schema(options).names):
-        # So is a query of a table of Spark's catalog: it would read another broker than the table's options say.
+        # A query of a table in Spark's catalog also arrives like this. Spark passes none of the table's options, so the
+        # query would read the default endpoint instead of the table's.
         raise SetupError(
             ".schema(...) without an option: name the endpoint; in SQL write CREATE TEMPORARY VIEW"
         )

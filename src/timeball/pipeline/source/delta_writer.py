@@ -1,10 +1,11 @@
 """The data source `timeball_delta`: append a DataFrame to a Delta table exactly once, without a Java Delta library.
 
-Tasks write Parquet files; the driver adds them in one Delta commit that carries the application's own version number:
+Tasks write Parquet files. The driver adds them in one Delta commit that contains the application's version number:
 
     df.write.format("timeball_delta").options(uri=…, app_id=…, app_version="17").mode("append").save()
 
-What the version and `app_since` mean: delta_append.py. The DataFrame must have the table's columns in its order.
+delta_append.py explains `app_version` and `app_since` (`since` there). The DataFrame must have the table's columns, in
+the table's order.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ OPTIONS = ("uri", "app_id", "app_version")
 
 @dataclass
 class Written(WriterCommitMessage):
-    """The file of a task."""
+    """A task's message to the driver: the file that it has written."""
 
     file: DeltaFile
 
 
 class DeltaDataSource(DataSource):
-    """`format("timeball_delta")`: appends rows; reads the files that `read_delta` names, in a schema it gives."""
+    """The entry point of `format("timeball_delta")`. It appends rows, and reads files for table_reader.read_delta."""
 
     @classmethod
     def name(cls) -> str:
-        """See DataSource."""
+        """Return the name of the format, as DataSource requires."""
         return "timeball_delta"
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """See DataSource."""
+        """Build the reader of the files (URIs) in the option `files`, with the columns of `schema`."""
         return FilesReader(json.loads(self.options["files"]), to_arrow_schema(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        """See DataSource."""
+        """Check the options and build the writer of an append. Raises SetupError."""
         given = {key.lower(): value for key, value in self.options.items()}
         for name in OPTIONS:
             if not given.get(name):
@@ -63,7 +64,7 @@ class DeltaDataSource(DataSource):
 
 
 class DeltaWriter(DataSourceArrowWriter):
-    """The writer of `format("timeball_delta")`."""
+    """The writer of `format("timeball_delta")`: `write` runs in tasks, `commit` on the driver."""
 
     def __init__(
         self, names: list[str], uri: str, app_id: str, app_version: int, app_since: int | None
@@ -74,10 +75,10 @@ class DeltaWriter(DataSourceArrowWriter):
         self.uri, self.app_id, self.app_version, self.app_since = uri, app_id, app_version, app_since
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Write one file a task."""
+        """Write the rows of one task as one file."""
         return Written(write_file(self.uri, self.schema, iterator))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Commit once; not at all when the table has this version of the application already."""
+        """Commit the files of all tasks, unless the table already has this version of the application."""
         files = [message.file for message in messages if isinstance(message, Written)]
         append_once(self.uri, self.app_id, self.app_since, self.app_version, files)

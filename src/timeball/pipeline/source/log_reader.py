@@ -1,19 +1,21 @@
-"""Read the log, at once or as a stream: from_seq <= seq < to_seq in even partitions, which the tasks fetch over Flight.
+"""Read the log as a batch or as a stream: rows from_seq <= seq < to_seq in even partitions, fetched over Flight.
 
-    read=log      the rows; the broker filters kinds and columns, the task filters topics and instants in Arrow
-    read=events   what happened to promises in these rows (log_events.py)
-    read=ranges   (from_seq, to_seq) of each partition: pointers, for writers that fetch the rows themselves
+    read=log      the rows; the broker filters kinds and columns, the task filters topics and due times in Arrow
+    read=events   the events of promises in these rows (log_events.py)
+    read=ranges   (from_seq, to_seq) of each partition, for writers that fetch the rows themselves
 
-A range that retention has removed, or that is not durable yet, is refused: a shorter answer would look like a whole.
+A range that retention has removed, or that is not durable yet, is refused, because a shorter answer would look
+complete.
 
-A read resumes where it broke off when the broker restarts meanwhile (endpoint.retrying_read).
+When the broker restarts during a read, the read resumes after the last row (endpoint.retrying_read).
 
-An offset of the stream is a sequence number in each group of a cluster, {"g1": 17, "g2": 4}, and {"seq": 17} of a
-broker that is in none; that one is understood of a cluster too, as the offset in the group of the node that is named.
-A group that is not in an offset is read from its first row. An idle log starts no micro-batch. `latestOffset` returns
-the start itself while there is too little for a micro-batch, which tells Spark to rest. Enough is `min_rows_per_batch`
-new rows, or `few_rows` after `max_trigger_delay_ms`: a query that itself appends to the log (compaction does: one
-TABLE row) would otherwise wake itself up for ever.
+The stream's offset has a sequence number for each group of a cluster: {"g1": 17, "g2": 4}. For a broker that is in no
+cluster it is {"seq": 17}. If that broker later joins a cluster, {"seq": 17} is the offset of the group of the named
+node. A group that is not in an offset is read from its first row.
+
+A micro-batch starts when there are `min_rows_per_batch` new rows, or `few_rows` new rows after `max_trigger_delay_ms`.
+Until then `latestOffset` returns the start offset, and Spark starts no micro-batch. Without this rule, a query that
+itself appends to the log would trigger itself for ever. Compaction is such a query: it appends one TABLE row.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LogPart(InputPartition):
-    """Rows from_seq <= seq < to_seq of a group; without one, of the endpoint that the options name."""
+    """Rows from_seq <= seq < to_seq of a group. Without a group: of the endpoint in the options."""
 
     from_seq: int
     to_seq: int
@@ -54,20 +56,23 @@ class LogPart(InputPartition):
 
 
 def piece_rows(rows: int, options: ReadOptions) -> int:
-    """Return how many of `rows` rows a task gets: no more than rows_per_partition, and less for min_partitions."""
+    """Compute the rows per task of a read of `rows` rows, from rows_per_partition and min_partitions."""
     return max(1, min(options.rows_per_partition, -(-rows // options.min_partitions)))
 
 
 def log_parts(
     begin: int, end: int, options: ReadOptions, group: Group | None = None, total: int | None = None
 ) -> list[LogPart]:
-    """Return the pieces of begin <= seq < end that tasks read; `total`: rows of the whole read, if these are a part."""
+    """Cut begin <= seq < end into the pieces that tasks read.
+
+    `total`: rows of the whole read, if this range is only a part of it (one group of several).
+    """
     rows = piece_rows(end - begin if total is None else total, options)
     return [LogPart(*piece, group) for piece in split_range(begin, end, rows)]
 
 
 def start_seq(position: int | str | None, status: Status, otherwise: str) -> int:
-    """Return the sequence number an option names."""
+    """Resolve a position (a number or a name, `otherwise` for None) to a sequence number."""
     named = {
         "first": status.log.first_seq,
         "latest": status.log.durable_seq,
@@ -78,7 +83,7 @@ def start_seq(position: int | str | None, status: Status, otherwise: str) -> int
 
 
 def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
-    """Refuse a range the broker no longer, or not yet, has."""
+    """Raise OutOfRange for a range that retention has removed, or that is not durable yet."""
     if from_seq < status.log.first_seq:
         raise OutOfRange(
             f"from_seq {from_seq}: retention has removed rows below {status.log.first_seq}; start at 'first'"
@@ -88,7 +93,7 @@ def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
 
 
 def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.RecordBatch]:
-    """Read the rows of one piece that are wanted, in the columns asked for."""
+    """Read one piece: the requested rows, with the requested columns."""
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
         yield select(row, options, part.group)
@@ -113,7 +118,7 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
 
 
 def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
-    """Return the columns that must travel: those asked for, and those by which rows are filtered. None for all."""
+    """Return the columns to fetch: the requested ones, and those by which rows are filtered. None means all."""
     if options.columns is None:
         return None
     names = {"seq", *options.columns, *rows.columns}
@@ -123,7 +128,7 @@ def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
 
 
 def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = None) -> pa.RecordBatch:
-    """Apply `body_kinds` and `columns`: what the JVM need not see stays out of it."""
+    """Apply the options `body_kinds` and `columns`, before the rows are copied into the JVM."""
     if options.body_kinds is not None and (options.columns is None or "body" in options.columns):
         with_body = pc.is_in(batch.column("kind"), pa.array(options.body_kinds, pa.int8()))
         body = pc.if_else(with_body, batch.column("body"), pa.scalar(None, pa.binary()))
@@ -132,7 +137,7 @@ def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = Non
 
 
 def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> pa.RecordBatch:
-    """Return the columns asked for, with the name of the group if it is among them."""
+    """Select the requested columns. The column `group` is filled with the group's name."""
     if options.columns is None:
         return batch
     if GROUP in options.columns:
@@ -142,7 +147,7 @@ def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> 
 
 
 def check_one_log(options: ReadOptions, groups: int) -> None:
-    """Refuse numbers of rows where several groups are read: each has numbers of its own."""
+    """Refuse row numbers in a read of several groups, because each group has its own numbers. Raises SetupError."""
     given = [
         name
         for name, value in (("from_seq", options.from_seq), ("to_seq", options.to_seq))
@@ -155,7 +160,7 @@ def check_one_log(options: ReadOptions, groups: int) -> None:
 
 
 class LogReader(DataSourceReader):
-    """A batch read of [from_seq, to_seq); without to_seq, of all that is durable when the read is planned."""
+    """A batch read of from_seq <= seq < to_seq. Without to_seq it ends at the durable end when Spark plans the read."""
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
@@ -163,7 +168,7 @@ class LogReader(DataSourceReader):
         self.rows = wanted((), options.topic, []) if options.read == "log" else Wanted()
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Narrow the range, the kinds and the rows; every filter is returned, so Spark applies them as well."""
+        """Narrow the range, the kinds and the rows. Returns every filter, so that Spark applies them again."""
         if self.options.read == "log":
             self.seqs = bounds(filters, "seq")
             self.rows = wanted(("due_ms",), self.options.topic, filters)
@@ -171,7 +176,7 @@ class LogReader(DataSourceReader):
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader."""
+        """Plan the read on the driver: check the range of each group and cut it into pieces."""
         options = self.options
         found = group_statuses(options.endpoint)
         check_one_log(options, len(found))
@@ -187,29 +192,29 @@ class LogReader(DataSourceReader):
         return [part for group, low, high in spans for part in log_parts(low, high, options, group, total)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader."""
-        # Planned without partitions, Spark asks once all the same, for None.
+        """Read one piece, in a task."""
+        # If the plan has no partitions, Spark still calls this once, with None.
         return read_part(self.options, partition, self.rows) if isinstance(partition, LogPart) else iter(())
 
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
 
-ALONE = "seq"  # the offset of a broker that is in no cluster
+ALONE = "seq"  # the only key in the offset of a broker that is in no cluster
 Seqs = dict[str, int]  # group -> row
 
 
 class LogStream(PacedStream):
-    """The log, or ranges of it, as a stream."""
+    """The log (read=log), or ranges of it (read=ranges), as a stream."""
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)
-        # Spark pushes no filters into a stream: the option `topic` is all there is to go by.
+        # Spark pushes no filters into a stream, so only the option `topic` filters rows.
         self._rows = Wanted() if options.read == "ranges" else wanted((), options.topic, [])
         self._final: Seqs | None = None
         self._latest: Seqs | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return where a new query starts: from_seq, by default the first row that is kept."""
+        """Return the start of a new query: from_seq, by default the first row that retention has kept."""
         found = self.statuses()
         check_one_log(self.options, len(found))
         return to_json(
@@ -217,13 +222,13 @@ class LogStream(PacedStream):
         )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Return the end of the next micro-batch; `start` itself when it should not take place."""
+        """Return the end of the next micro-batch, or `start` when there should be none."""
         found = self.statuses()
         begin = from_json(start, found)
         self._latest = durable_seqs(found)
         check_same(begin, self._latest)
         ends = self._latest
-        if self._final is not None:  # a group that came behind it is for the next run
+        if self._final is not None:  # with availableNow, a group that was added since is left to the next run
             final = self._final
             ends = {name: max(begin[name], min(end, final.get(name, 0))) for name, end in ends.items()}
         lag = {name: end - begin[name] for name, end in ends.items()}
@@ -236,15 +241,15 @@ class LogStream(PacedStream):
         return to_json({name: begin[name] + taken[name] for name in begin})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Stop at the rows that are durable now."""
+        """Make the query stop at the current durable end of each log."""
         self._final = durable_seqs(self.statuses())
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """End of the log when last asked: how far the query lags."""
+        """Return the end of the log at the last check. Spark shows the query's lag from it."""
         return None if self._latest is None else to_json(self._latest)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """See DataSourceStreamReader."""
+        """Cut a micro-batch into pieces. Raises OutOfRange when retention has removed a part of it."""
         found = self.statuses()
         begin = from_json(start, found)
         stop = {name: seq for name, seq in from_json(end, found).items() if begin[name] < seq}
@@ -258,12 +263,12 @@ class LogStream(PacedStream):
         return parts
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceStreamReader."""
+        """Read one piece, in a task."""
         return read_part(self.options, partition, self._rows) if isinstance(partition, LogPart) else iter(())
 
 
 def check_same(begin: Seqs, durable: Seqs) -> None:
-    """Refuse an offset behind the end of a log."""
+    """Refuse an offset beyond the end of a log: the checkpoint belongs to another log. Raises SetupError."""
     for name, seq in begin.items():
         if durable[name] < seq:
             whose = f"the log of group {name}" if name else "the broker's log"
@@ -274,19 +279,20 @@ def check_same(begin: Seqs, durable: Seqs) -> None:
 
 
 def durable_seqs(found: Sequence[tuple[Group, Status]]) -> Seqs:
-    """Return where the log of each group ends."""
+    """Return the durable end of each group's log."""
     return {group.name: status.log.durable_seq for group, status in found}
 
 
 def to_json(seqs: Mapping[str, int]) -> Offset:
-    """Encode in the order of the groups, so that equal offsets are equal texts."""
+    """Encode an offset, with the groups in order, so that equal offsets have equal texts."""
     return {name or ALONE: seqs[name] for name in sorted(seqs)}
 
 
 def from_json(offset: Offset, found: Sequence[tuple[Group, Status]]) -> Seqs:
-    """Return the row of each group: as the offset says, else its first one; SetupError for a group that is gone.
+    """Decode an offset to a row number for each group. A group that is not in the offset starts at its first row.
 
-    An offset of a time without groups is that of the group whose node is named.
+    An offset from before the broker joined a cluster is the offset of the named node's group, which is first in
+    `found`. Raises SetupError if the offset has a group that no longer exists.
     """
     kept = {group.name: status for group, status in found}
     if set(offset) == {ALONE} and ALONE not in kept:

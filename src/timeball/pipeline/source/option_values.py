@@ -1,6 +1,6 @@
-"""Parse the text of an option: one parser for each kind of value.
+"""Parsers for the texts of options: one parser for each kind of value.
 
-A parser raises ValueError with a sentence about what it wants; `parse` puts the option's name and text before it.
+A parser raises ValueError with a description of the allowed values. `parse` prepends the option's name and text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from timeball.message import Kind
 from timeball.pipeline.groups import split_endpoint
 
 Offsets = dict[int, int]  # queue -> offset
-MOST = 2**62
+MOST = 2**62  # default upper bound of a whole number
 NO_ALIASES: Mapping[str, str] = {}
-# Kafka's words. In its JSON an offset may be one of two numbers instead.
+# Kafka's names of positions. Kafka's JSON has the two numbers in their place.
 EARLIEST = "earliest"
 KAFKA_WORDS = {-2: "first", -1: "latest"}
 
@@ -33,7 +33,11 @@ def parse(
     ignored: Collection[str] = (),
     aliases: Mapping[str, str] = NO_ALIASES,
 ) -> T:
-    """Parse options, given in any case, as a record; SetupError names the first bad one as it was given."""
+    """Parse options, whose names may be in any case, to a `record`.
+
+    `ignored` and the keys of `aliases` are names in lower case. Raises SetupError for the first bad option, with the
+    name that the user wrote.
+    """
     found: dict[str, Any] = {}
     for key, given in options.items():
         if key.lower() in ignored:
@@ -51,7 +55,7 @@ def parse(
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Parse one of these words, in any case."""
+    """Build a parser for one of these words, in any case."""
 
     def parse(text: str) -> str:
         if text.lower() not in words:
@@ -62,7 +66,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def count(least: int, most: int = MOST) -> Callable[[str], int]:
-    """Parse a whole number from `least` to `most`."""
+    """Build a parser for a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -77,7 +81,7 @@ def count(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def position(*named: str) -> Callable[[str], int | str]:
-    """Parse a sequence number, or one of these names."""
+    """Build a parser for a sequence number, or one of these names."""
 
     def parse(text: str) -> int | str:
         word = ours(text)
@@ -92,19 +96,19 @@ def position(*named: str) -> Callable[[str], int | str]:
 
 
 def ours(text: str) -> str:
-    """Return a word in lower case, and Kafka's word for the first row as ours."""
+    """Convert a word to lower case, and Kafka's `earliest` to our `first`."""
     return "first" if text.lower() == EARLIEST else text.lower()
 
 
 def end_seq(text: str) -> int | None:
-    """Parse the number of the row to stop before; `latest` is where everything ends that is durable."""
+    """Parse the number of the row to stop before. None stands for `latest`: the end of the durable rows."""
     return None if text.lower() == "latest" else count(0)(text)
 
 
 def offsets(*named: str, rest: str = "first") -> Callable[[str], int | str | Offsets]:
-    """Parse where to stand in queues: a name, one offset for all of them, or queue=offset,queue=offset.
+    """Build a parser for positions in queues: a name, one offset for all queues, or queue=offset,queue=offset.
 
-    Kafka's form is understood too, {"orders": {"0": 100}}. `rest`: where queues stand that are not named.
+    It also parses Kafka's form, {"orders": {"0": 100}}. `rest` is the position of the queues that are not listed.
     """
     wanted = ", ".join([*named, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
 
@@ -130,7 +134,7 @@ def offsets(*named: str, rest: str = "first") -> Callable[[str], int | str | Off
 
 
 def kafka_offsets(text: str, rest: str) -> list[tuple[str, str]]:
-    """Return the queues and offsets of one topic in Kafka's JSON, without those that stand where the rest does."""
+    """Return the (queue, offset) pairs of the topic in Kafka's JSON, without the queues at the position `rest`."""
     [queues] = kafka_topics(text).values()
     return [
         (queue, str(offset)) for queue, offset in queues.items() if KAFKA_WORDS.get(offset, offset) != rest
@@ -138,7 +142,7 @@ def kafka_offsets(text: str, rest: str) -> list[tuple[str, str]]:
 
 
 def kafka_topics(text: str) -> dict[str, dict[str, int]]:
-    """Return the offsets by queue of the one topic that Kafka's JSON names; ValueError for another number of them."""
+    """Decode Kafka's JSON to {topic: {queue: offset}}. Raises ValueError unless it has exactly one topic."""
     try:
         topics = msgspec.json.decode(text, type=dict[str, dict[str, int]])
     except msgspec.DecodeError as error:
@@ -149,12 +153,12 @@ def kafka_topics(text: str) -> dict[str, dict[str, int]]:
 
 
 def queue_id(text: str) -> int:
-    """Parse the number of a queue."""
+    """Parse a queue number."""
     return count(0, limits.QUEUES_PER_TOPIC_MAX - 1)(text)
 
 
 def endpoint(text: str) -> str:
-    """Parse the address of a broker, or addresses of a cluster, which may be confined to one group: …#g2."""
+    """Parse the address of a broker, or addresses of a cluster. Either may be confined to one group: …#g2."""
     addresses, _ = split_endpoint(text)
     scheme, _, place = addresses.partition("://")
     host, _, port = place.rpartition(":")
@@ -164,7 +168,7 @@ def endpoint(text: str) -> str:
 
 
 def kinds(text: str) -> tuple[int, ...]:
-    """Parse kinds of rows, by name or number."""
+    """Parse a list of kinds of rows, by name or number, separated by commas."""
     known = {kind.name.lower(): int(kind) for kind in Kind if kind}
     known.update({str(value): value for value in known.values()})
     found = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
@@ -174,14 +178,14 @@ def kinds(text: str) -> tuple[int, ...]:
 
 
 def flag(text: str) -> bool:
-    """Return whether the text says true."""
+    """Parse `true` or `false`."""
     if text.lower() not in ("true", "false"):
         raise ValueError("true or false")
     return text.lower() == "true"
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse names of columns."""
+    """Parse a list of distinct column names, separated by commas."""
     found = tuple(name.strip() for name in text.split(","))
     if not all(found) or len(set(found)) != len(found):
         raise ValueError("column names, separated by commas, each once")
@@ -189,14 +193,14 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def text(given: str) -> str:
-    """Parse a text that is not empty."""
+    """Parse a nonempty text."""
     if not given:
         raise ValueError("may not be empty")
     return given
 
 
 def instant_ms(text: str) -> int:
-    """Parse milliseconds since 1970, or ISO 8601 with an offset from UTC."""
+    """Parse a point in time to milliseconds since 1970: that number, or ISO 8601 with an offset from UTC."""
     if text.isdecimal():
         return count(0, limits.INSTANT_MS_MAX)(text)
     try:

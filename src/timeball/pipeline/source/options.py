@@ -1,10 +1,10 @@
 """Options of the data source `timeball`: parse and check them, with errors that name the option.
 
-Spark passes options as text under lower-case names, from `.option(...)` and from `.load(path)` alike. An unknown option
-is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect; so is one that does not apply to what
-is read, such as `kinds` with read=pending.
+Spark passes options as text under lower-case names, whether they come from `.option(...)` or from `.load(path)`. An
+unknown option is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect. An option that does
+not apply to the read, such as `kinds` with read=pending, is refused, too.
 
-Names that users of Spark know from Kafka's source and from Delta's are understood as ours: `aliases` is the only list.
+Option names of Kafka's and Delta's sources are accepted in place of ours. `ALIASES` is the only list of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from timeball.pipeline.source.option_values import Offsets
 
 DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
 RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
-# A version of the pending table: since when it is current, and what made it (compact, bulk, rewrite).
+# A version of the pending table: when it became current, and the job that made it (compact, bulk, rewrite).
 HISTORY_SCHEMA = pa.schema(
     [("version", pa.int64()), ("at_ms", pa.int64()), ("job", pa.string()), ("watermark", pa.int64())]
 )
-# What can be read, and its columns.
+# Value of the option `read` -> the columns of the read.
 SCHEMAS = {
     "log": READ_SCHEMA,
     "queue": READ_SCHEMA,
@@ -39,17 +39,17 @@ SCHEMAS = {
     "history": HISTORY_SCHEMA,
     "ranges": RANGE_SCHEMA,
 }
-GROUP_FIELD = pa.field(GROUP, pa.string())  # of any read, where `columns` names it
+GROUP_FIELD = pa.field(GROUP, pa.string())  # in any read, if `columns` names it
 ALL_COLUMNS = "*"
-STREAMED = ("log", "queue", "ranges")  # what can be read as a stream too
+STREAMED = ("log", "queue", "ranges")  # reads that also work as a stream
 STARTS = ("first", "latest", "watermark")
 OFFSET_STARTS = ("first", "latest")
-# What Spark's catalog says of a table when one is created, and what it puts before the name of an option.
+# Options that Spark's catalog adds when a table is created, and its prefix before the names of the user's options.
 CATALOG_OPTIONS = ("provider", "location", "owner")
 CATALOG_PREFIX = "option."
-# Spark's own words, which it passes on to the sink of a stream.
+# Spark's own options, which it passes on to the sink of a stream.
 SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
-# Names of Kafka's source and of Delta's, in the lower case in which Spark may pass them on -> ours.
+# Option names of Kafka's and Delta's sources -> ours. In lower case, because Spark may pass them on like that.
 ALIASES = {
     "subscribe": "topic",
     "startingoffsets": "from_offset",
@@ -61,14 +61,13 @@ ALIASES = {
     "versionasof": "version",
     "timestampasof": "timestamp",
 }
-SUBSCRIBED = (
-    "subscribe"  # Kafka's word for a topic as its consumers see it: read=queue, unless another is named
-)
-IN_LOG = {"from_offset": "from_seq", "to_offset": "to_seq"}  # an offset of the log is the number of a row
+# Kafka's option for a topic as consumers see it. It implies read=queue, unless `read` is given.
+SUBSCRIBED = "subscribe"
+IN_LOG = {"from_offset": "from_seq", "to_offset": "to_seq"}  # in the log, an offset is a row number
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a read; see `describe` for what each is for."""
+    """Options of a read. `describe` documents each of them."""
 
     endpoint: str = DEFAULT_ENDPOINT
     group: str | None = None
@@ -96,7 +95,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a write; see `describe` for what each is for."""
+    """Options of a write. `describe` documents each of them."""
 
     endpoint: str = DEFAULT_ENDPOINT
     group: str | None = None
@@ -108,7 +107,7 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
     table_uri: str | None = None
 
 
-# For each option of a read that does not fit all of them: those it fits.
+# Option -> the values of `read` to which it applies. An option that is not listed applies to all of them.
 FITS: dict[str, tuple[str, ...]] = {
     "topic": ("log", "queue", "pending", "ledger"),
     "from_seq": ("log", "events", "ranges"),
@@ -133,7 +132,7 @@ ONLY_STREAM = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms
 
 
 def describe() -> dict[str, str]:
-    """Return what each option means, for help texts and documentation."""
+    """Return {option: description}, for help texts and documentation."""
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
         "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
@@ -167,7 +166,7 @@ def describe() -> dict[str, str]:
 
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
-    """Check the options of a read; SetupError names the first bad one."""
+    """Parse and check the options of a read. Raises SetupError for the first bad one."""
     _check_no_catalog(options)
     given = {key.lower(): text for key, text in options.items()}
     if SUBSCRIBED in given and "read" not in given:
@@ -191,7 +190,7 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
 
 
 def aliases(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of Kafka and of Delta, in lower case, with our option that each stands for in this read."""
+    """Return {Kafka's or Delta's name in lower case: our option} for this read. Offsets are row numbers in the log."""
     read = next((text.strip().lower() for key, text in options.items() if key.lower() == "read"), None)
     if read == "queue":
         return ALIASES
@@ -199,7 +198,7 @@ def aliases(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_no_catalog(options: Mapping[str, str]) -> None:
-    """Refuse a table of Spark's catalog, whose queries would have no option: they would read the default endpoint."""
+    """Refuse tables in Spark's catalog: their queries would have no options, and so read the default endpoint."""
     for key in options:
         if key.startswith(CATALOG_PREFIX) or key.lower() in CATALOG_OPTIONS:
             raise SetupError(
@@ -209,7 +208,7 @@ def _check_no_catalog(options: Mapping[str, str]) -> None:
 
 
 def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> None:
-    """Refuse Kafka's offsets of another topic than the one that is read."""
+    """Refuse offsets in Kafka's JSON that are of another topic than the option `topic`."""
     for key, text in options.items():
         is_kafkas = ALIASES.get(key.lower(), key) in IN_LOG and text.lstrip().startswith("{")
         if is_kafkas and {*values.kafka_topics(text)} != {parsed.topic}:
@@ -217,7 +216,7 @@ def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> 
 
 
 def _chosen(options: ReadOptions) -> tuple[str, ...] | None:
-    """Return the columns that are named, with `*` for all that there are of what is read."""
+    """Return the option `columns`, with `*` replaced by all columns of the read."""
     if options.columns is None or ALL_COLUMNS not in options.columns:
         return options.columns
     at = options.columns.index(ALL_COLUMNS)
@@ -228,7 +227,7 @@ def _chosen(options: ReadOptions) -> tuple[str, ...] | None:
 
 
 def confined(endpoint: str, group: str | None) -> str:
-    """Return the endpoint of the one group that an option names; SetupError when the endpoint names another one."""
+    """Confine an endpoint to the group of the option `group`. Raises SetupError if it is confined to another one."""
     if group is None:
         return endpoint
     _, named = split_endpoint(endpoint)
@@ -238,7 +237,7 @@ def confined(endpoint: str, group: str | None) -> str:
 
 
 def arrow_schema(options: ReadOptions) -> pa.Schema:
-    """Return what a read with these options yields; SetupError names a column that is not there."""
+    """Return the schema of a read with these options. Raises SetupError for an unknown column."""
     known = SCHEMAS[options.read]
     for name in options.columns or ():
         if name not in (*known.names, GROUP):
@@ -252,14 +251,14 @@ def arrow_schema(options: ReadOptions) -> pa.Schema:
 
 
 def check_batch(options: ReadOptions) -> None:
-    """Refuse what only a stream has."""
+    """Refuse options that only streams have. Raises SetupError."""
     for name in ONLY_STREAM:
         if getattr(options, name) != getattr(ReadOptions(), name):
             raise SetupError(f"option {name}: only for streams; a batch reads everything at once")
 
 
 def check_stream(options: ReadOptions) -> None:
-    """Refuse what only a batch has."""
+    """Refuse reads and options that only batches have. Raises SetupError."""
     if options.read not in STREAMED:
         raise SetupError(f"option read={options.read}: a batch source; use spark.read")
     for name in ONLY_BATCH:
@@ -268,7 +267,7 @@ def check_stream(options: ReadOptions) -> None:
 
 
 def write_options(options: Mapping[str, str]) -> WriteOptions:
-    """Check the options of a write; SetupError names the first bad one."""
+    """Parse and check the options of a write. Raises SetupError for the first bad one."""
     parsed = values.parse(options, WriteOptions, _PARSERS, ignored=SPARK_OPTIONS)
     if parsed.epoch and parsed.job_id is None:
         raise SetupError("option epoch: only with job_id, the name of the writes that it counts")

@@ -1,16 +1,18 @@
-"""Turn a DataFrame's columns into the pending table's.
+"""Convert a DataFrame's columns to those of the pending table, and check each row.
 
     topic     string             required
     body      binary or string   required
     due_ms    bigint             or  due  timestamp; without either column all rows are due at once
-    tag unique_key               string; a row without unique_key is given 32 hexadecimal characters
+    tag unique_key               string; a row without unique_key gets 32 random hexadecimal characters
     keys                         string for one key a row, array<string> for several
     properties                   string in RocketMQ's form, or map<string,string>
     queue_id                     int; a queue is chosen at release when it is left out
     flag sys_flag                int, as RocketMQ's clients set them; 0
 
-The rules are those of `send` (rules.py). A row that breaks some is counted under the first. Timestamps finer than a
-millisecond are rounded up, because a promise may never be early. Pure functions on columns; does not import Spark.
+The rules are those of `send` (rules.py). A row that breaks several rules is reported under the first of them.
+Timestamps finer than a millisecond are rounded up, because a message must never be early.
+
+All functions are pure functions on columns. This module does not import Spark.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "due": ("timestamp",),
 }
 _SUMMED = ("topic", "tag", "keys", "unique_key", "properties", "queue_id", "flag", "sys_flag")
-_BETWEEN = pa.scalar(b"\x1f", pa.large_binary())
-CHECKSUM_ROWS = 65_536  # joined at a time, so that a run's bodies are not copied whole
-_QUEUES_END = 32_767  # more queues than a topic may have; it fits into each type of queue_id but tinyint
+_BETWEEN = pa.scalar(b"\x1f", pa.large_binary())  # separates the columns of a row in its checksum
+CHECKSUM_ROWS = 65_536  # rows joined at a time, so that not all bodies of a chunk are copied at once
+# An invalid queue, above every topic's queues. It fits into each type of queue_id except tinyint.
+_QUEUES_END = 32_767
 _TEXT_COLUMNS = ("topic", "tag", "unique_key")
 
 
 def check_columns(schema: StructType) -> None:
-    """Refuse a DataFrame whose columns cannot be promises; InvalidMessage names the column."""
+    """Check names and types of a DataFrame's columns. Raises InvalidMessage, which names the column."""
     names = schema.fieldNames()
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InvalidMessage(f"column {', '.join(twice)}: there twice; drop or rename one of them")
@@ -74,7 +77,10 @@ def check_columns(schema: StructType) -> None:
 
 
 def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
-    """Give the input's columns TABLE_SCHEMA's types and order, `seq` still null; check nothing yet."""
+    """Convert the input to TABLE_SCHEMA, with null for `seq`. Values are not checked yet.
+
+    `now_ms` is the due time of rows that have no column for it, and the acceptance of all rows.
+    """
     count = rows.num_rows
     given = {name: rows.column(name).combine_chunks() for name in rows.column_names}
     columns: dict[str, pa.Array] = {name: given[name] for name in _TEXT_COLUMNS if name in given}
@@ -85,7 +91,7 @@ def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
     if "keys" in given:
         columns["keys"] = _keys(given["keys"])
     queue = given.get("queue_id", pa.nulls(count, pa.int32())).fill_null(rules.ANY_QUEUE)
-    # A number beyond 32 bits becomes one that breaks the rule, as it does.
+    # Clamp numbers beyond 32 bits to values that also break the rule for queues.
     columns["queue_id"] = pc.min_element_wise(pc.max_element_wise(queue, -2), _QUEUES_END).cast(pa.int32())
     for name in ("born_ms", "accepted_ms"):
         columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)
@@ -106,7 +112,7 @@ def _due_ms(given: dict[str, pa.Array], count: int, now_ms: int) -> pa.Array:
     if "due_ms" in given:
         due = given["due_ms"].cast(pa.int64())
     elif "due" in given:
-        # Spark's timestamps count microseconds; up to the next millisecond, never down.
+        # Spark's timestamps count microseconds. Round up to the next millisecond, so that no message is early.
         due_us = given["due"].cast(pa.timestamp("us", "UTC")).cast(pa.int64())
         numbers = int64(due_us.fill_null(0))
         due = pa.array(numbers // 1000 + (numbers % 1000 > 0), mask=np.asarray(due_us.is_null()))
@@ -117,7 +123,7 @@ def _due_ms(given: dict[str, pa.Array], count: int, now_ms: int) -> pa.Array:
 
 def _keys(column: pa.Array) -> pa.Array:
     is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    # Arrow joins a list whose entries may be null, and no other; Spark says of `array(…)` that none is.
+    # Arrow joins only lists whose entries may be null, but Spark declares the entries of `array(…)` as not null.
     return pc.binary_join(column.cast(pa.list_(pa.string())), " ") if is_list else column
 
 
@@ -136,7 +142,7 @@ def _properties(column: pa.Array) -> pa.Array:
 
 
 def with_unique_keys(rows: pa.Table) -> pa.Table:
-    """Give rows whose unique_key is null or empty a random one."""
+    """Replace each unique_key that is null or empty by a random one."""
     column = rows.column("unique_key").combine_chunks()
     if column.null_count == 0 and not pc.any(pc.equal(column, "")).as_py():
         return rows
@@ -148,16 +154,17 @@ def with_unique_keys(rows: pa.Table) -> pa.Table:
 
 
 def random_keys(count: int) -> pa.Array:
-    """Return `count` strings of 32 hexadecimal characters from the system's random source."""
+    """Generate `count` strings of 32 hexadecimal characters from the system's random source."""
     text = os.urandom(16 * count).hex().encode("ascii")
     offsets = np.arange(0, 32 * (count + 1), 32, dtype=np.int32)
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
 def checksum(rows: pa.Table) -> int:
-    """Return a number that stands for these `normalise`d rows, in any order and however they are cut into tasks.
+    """Compute the checksum of `normalise`d rows: the sum of the rows' CRC-32C values, modulo 2**64.
 
-    The due instant is left out: `now() + interval 1 hour` is another one when the same write is run again.
+    A sum depends neither on the order of the rows nor on how they are divided among tasks. The due time is not part of
+    it: `now() + interval 1 hour` has another value when the same write runs again.
     """
     total = 0
     for batch in rows.to_batches(CHECKSUM_ROWS):
@@ -173,10 +180,11 @@ def checksum(rows: pa.Table) -> int:
 def first_broken(
     given: pa.Table, rows: pa.Table, now_ms: int, *, as_stored: bool = False
 ) -> npt.NDArray[np.int8]:
-    """Return for each row the index in rules.RULES of the first rule it breaks, or -1.
+    """Find for each row the index in rules.RULES of the first rule that it breaks, or -1.
 
-    `given`: the columns of the DataFrame, `rows`: the same rows `normalise`d, in which keys and properties are a text.
-    `as_stored`: whether `given` has texts as the log has them, such as keys with blanks between them.
+    `given`: the columns of the DataFrame. `rows`: the same rows `normalise`d, with keys and properties as one text
+    each. `as_stored`: texts in `given` have the form of the log (keys separated by blanks), so their form is not
+    checked.
     """
     columns = {name: rows.column(name).combine_chunks() for name in rows.column_names}
     broken = rules.first_broken(columns, rows.num_rows, now_ms)
@@ -192,11 +200,11 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def due_order(rows: pa.Table) -> Int64Array:
-    """Sort by due instant: return the rows' positions; equal ones keep their order."""
+    """Return the rows' positions in the order of their due times. The sort is stable."""
     return np.argsort(int64(rows.column("due_ms").combine_chunks()), kind="stable").astype(np.int64)
 
 
 def numbered(rows: pa.Table, first_seq: int) -> pa.Table:
-    """Number `rows` from `first_seq` on, in the order they are in."""
+    """Fill the column `seq` with consecutive numbers from `first_seq` on."""
     seqs = pa.array(np.arange(first_seq, first_seq + rows.num_rows, dtype=np.int64))
     return rows.set_column(0, TABLE_SCHEMA.field("seq"), seqs)

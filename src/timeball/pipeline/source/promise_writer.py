@@ -1,18 +1,19 @@
-"""`df.write.format("timeball")`: rows become files of the pending table, and one attach makes them promises.
+"""`df.write.format("timeball")`: write rows as files of the pending table, and make them promises by one attach.
 
-Tasks write files, the driver attaches them, all in one record of the broker's log: either every row of the DataFrame
-is a promise or none is, however often a task or the whole job is repeated. Before the attach no row is visible, and
-the files of a dead task belong to no table.
+Tasks write files. The driver attaches all of them in one record of the broker's log. So either every row of the
+DataFrame becomes a promise or none does, however often a task or the whole job is repeated. No row is visible before
+the attach. The files of a dead task belong to no table.
 
     task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
     driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
 
-A repeated write is known by its name. A batch write has the name that its caller gives it, or a random one. A stream
-has the query id of its checkpoint: batch ids begin at 0 in a new checkpoint, so no other name could tell a repeated
-micro-batch from a new one. The broker compares the digest of the rows, and refuses others under a known name.
+The broker recognises a repeated write by its name. The name of a batch write is the option `job_id`, or a random one.
+The name of a stream is the query id in its checkpoint: batch ids start at 0 in each new checkpoint, so no other name
+could distinguish a repeated micro-batch from a new one. The broker also compares the digest of the rows, and refuses
+other rows under a known name.
 
-Once an attach was tried, this module never deletes its files: the answer may have been lost, and then they belong to
-the table. The broker sweeps files that were refused, as all that no table names.
+After it has tried an attach, this module never deletes the files: the answer may be lost, and then the files belong to
+the table. The broker deletes files of a refused attach later, like all files that belong to no table.
 """
 
 from __future__ import annotations
@@ -38,38 +39,38 @@ from timeball.pipeline.table_store import Store, chunks
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 
 LOG = logging.getLogger("timeball.pipeline")
-QUERY_ID = "sql.streaming.queryId"  # a property of Spark's own that each task of a stream is given
+QUERY_ID = "sql.streaming.queryId"  # a property that Spark sets for each task of a stream
 
 
 @dataclass
 class Written(WriterCommitMessage):
-    """The files and numbers that one task wrote."""
+    """A task's message to the driver: the files that it wrote, and the sequence numbers in them."""
 
     files: list[FileEntry] = field(default_factory=list)
-    ranges: list[tuple[int, int]] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)  # (first_seq, rows)
     rows: int = 0
     dropped: int = 0
-    given: int = 0  # rows, with those dropped
-    checksum: int = 0  # of these
-    query_id: str | None = None  # of the stream
+    given: int = 0  # rows + dropped
+    checksum: int = 0  # of all given rows; 0 if the write has no name to be repeated under
+    query_id: str | None = None  # of the stream; None in a batch write
 
 
 class PromiseTask:
-    """The part of a write that runs in a task: a stream of Arrow batches to files."""
+    """The part of a write that runs in a task: writes a stream of Arrow batches to files."""
 
     def __init__(self, options: WriteOptions, *, summed: bool = True) -> None:
         self.options = options
-        self.summed = summed  # whether Spark may repeat this write under its name
+        self.summed = summed  # whether the write may be repeated under its name, and so needs a checksum
 
     def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
-        """Write all rows of one partition; on failure its own files are removed again."""
+        """Write all rows of one partition. On failure, the task's files are deleted again."""
         written = Written(query_id=query_id())
         with Endpoint(self.options.endpoint) as endpoint:
             store = Store(self.options.table_uri or endpoint.status().table.uri)
             try:
                 for rows in chunks(batches):
                     self._write_run(rows, endpoint, store, written)
-            except BaseException:  # an interrupt leaves orphans behind just as an error does
+            except BaseException:  # an interrupt would leave unused files just as an error does
                 store.remove(entry.path for entry in written.files)
                 raise
         return written
@@ -99,13 +100,13 @@ class PromiseTask:
 
 
 def query_id() -> str | None:
-    """Return the id of the stream that this task belongs to; it lives as long as the stream's checkpoint."""
+    """Return the query id of the task's stream, or None in a batch. It stays the same as long as the checkpoint."""
     context = TaskContext.get()
     return None if context is None else context.getLocalProperty(QUERY_ID)
 
 
 def refusal(rows: pa.Table, broken: np.ndarray) -> str:
-    """Return the sentence about rows that break a rule: how many, and the first."""
+    """Build the error message for rows that break a rule: how many there are, and the first of them."""
     bad = np.flatnonzero(broken >= 0)
     first = int(bad[0])
     topic, rule = rows.column("topic")[first].as_py(), rules.RULES[broken[first]]
@@ -124,7 +125,10 @@ def attach_all(
     *,
     summed: bool = True,
 ) -> None:
-    """Make everything the tasks wrote part of the pending table, in one step."""
+    """Attach the files of all tasks to the pending table, in one step. `summed`: send the digest of the rows.
+
+    Raises OverLimit for too many files, and then deletes them: no attach was tried.
+    """
     parts = [message for message in messages if isinstance(message, Written)]
     files = [entry for part in parts for entry in part.files]
     rows, dropped = sum(part.rows for part in parts), sum(part.dropped for part in parts)
@@ -165,7 +169,7 @@ def attach_all(
 
 
 def digest(parts: Sequence[Written], options: WriteOptions) -> str:
-    """Return what stands for the rows of a write: how many, and their checksum."""
+    """Build the digest of a write: the number of rows and their checksum. With on_repeat=skip it matches any rows."""
     if options.on_repeat == "skip":
         return ANY_ROWS
     checksum = sum(part.checksum for part in parts) & (1 << 64) - 1
@@ -173,7 +177,10 @@ def digest(parts: Sequence[Written], options: WriteOptions) -> str:
 
 
 def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
-    """Remove what the others wrote after a failed task. When all messages are present a commit was tried."""
+    """Delete the files of the other tasks after one task has failed.
+
+    If the messages of all tasks are present, a commit was tried, and the files must stay.
+    """
     if all(message is not None for message in messages):
         return
     files = [entry for message in messages if isinstance(message, Written) for entry in message.files]
@@ -183,30 +190,30 @@ def remove_written(messages: Sequence[WriterCommitMessage | None], options: Writ
 
 
 class PromiseWriter(DataSourceArrowWriter):
-    """The sink of a batch write."""
+    """The sink of a batch write: `write` runs in tasks, `commit` and `abort` on the driver."""
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         promise_columns.check_columns(schema)
         self.options = options
-        # Made once, on the driver: tasks and commit receive copies of this very object.
+        # Made once, on the driver. Tasks and commit use copies of this object, so all of them have the same name.
         self.job_id = options.job_id or f"bulk-{uuid.uuid4().hex}"
         self.named = options.job_id is not None
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """See DataSourceArrowWriter."""
+        """Write the rows of one task to files."""
         return PromiseTask(self.options, summed=self.named).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """See DataSourceWriter."""
+        """Attach the files of all tasks."""
         attach_all(messages, self.options, self.job_id, self.options.epoch, summed=self.named)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """See DataSourceWriter."""
+        """Delete the tasks' files, unless a commit was tried."""
         remove_written(messages, self.options)
 
 
 class PromiseStreamWriter(DataSourceStreamArrowWriter):
-    """The sink of a stream of messages: each micro-batch is one attach, numbered by Spark's batch id."""
+    """The sink of a stream: each micro-batch is one attach, with Spark's batch id as its epoch."""
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         promise_columns.check_columns(schema)
@@ -215,7 +222,7 @@ class PromiseStreamWriter(DataSourceStreamArrowWriter):
         self.options = options
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """See DataSourceStreamArrowWriter."""
+        """Write the rows of one task to files. Raises SetupError if Spark does not supply the query id."""
         if query_id() is None:
             raise SetupError(
                 f"Spark gives this task no {QUERY_ID}: write with foreachBatch, job_id and epoch"
@@ -223,10 +230,10 @@ class PromiseStreamWriter(DataSourceStreamArrowWriter):
         return PromiseTask(self.options).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """See DataSourceStreamWriter."""
+        """Attach the files of all tasks of a micro-batch."""
         for query in {message.query_id for message in messages if isinstance(message, Written)}:
             attach_all(messages, self.options, f"stream-{query}", batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """See DataSourceStreamWriter."""
+        """Delete the tasks' files, unless a commit was tried."""
         remove_written(messages, self.options)

@@ -1,13 +1,15 @@
-"""Read a topic, at once or as a stream: the rows of its queues, by offset, as consumers see them.
+"""Read a topic as a batch or as a stream: the rows of its queues, by offset, as consumers see them.
 
-A partition is a range of offsets of one queue. Rows keep their queue's order within a partition; there is no order
-between queues, as in every consumer group. Reading moves no group's offsets and takes no message from a consumer.
+A partition is a range of offsets of one queue. Within a partition, rows keep their queue's order. Between queues there
+is no order, as in every consumer group. A read changes no consumer group's offsets and takes no message from a
+consumer.
 
-An offset of the stream is an offset in each of its queues, {"0": 100, "1": 250}; of a cluster in those of each group,
-{"g1": {"0": 100}, "g2": {"0": 7}}, where the first form is understood as the group of the node that is named. A
-micro-batch reads at most `max_rows_per_batch` rows, from each queue in proportion to its lag. A queue that the topic
-gains while the query runs is read from its first row. A queue that is shorter than the checkpoint says belongs to
-another topic of the same name, and is refused.
+The stream's offset has an offset for each queue: {"0": 100, "1": 250}. In a cluster it has the queues of each group:
+{"g1": {"0": 100}, "g2": {"0": 7}}. There, the first form counts for the group of the named node.
+
+A micro-batch reads at most `max_rows_per_batch` rows, from each queue in proportion to its lag. A queue that the topic
+gains while the query runs is read from its first row. If a queue ends before its offset in the checkpoint, it belongs
+to another topic of the same name, and the read is refused.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from timeball.pipeline.source.streams import Offset, PacedStream, check_known
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Kept = dict[int, tuple[int, int]]  # queue -> (first offset kept, next offset)
-Place = tuple[str, int]  # group, queue
-GROUPS_EVERY_NS = 1_000_000_000
+Kept = dict[int, tuple[int, int]]  # queue -> (first kept offset, next offset)
+Place = tuple[str, int]  # (group, queue)
+GROUPS_EVERY_NS = 1_000_000_000  # a stream reads the list of groups at most once in this time
 
 
 @dataclass
@@ -51,7 +53,10 @@ class QueuePart(InputPartition):
 
 
 def kept_in_groups(brokers: Sequence[tuple[Group, Endpoint]], options: ReadOptions) -> dict[str, Kept]:
-    """Return what the queues to be read hold in each group that has the topic; NotFound when none has."""
+    """Return {group: kept offsets of the queues to read}, for the groups that have the topic.
+
+    Raises NotFound if no group has it.
+    """
     found: dict[str, Kept] = {}
     missing: NotFound | None = None
     for group, broker in brokers:
@@ -65,7 +70,10 @@ def kept_in_groups(brokers: Sequence[tuple[Group, Endpoint]], options: ReadOptio
 
 
 def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> Kept:
-    """Return what the queues to be read hold; NotFound names the option when there is no such topic or queue."""
+    """Return the kept offsets of the queues to read.
+
+    Raises NotFound, which names the option, for a topic or queue that does not exist.
+    """
     topic = options.topic or ""
     try:
         kept = endpoint.queues(topic)
@@ -83,7 +91,10 @@ def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> Kept:
 
 
 def offsets_at(name: str, position: int | str | Offsets, kept: Kept) -> Offsets:
-    """Return the offset that an option names in each queue; OutOfRange where that is not kept."""
+    """Resolve the option `name` to an offset in each queue.
+
+    Raises NotFound for a queue that is not read, and OutOfRange for an offset that the queue does not have.
+    """
     if isinstance(position, dict):
         for queue in position:
             if queue not in kept:
@@ -104,12 +115,12 @@ def offsets_at(name: str, position: int | str | Offsets, kept: Kept) -> Offsets:
 
 
 def name_of_rest(name: str) -> str:
-    """Return where queues stand that an option does not name: all of them is read."""
+    """Return the position of queues that an option does not list: they are read completely."""
     return "first" if name == "from_offset" else "latest"
 
 
 def check_offsets(topic: str, begin: Mapping[int, int], kept: Kept) -> None:
-    """Refuse offsets that retention has taken since: fewer rows would look like all."""
+    """Raise OutOfRange if retention has removed rows of the micro-batch, because fewer rows would look complete."""
     for queue, offset in begin.items():
         if queue in kept and offset < kept[queue][0]:
             raise OutOfRange(
@@ -119,7 +130,7 @@ def check_offsets(topic: str, begin: Mapping[int, int], kept: Kept) -> None:
 
 
 def check_one_group(options: ReadOptions, groups: int) -> None:
-    """Refuse offsets where several groups are read: each has queues of its own."""
+    """Refuse offsets in a read of several groups, because each group has its own queues. Raises SetupError."""
     for name in ("from_offset", "to_offset"):
         if groups > 1 and not isinstance(getattr(options, name), str):
             raise SetupError(
@@ -130,7 +141,7 @@ def check_one_group(options: ReadOptions, groups: int) -> None:
 def queue_parts(
     begin: Mapping[Place, int], end: Mapping[Place, int], options: ReadOptions, groups: Sequence[Group]
 ) -> list[QueuePart]:
-    """Return the pieces of all queues that tasks read."""
+    """Cut all queues into the pieces that tasks read. A queue that is not in `begin` starts at offset 0."""
     total = sum(max(0, end[place] - begin.get(place, 0)) for place in end)
     rows = piece_rows(total, options)
     return [
@@ -143,7 +154,7 @@ def queue_parts(
 
 
 def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iterator[pa.RecordBatch]:
-    """Read the rows of one piece that are wanted, in the columns asked for."""
+    """Read one piece: the requested rows, with the requested columns."""
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         topic = options.topic or ""
 
@@ -157,7 +168,7 @@ def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iter
 
 
 class QueueReader(DataSourceReader):
-    """A batch read of a topic; without to_offset, of all that stands in its queues when the read is planned."""
+    """A batch read of a topic. Without to_offset it ends at the queues' ends when Spark plans the read."""
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
@@ -165,13 +176,13 @@ class QueueReader(DataSourceReader):
         self.queue = self.offset = OPEN
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Narrow queues, offsets and rows; every filter is returned, so Spark applies them as well."""
+        """Narrow queues, offsets and rows. Returns every filter, so that Spark applies them again."""
         self.queue, self.offset = bounds(filters, "queue_id"), bounds(filters, "queue_offset")
         self.rows = wanted(("seq", "due_ms"), None, filters)
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader."""
+        """Plan the read on the driver: resolve the offsets of each queue and cut the queues into pieces."""
         options = self.options
         groups = read_groups(options.endpoint)
         check_one_group(options, len(groups))
@@ -189,7 +200,7 @@ class QueueReader(DataSourceReader):
         return queue_parts(begin, end, options, groups)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader."""
+        """Read one piece, in a task."""
         if isinstance(partition, QueuePart):
             yield from read_queue_part(self.options, partition, self.rows)
 
@@ -208,7 +219,7 @@ class QueueStream(PacedStream):
         self._looked_ns = 0
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return where a new query starts: from_offset, by default the first rows that are kept."""
+        """Return the start of a new query: from_offset, by default the first rows that retention has kept."""
         groups, found = self._kept()
         check_one_group(self.options, len(groups))
         position = self.options.from_offset
@@ -217,7 +228,7 @@ class QueueStream(PacedStream):
         )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Return the end of the next micro-batch; `start` itself when it should not take place."""
+        """Return the end of the next micro-batch, or `start` when there should be none."""
         groups, found = self._kept()
         begin = from_json(start, groups)
         self._check_same(begin, found)
@@ -233,15 +244,15 @@ class QueueStream(PacedStream):
         return to_json({place: begin.get(place, 0) + taken.get(place, 0) for place in {*begin, *lag}})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Stop at what stands in the queues now."""
+        """Make the query stop at the current ends of the queues."""
         self._final = ends_of(self._kept()[1])
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """End of the queues when last asked: how far the query lags."""
+        """Return the ends of the queues at the last check. Spark shows the query's lag from them."""
         return None if self._latest is None else to_json(self._latest)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """See DataSourceStreamReader."""
+        """Cut a micro-batch into pieces. Raises OutOfRange when retention has removed a part of it."""
         groups, found = self._kept()
         begin, stop = from_json(start, groups), from_json(end, groups)
         moved = {place: offset for place, offset in stop.items() if offset > begin.get(place, 0)}
@@ -251,14 +262,14 @@ class QueueStream(PacedStream):
         return queue_parts(begin, moved, self.options, groups)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceStreamReader."""
+        """Read one piece, in a task."""
         if isinstance(partition, QueuePart):
             yield from read_queue_part(self.options, partition, Wanted())
 
     def _kept(self) -> tuple[list[Group], dict[str, Kept]]:
-        """Return the groups there are, and what each holds of the topic."""
+        """Return the current groups, and the kept offsets of the topic in each group that has it."""
         now_ns = self._clock.monotonic_ns()
-        # Not at each look, which would make two calls of one: a group that is new can wait for a second.
+        # Reading the groups each time would double the calls. A new group can wait for a second.
         if not self._groups or now_ns - self._looked_ns >= GROUPS_EVERY_NS:
             self._groups, self._looked_ns = self.groups(), now_ns
         groups = self._groups
@@ -277,17 +288,17 @@ class QueueStream(PacedStream):
 
 
 def flat(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
-    """Return offsets by group and queue."""
+    """Flatten {group: {queue: offset}} to {(group, queue): offset}."""
     return {(name, queue): offset for name, queues in offsets.items() for queue, offset in queues.items()}
 
 
 def ends_of(found: Mapping[str, Kept]) -> dict[Place, int]:
-    """Return where each queue ends."""
+    """Return the end of each queue."""
     return flat({name: {queue: end for queue, (_, end) in kept.items()} for name, kept in found.items()})
 
 
 def to_json(offsets: Mapping[Place, int]) -> Offset:
-    """Encode in the order of groups and queues, so that equal offsets are equal texts."""
+    """Encode an offset, with groups and queues in order, so that equal offsets have equal texts."""
     found: dict[str, dict[str, int]] = {}
     for name, queue in sorted(offsets):
         found.setdefault(name, {})[str(queue)] = offsets[name, queue]
@@ -295,7 +306,11 @@ def to_json(offsets: Mapping[Place, int]) -> Offset:
 
 
 def from_json(offset: Offset, groups: Sequence[Group]) -> dict[Place, int]:
-    """Return the offsets by group and queue; those of a time without groups are of the group whose node is named."""
+    """Decode an offset to offsets by group and queue.
+
+    An offset from before the broker joined a cluster is that of the named node's group, which is first in `groups`.
+    Raises SetupError if the offset has a group that no longer exists.
+    """
     if all(isinstance(value, int) for value in offset.values()):
         offset = {groups[0].name: offset}
     check_known(offset, [group.name for group in groups])

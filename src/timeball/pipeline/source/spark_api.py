@@ -1,13 +1,15 @@
-"""Spark's schemas for ours, the start of a query, and stand-ins for what PySpark's data source API got after 4.0.
+"""Adapters to PySpark: schemas, starting queries, and stand-ins for classes that older versions of PySpark lack.
+
+PySpark's data source API got these classes after 4.0:
 
     4.1    filters that Spark pushes down; a stream's sink that takes Arrow batches
     4.2    how much a stream's micro-batch may read; availableNow for Python streams
 
-So batch reads and writes work on 4.0 and 4.1. A stand-in is the base or the type of nothing: no Spark of that version
-asks for what it stands in for, but for a stream, which is refused.
+With an empty class in place of each missing one (`Missing`), batch reads and writes work on 4.0 and 4.1, because these
+versions never use the missing classes there. Streams are refused (`check_streams`).
 
-Spark compares an Arrow batch with the declared schema by type, exactly: it refuses a dictionary, a `string_view` or a
-field declared not null at run time. So there are six types, and every field may be null.
+Spark compares the types of an Arrow batch with the declared schema exactly. At run time it refuses a dictionary, a
+`string_view`, or a field declared as not null. So `_TYPES` has only six types, and every field may be null.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ else:
     _STREAM = "ReadAllAvailable ReadLimit ReadMaxRows SupportsTriggerAvailableNow"
 
     class Missing:
-        """Stands for a class that this PySpark has not got."""
+        """Stands in for a class that this version of PySpark lacks."""
 
     def _part(module: str, name: str) -> type:
         try:
@@ -71,12 +73,12 @@ else:
 
 PARTITIONS = "spark.sql.shuffle.partitions"
 DEFAULT_PARTITIONS = "200"
-PARTITION_ROWS = 500_000  # as a reader's partition
+PARTITION_ROWS = 500_000  # per shuffle partition; the same as the default of the option rows_per_partition
 DESCRIPTION = "spark.job.description"
 
 
 def check_streams() -> None:
-    """Raise SetupError unless this PySpark has all that streams need."""
+    """Raise SetupError if this version of PySpark lacks the classes that streams need (4.2)."""
     if SupportsTriggerAvailableNow.__module__ == __name__:
         raise SetupError(
             f"streams need pyspark 4.2 or later, and this is {pyspark.__version__}; batch reads and writes work"
@@ -94,25 +96,25 @@ _TYPES: dict[pa.DataType, DataType] = {
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """Return the Spark schema that reads batches of this Arrow schema."""
+    """Convert an Arrow schema to the Spark schema that accepts its batches."""
     return StructType([StructField(field.name, _TYPES[field.type], True) for field in schema])
 
 
 @contextmanager
 def described(spark: SparkSession, text: str) -> Iterator[None]:
-    """Describe what Spark runs in a block, for the pages of its UI."""
+    """Set the description of the Spark jobs that the body starts. Spark's web UI shows it."""
     context = spark.sparkContext
     before = context.getLocalProperty(DESCRIPTION)
     context.setLocalProperty(DESCRIPTION, text)
     try:
         yield
     finally:
-        context.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]  # None: none
+        context.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]  # None removes it
 
 
 @contextmanager
 def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
-    """Shuffle about so many rows in a block into as many partitions as they are worth, and no more than is set."""
+    """Limit shuffles in the body to one partition per PARTITION_ROWS of `rows`, and at most to Spark's setting."""
     before = spark.conf.get(PARTITIONS, DEFAULT_PARTITIONS) or DEFAULT_PARTITIONS
     spark.conf.set(PARTITIONS, max(1, min(int(before), -(-rows // PARTITION_ROWS))))
     try:
@@ -122,7 +124,7 @@ def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
 
 
 def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:
-    """Return the rows of all groups, with a column `group` where there are several."""
+    """Unite the rows of all groups. With several groups, add a column `group`."""
     if len(frames) == 1:
         [only] = frames.values()
         return only
@@ -131,7 +133,7 @@ def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:
 
 
 def start_query(writer: DataStreamWriter, name: str, checkpoint: str, trigger: str | None) -> StreamingQuery:
-    """Start a streaming query; without a trigger it stops when it has caught up."""
+    """Start a streaming query. `trigger` is a processing time such as "10 seconds"; None stops after catching up."""
     writer = writer.queryName(name).option("checkpointLocation", checkpoint)
     writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
     return writer.start()

@@ -1,7 +1,7 @@
-"""What the streams share: connections to the groups they read, and when a micro-batch is worth while.
+"""Base classes of the stream readers: connections to the groups, and the rule for starting a micro-batch.
 
-One instance lives beside the driver for the whole query. Each look asks the broker anew which groups there are, so a
-group that is added while the query runs is read from its first row on.
+Spark keeps one instance next to the driver for the whole query. It asks the broker for the current groups again and
+again, so a group that is added while the query runs is read from its first row on.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Offset = dict[str, Any]
 
 
 class BrokerStream(Connections, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The part that all streams share: connections. Tasks only call `read`."""
+    """A stream reader with connections to all groups. Only the driver's side uses them: tasks only call `read`."""
 
     def stop(self) -> None:
-        """See DataSourceStreamReader."""
+        """Close the connections when the query ends."""
         self.close()
 
 
 class PacedStream(BrokerStream, Pace):
-    """A stream with a rule when a micro-batch is worth while."""
+    """A stream reader that starts a micro-batch only when there are enough rows (pacing.py)."""
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         check_stream(options)
@@ -47,14 +47,14 @@ class PacedStream(BrokerStream, Pace):
         return ReadMaxRows(self.options.max_rows_per_batch)
 
     def rows_max(self, limit: ReadLimit) -> int | None:
-        """Return how many rows a batch may have; None for all there are."""
+        """Return the maximum number of rows of a micro-batch. None means no limit."""
         if isinstance(limit, ReadAllAvailable):
             return None
         return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
 
 
 def check_known(names: Iterable[str], groups: Collection[str]) -> None:
-    """Refuse an offset that names a group which is not there."""
+    """Refuse an offset with a group that does not exist. Raises SetupError."""
     for name in names:
         if name not in groups:
             raise SetupError(

@@ -1,15 +1,15 @@
-"""Read a Delta table of ours, the pending table or the ledger, as one version of it.
+"""Read one version of the pending table or the ledger.
 
-The Delta log names the files; tasks open them by URI. A filter prunes three times, each time finer: files by the
-statistics in the Delta log, row groups by the statistics in their footers, rows in Arrow.
+The Delta log lists the files, and tasks open them by URI. A filter is applied at three levels, from coarse to fine: to
+files by the statistics in the Delta log, to row groups by the statistics in the files' footers, to rows in Arrow.
 
-    read=pending   TABLE_SCHEMA; promises already settled may still be in it until their file is rewritten
+    read=pending   TABLE_SCHEMA; settled (released or cancelled) promises remain in it until their file is rewritten
     read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null
-    read=history   HISTORY_SCHEMA; the versions of the pending table that can be named, with their instants
+    read=history   HISTORY_SCHEMA; the versions of the pending table that can be read, with their times
 
-Of a cluster each group has tables of its own: all of them are read, and a version names its group as well.
+In a cluster each group has its own tables. All of them are read, and the option `version` requires the option `group`.
 
-The file of an old version may have been removed since: then the read fails and names the version, and never yields
+A file of an old version may be deleted by now. Then the read fails with an error that names the file. It never yields
 fewer rows.
 """
 
@@ -42,13 +42,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BATCH_ROWS = 65_536
-NAMED_TASKS_MAX = 64  # that read whole files by their names
+NAMED_TASKS_MAX = 64  # tasks of a FilesReader
+# Number columns whose filters are pushed down.
 NUMBERS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms", "at_ms", "event_seq")}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Of one file the row groups that begin at begin_row <= row < end_row, about so many rows; the last has no end."""
+    """A part of one file: the row groups that begin at begin_row <= row < end_row, about `rows` rows.
+
+    The last slice of a file has no end_row.
+    """
 
     uri: str
     begin_row: int
@@ -72,18 +76,18 @@ class TableReader(DataSourceReader):
         self.rows = wanted(NUMBERS[options.read], options.topic, [])
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Reduce the files opened and rows kept; every filter is returned, so Spark applies them as well."""
+        """Narrow the files to open and the rows. Returns every filter, so that Spark applies them again."""
         self.rows = wanted(NUMBERS[self.options.read], self.options.topic, filters)
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader; slices are dealt out by size, largest first, so that tasks are even."""
+        """Plan the read on the driver: divide the files of each group's table among tasks."""
         found = [(group, table_files(table, self.rows)) for group, table in tables_of(self.options)]
         rows = piece_rows(sum(rows for _, files in found for _, rows in files), self.options)
         return [TablePart(part.slices, group) for group, files in found for part in deal(files, rows)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader."""
+        """Read one part, in a task. Raises NotFound for a deleted file, StorageError for other failures."""
         if not isinstance(partition, TablePart):
             return
         schema = arrow_schema(self.options)
@@ -101,19 +105,19 @@ class TableReader(DataSourceReader):
 
 
 class HistoryReader(DataSourceReader):
-    """A read of the pending table's versions, by their Delta log."""
+    """A read of the list of the pending table's versions, from the Delta log."""
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader; one for each group."""
+        """Plan the read on the driver: one partition for each group."""
         return [
             TablePart([Slice(table.table_uri, 0, None, 0)], group) for group, table in tables_of(self.options)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader."""
+        """Read the versions of one group's table, the oldest first."""
         assert isinstance(partition, TablePart)
         for piece in partition.slices:
             rows = [
@@ -130,7 +134,10 @@ class HistoryReader(DataSourceReader):
 
 
 def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
-    """Return the version of the table that a read is about, of each group."""
+    """Open the table to read, in the requested version, for each group.
+
+    Raises SetupError for a version number with several groups.
+    """
     if options.ledger_uri is not None and PLACEHOLDER not in options.ledger_uri:
         return [(Group("", options.endpoint), _version_of(options, options.ledger_uri, options.version))]
     found = group_statuses(options.endpoint)
@@ -162,7 +169,7 @@ def _version_of(options: ReadOptions, uri: str, version: int | None) -> DeltaTab
 
 
 def name_group(batch: pa.RecordBatch, group: Group | None) -> pa.RecordBatch:
-    """Return the batch with the name of its group, if it has the column."""
+    """Fill the column `group` with the group's name, if the batch has the column."""
     at = batch.schema.get_field_index(GROUP)
     if at < 0 or group is None or not group.name:
         return batch
@@ -172,9 +179,9 @@ def name_group(batch: pa.RecordBatch, group: Group | None) -> pa.RecordBatch:
 def read_delta(
     spark: SparkSession, table: DeltaTable, schema: pa.Schema, uris: Sequence[str] | None = None
 ) -> DataFrame:
-    """Return all of one version of a Delta table of ours, or some of its files.
+    """Read one version of a Delta table of ours, or some of its files, as a DataFrame.
 
-    In an object store Arrow reads them: Spark needs a jar for each, and keys of its own.
+    In an object store, Arrow reads the files. Spark itself would need a jar for each kind of store, and its own keys.
     """
     chosen = table.file_uris() if uris is None else list(uris)
     if not chosen:
@@ -194,21 +201,21 @@ class NamedFiles(InputPartition):
 
 
 class FilesReader(DataSourceReader):
-    """Reads files of a Delta table that the driver has named, in the columns of `schema`.
+    """Reads a list of files of a Delta table that the driver supplies, with the columns of `schema`.
 
-    The table's partition columns are in the paths of its files, so a task does not open the table.
+    The paths of the files contain the values of partition columns, so a task does not have to open the table.
     """
 
     def __init__(self, uris: Sequence[str], schema: pa.Schema) -> None:
         self.uris, self.schema = list(uris), schema
 
     def partitions(self) -> Sequence[InputPartition]:
-        """See DataSourceReader."""
+        """Divide the files among at most NAMED_TASKS_MAX tasks."""
         tasks = min(len(self.uris), NAMED_TASKS_MAX)
         return [NamedFiles(self.uris[task::tasks]) for task in range(tasks)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader."""
+        """Read the files of one task. Raises StorageError."""
         if not isinstance(partition, NamedFiles):
             return
         for uri in partition.uris:
@@ -224,7 +231,7 @@ class FilesReader(DataSourceReader):
 
 
 def table_files(table: DeltaTable, rows: Wanted) -> list[tuple[str, int]]:
-    """Return (URI, rows) of the files that can hold rows that are wanted."""
+    """List (URI, rows) of the files that can contain requested rows, by the statistics in the Delta log."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if not actions.num_rows:
         return []
@@ -242,7 +249,10 @@ def _values(actions: pa.Table, name: str) -> list[Any]:
 
 
 def deal(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
-    """Deal files out into partitions of about `rows_per_part` rows; a large file is cut where a row group begins."""
+    """Divide files into partitions of about `rows_per_part` rows each. Large files are cut between row groups.
+
+    The largest slices are assigned first, each to the partition with the fewest rows, so that tasks are even.
+    """
     slices = [piece for uri, rows in files for piece in cut(uri, rows, max(rows_per_part, ROW_GROUP_ROWS))]
     total = sum(piece.rows for piece in slices)
     parts = [TablePart([]) for _ in range(min(len(slices), max(1, -(-total // rows_per_part))))]
@@ -264,7 +274,7 @@ def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
 
 
 def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.RecordBatch]:
-    """Read the rows of a slice that are wanted, in `schema`."""
+    """Read the requested rows of a slice, in `schema`."""
     files, path = places.arrow(piece.uri)
     with files.open_input_file(path) as source:
         file = pq.ParquetFile(source)
@@ -280,7 +290,7 @@ def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.Rec
 
 
 def groups_of(footer: Any, piece: Slice) -> list[int]:
-    """Return the row groups that begin within the slice."""
+    """Return the numbers of the row groups that begin within the slice."""
     found, row = [], 0
     for group in range(footer.num_row_groups):
         if piece.begin_row <= row and (piece.end_row is None or row < piece.end_row):
@@ -290,7 +300,7 @@ def groups_of(footer: Any, piece: Slice) -> list[int]:
 
 
 def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
-    """Return whether a row group can have a row that is wanted, by the bounds in the footer."""
+    """Check by the statistics in the footer whether a row group can contain a requested row."""
     if not rows.ranges:
         return True
     for index in range(footer.num_columns):
@@ -303,7 +313,7 @@ def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
 
 
 def fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Fit a batch to exactly this schema; a column that is not there is null."""
+    """Convert a batch to exactly this schema. Missing columns become null."""
     columns = [
         batch.column(field.name).cast(field.type)
         if field.name in batch.schema.names

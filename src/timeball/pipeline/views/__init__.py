@@ -1,1 +1,1 @@
-"""What waits and what happened as SQL views, on DuckDB and on Spark, and the forecast over them."""
+"""SQL views of pending messages and of past events, on DuckDB and on Spark, and the forecast on top of them."""

@@ -1,16 +1,19 @@
-"""A model of consumers: a due load meets consumers of a fixed rate; how many messages are late then, and how late.
+"""A model of consumers: computes how late messages are when consumers of a fixed rate process a given due load.
 
-A queue as a fluid: the rows of a second stand in it from the beginning of that second on, and consumers take `rate`
-rows a second, first come, first served. For one queue with arrivals a(k) at second t(k), before which P(k) wait:
+The model is a fluid queue. The rows of a second are in the queue from the beginning of that second on, and consumers
+take `rate` rows per second, in order of arrival. For one queue with arrivals a(k) at second t(k), before which P(k)
+rows wait:
 
-    X(k) = a(0) + … + a(k-1) - rate * (t(k) - t(0))        what would be left if the consumers never idled
-    P(k) = X(k) - min(X(0), …, X(k))                       and they do idle: where X falls below its least, they did
+    X(k) = a(0) + … + a(k-1) - rate * (t(k) - t(0))        the rows left if the consumers were never idle
+    P(k) = X(k) - min(X(0), …, X(k))                       they were idle wherever X fell below its minimum so far
 
-so one pass over the seconds in which something is due answers it, however far these are apart. The rows of a second
-wait between P/rate and (P + a)/rate, evenly: quantiles over messages are read from the sum of these spans, exactly.
+So one pass over the seconds with due rows is enough, however far apart these seconds are. The rows of a second wait
+between P/rate and (P + a)/rate seconds, distributed evenly. Quantiles over messages are computed exactly from the sum
+of these spans.
 
-What it does not know: instants within a second (each figure is right to one second, or to the load's own width when
-that is coarser), what the broker itself adds (milliseconds), rows not accepted yet, and consumers that tire.
+The model ignores: due times within a second (so each figure is right to one second, or to the load's width if that is
+coarser), the broker's own lateness (milliseconds), messages that are not accepted yet, and consumers that become
+slower.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ THE_OTHERS = "*"  # stands for all topics that have no rate of their own
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The figures of one queue: all rows, in milliseconds; instants are since 1970.
+    """The figures of one queue, over all its rows. Lateness is in ms, points in time are ms since 1970.
 
-    `caught_up_ms` is when the largest backlog has been worked off; None when nothing is due.
+    `rate` is in rows per second. `caught_up_ms` is the time when the largest backlog has been processed. It is None if
+    no rows are due.
     """
 
     rate: float
@@ -50,7 +54,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Queue:
-    """The queue at each second in which something is due: `before` rows wait, then `rows` join them."""
+    """The state of a queue at each second with due rows: `before` rows wait, then `rows` arrive."""
 
     rate: float
     second: Int64Array
@@ -59,11 +63,11 @@ class Queue:
 
     @property
     def after(self) -> FloatArray:
-        """Return the rows that wait just after those of the second have come."""
+        """The rows that wait just after the rows of the second have arrived."""
         return np.asarray(self.before + self.rows, dtype=np.float64)
 
     def outcome(self) -> Outcome:
-        """Return the figures."""
+        """Compute the figures of the queue."""
         if len(self.second) == 0:
             return Outcome(self.rate, 0, 0, None, 0, 0, 0, None)
         after = self.after
@@ -86,7 +90,7 @@ class Queue:
         return int(self.second[last]) * SECOND_MS + _ms(float(self.after[last]) / self.rate)
 
     def backlog(self) -> tuple[FloatArray, FloatArray]:
-        """Return (seconds, rows) of the corners of the backlog's curve, for a picture."""
+        """Return (seconds, rows) of the corners of the backlog's curve, to draw it."""
         if len(self.second) == 0:
             return np.empty(0), np.empty(0)
         after = self.after
@@ -101,9 +105,9 @@ class Queue:
 
 
 def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) -> Queue:
-    """Put the rows of `load`, topics together, before consumers that take `rate` rows a second.
+    """Model one queue: all rows of `load`, and consumers that take `rate` rows per second.
 
-    `backlog` rows are there already at `from_s`, or when the first row is due.
+    `backlog` rows are in the queue at second `from_s` already, by default when the first row is due.
     """
     second, rows = load.per_second()
     if backlog:
@@ -125,13 +129,14 @@ def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) 
 
 
 def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
-    """Return lateness in seconds below which these shares of all messages of all queues lie."""
+    """Compute quantiles of lateness, in seconds, over all messages of all queues. `shares` are between 0 and 1."""
     low = np.concatenate([q.before / q.rate for q in queues])
     high = np.concatenate([q.after / q.rate for q in queues])
     rates = np.concatenate([np.full(len(q.second), q.rate) for q in queues])
     if len(low) == 0:
         return [0.0 for _ in shares]
-    # Messages a second of lateness: each span adds its rate where it begins and takes it away where it ends.
+    # The density of messages over lateness (messages per second of lateness) is a step function: each span adds its
+    # rate at its begin and removes it at its end.
     at = np.concatenate((low, high))
     order = np.argsort(at, kind="stable")
     at, change = at[order], np.concatenate((rates, -rates))[order]
@@ -143,8 +148,9 @@ def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """Outcomes by the name of the queue (a topic, or THE_OTHERS), the quantiles of all messages together,
-    and the topics that have no consumers here, with their rows.
+    """The outcome of each queue, by its name (a topic, or THE_OTHERS), and quantiles over the messages of all queues.
+
+    `unserved`: the topics without consumers in this model, with their rows.
     """
 
     queues: dict[str, Outcome]
@@ -155,9 +161,9 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None) -> WhatIf:
-    """Put `load` before consumers of these rates; THE_OTHERS names those that share all other topics.
+    """Model consumers with `rates` (topic -> rows per second). THE_OTHERS is the rate of all other topics together.
 
-    The backlog belongs to THE_OTHERS when there are such, else to the only queue.
+    The backlog belongs to THE_OTHERS if it has a rate, otherwise to the only queue.
     """
     made = queues(load, rates, backlog, from_s)
     half, nearly_all = quantiles(list(made.values()), (0.5, 0.99)) if made else (0.0, 0.0)
@@ -179,7 +185,10 @@ def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int 
 def queues(
     load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None
 ) -> dict[str, Queue]:
-    """Build one queue for each rate; RequestError when a rate is none, or the backlog could be of several."""
+    """Build one queue for each rate.
+
+    Raises RequestError for a rate that is not above 0, or for a backlog that could belong to several queues.
+    """
     for name, rate in rates.items():
         if not rate > 0 or rate == float("inf"):
             raise RequestError(
@@ -200,7 +209,7 @@ def queues(
 
 
 def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int | None = None) -> float:
-    """Return the lowest rate (rows a second, to 0.1 %) at which no row waits longer than `lateness_max_ms`."""
+    """Find the lowest rate (rows per second, to 0.1 %) at which no row waits longer than `lateness_max_ms`."""
     if not lateness_max_ms > 0:
         raise RequestError("the largest lateness must be above 0 ms")
     if load.total + backlog == 0:
@@ -211,7 +220,7 @@ def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int 
         made = queue(load, rate, backlog, from_s)
         return bool(np.max(made.after) / rate <= most_s)
 
-    high = (load.total + backlog) / most_s  # even if all of it were due at once
+    high = (load.total + backlog) / most_s  # enough even if all rows were due at once
     low = 0.0
     while high - low > high * 0.001:
         middle = (low + high) / 2
@@ -223,12 +232,12 @@ def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int 
 
 
 def spread(rows: int, at_ms: int, over_ms: int = 0, topic: str = ALL_TOPICS) -> Load:
-    """Spread `rows` rows due from `at_ms` on evenly within `over_ms`; all at once for 0."""
+    """Build the load of `rows` rows that fall due evenly during `over_ms` from `at_ms` on. 0 means all at once."""
     if rows < 0 or over_ms < 0:
         raise RequestError("an extra load has no negative number of rows, and no negative length")
     steps = max(1, min(-(-over_ms // SECOND_MS), rows, CELLS_MAX))
     marks = np.arange(steps + 1, dtype=np.int64)
-    # In two parts: rows * steps might not fit.
+    # Two terms, because the product rows * steps might not fit into 64 bits.
     upto = (marks * (rows // steps)) + marks * (rows % steps) // steps
     second = (at_ms + over_ms * marks[:-1] // steps) // SECOND_MS
     return from_cells((topic,), np.zeros(steps, np.int64), second, np.diff(upto))

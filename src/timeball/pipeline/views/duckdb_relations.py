@@ -1,8 +1,8 @@
-"""The relations that the views stand on, in DuckDB: of one group, as of one snapshot.
+"""The base relations of the views in DuckDB: those of one group, as of one snapshot.
 
-DuckDB reads the rows of tables where they lie, through Arrow. What comes from the log is written to a file of the
-session, so that memory holds a batch of it, not all. Each relation is made when a view first needs it. Several groups
-stand in one database side by side, so the names of a group's relations end in its number.
+DuckDB reads the files of tables through Arrow, without a copy of them. Rows of the log are first written to a temporary
+file of the session, so that memory holds only one batch of them. Each relation is made when a view first needs it. All
+groups share one database, so the names of a group's relations end in the group's number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from timeball.pipeline.views.snapshot import Snapshot
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """What a session shows of each group: columns of a promise, bounds of what waits, rows of the log's end."""
+    """The choices of a session, for each group: columns of promises, bounds of due times, rows at the log's end."""
 
     promise_columns: tuple[str, ...]
     due: Due
@@ -34,7 +34,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class Relations:
-    """One group's relations. `number` is in their names; None where there is one group."""
+    """The relations of one group. `number` is the suffix of their names, or None if there is only one group."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Relations:
         number: int | None,
     ) -> None:
         self.group, self.snapshot, self.version = group, snapshot, snapshot.shown()
-        self.columns: dict[str, list[str]] = {}  # of the relations there are
+        self.columns: dict[str, list[str]] = {}  # of the relations made so far
         self._database, self._scratch, self._broker = database, scratch, broker
         self._chosen, self._number = chosen, number
         self._makers: dict[str, Callable[[], None]] = {
@@ -59,11 +59,11 @@ class Relations:
         }
 
     def name(self, relation: str) -> str:
-        """Return the name under which the database has a relation of this group."""
+        """Return the name of this group's relation in the database."""
         return relation if self._number is None else f"{relation}_{self._number}"
 
     def make(self, bases: Iterable[str]) -> None:
-        """Make relations of view_sql.BASES that are not there yet."""
+        """Make the given relations of view_sql.BASES, unless they exist."""
         for base in bases:
             if base not in self.columns:
                 self._makers[base]()
@@ -71,7 +71,7 @@ class Relations:
                 self.columns[base] = list(described.columns)
 
     def views(self) -> dict[str, str]:
-        """Return view -> query, for the relations there are."""
+        """Return {view: query} for the views whose relations exist."""
         return view_sql.definitions("duckdb", self.columns, self.name)
 
     def _register(self, relation: str, rows: object) -> None:
@@ -94,7 +94,7 @@ class Relations:
         self._make_view("waiting_rows", view_sql.waiting_sql(shot, columns, due, relation=self.name))
 
     def _fetch(self, name: str, marked_seq: int) -> None:
-        """Make a relation of the log; one that does not begin where the log does begins at `marked_seq`."""
+        """Make a relation of view_sql.LOG_RELATIONS, from the log's first row on, or else from `marked_seq` on."""
         rows = view_sql.LOG_RELATIONS[name]
         columns = view_sql.log_columns(name, self._chosen.promise_columns)
         begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
@@ -109,7 +109,7 @@ class Relations:
         columns: Sequence[str],
         placed: bool | None = None,
     ) -> None:
-        """Make a relation of rows of the log."""
+        """Make a relation of the rows begin <= seq < end of the log."""
         schema = pa.schema([READ_SCHEMA.field(column) for column in columns])
         rows: Iterable[pa.RecordBatch] = ()
         if begin < end:
@@ -117,7 +117,7 @@ class Relations:
         self._keep(name, schema, (batch.select(columns) for batch in rows))
 
     def _keep(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-        """Write batches to a file of this session, a relation that can be read more than once."""
+        """Write batches to a file of this session, as a relation that can be read more than once."""
         path = self._scratch / f"{self.name(name)}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in batches:
@@ -130,7 +130,7 @@ class Relations:
         self._register("table_rows", files_dataset(shot.uri, paths))
 
     def _make_ledger_events(self) -> None:
-        """Make the ledger up to where it has come, and go on with the log."""
+        """Make the relation of events: first those in the ledger's table, then newer ones from the log."""
         shot = self.snapshot
         begin, kept = 0, ""
         table = shot.open_beside("ledger")
@@ -160,6 +160,6 @@ class Relations:
 
 
 def united(queries: Mapping[str, str]) -> str:
-    """Return the query for the rows of all groups, given group -> query, with a column that names the group."""
+    """Combine {group: query} to one query for the rows of all groups, with a column for the group's name."""
     named = (f"select *, '{group}' as \"{GROUP}\" from ({query})" for group, query in queries.items())
     return " union all by name ".join(named)

@@ -1,14 +1,16 @@
-"""The views on DuckDB in this process: a quick look that needs neither Spark nor Java.
+"""Queries on the views with DuckDB in this process, without Spark and Java.
 
-Of a cluster a view has the rows of all groups, and with several groups a column "group" (a word of SQL: in quotes).
+In a cluster, a view has the rows of all groups. With several groups it has a column "group". The name needs quotes,
+because GROUP is a keyword of SQL.
 
-Everything a query sees is of one version of each group: one snapshot of what waits (snapshot.py), the ledger and the
-archive as they stood then, no row of the log behind the snapshot's end. `Version` says which. The views are those of
-view_sql.py, and a view is prepared only when a query names it. The ledger's view goes on to the end of the log by
-itself, so it is complete without the ledger job, as far back as the log is kept.
+A query sees one version of each group: one snapshot of the pending messages (snapshot.py), the ledger and archive as of
+then, and no row of the log after the snapshot's end. `Version` describes it. The views are those of view_sql.py. A view
+is prepared when the first query names it. The view of the ledger adds the events up to the end of the log. So it is
+complete even without the ledger job, as far back as the log is kept.
 
-Read only: one SELECT (or EXPLAIN) at a time, on a database in memory without access to files or the network. Refuses
-everything else by name. `memory_bytes` bounds DuckDB; what exceeds it goes to a temporary folder where DuckDB can.
+Sessions are read-only: one SELECT (or EXPLAIN) at a time, on a database in memory without access to files or the
+network. All other statements are refused. `memory_bytes` limits DuckDB's memory. Beyond it, DuckDB uses a temporary
+folder where it can.
 """
 
 from __future__ import annotations
@@ -38,23 +40,23 @@ from timeball.pipeline.views.snapshot import Snapshot, Version, all_versions, ch
 T = TypeVar("T")
 
 MEMORY_BYTES = 1 << 30
-LOG_ROWS = 100_000  # of the log's end in the view `log`
+LOG_ROWS = 100_000  # default number of rows, from the log's end, in the view `log`
 BATCH_ROWS = 8_192
-INTERRUPT_S = 0.1
+INTERRUPT_S = 0.1  # time between attempts to interrupt a query
 _WAITING_SCHEMA = pa.schema(
     [*(TABLE_SCHEMA.field(name) for name in view_sql.PENDING_COLUMNS), pa.field("place", pa.string())]
 )
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Rows as batches, to be read once while the session is open."""
+    """The result of a query. The rows can be read once, while the session is open."""
 
     version: Version
     rows: pa.RecordBatchReader
 
 
 def view_columns() -> dict[str, list[str]]:
-    """Return every view with its columns. (What the ledger and archive jobs add to their tables comes on top.)"""
+    """Return {view: columns}, without the columns that the ledger and archive jobs add to their tables."""
     bases = {
         "waiting_rows": _WAITING_SCHEMA,
         "table_rows": TABLE_SCHEMA,
@@ -70,10 +72,13 @@ def view_columns() -> dict[str, list[str]]:
 
 
 class SqlSession:
-    """Queries on one version. Use as a context manager.
+    """A session of queries on one version. Use it as a context manager.
 
-    The snapshot is given, or chosen by `version`, `upcoming` and `table_uri` (Snapshot.pin). `due` cuts the view
-    `pending` to promises due within these bounds; without `bodies` it has no column `body`, and none is fetched for it.
+    The caller gives a snapshot, or chooses one by `version`, `upcoming` and `table_uri` (Snapshot.pin). The view
+    `pending` has only promises with a due time within `due`. Without `bodies` it has no column `body`, and no bodies
+    are fetched for it.
+
+    DuckDB runs on a thread of the session's own.
     """
 
     def __init__(
@@ -117,11 +122,15 @@ class SqlSession:
         self.close()
 
     def close(self) -> None:
-        """Close the database and the connection; rows not read yet are lost."""
+        """Close the database and the connections. Rows that are not read yet are lost."""
         self._opened.close()
 
     def run(self, text: str) -> Answer:
-        """Answer one SELECT; RequestError names its fault and the views there are."""
+        """Run one SELECT.
+
+        Raises RequestError for a bad query (with the list of views, if it names an unknown one), OutOfRange when a file
+        of the version has been deleted, and OverLimit when the memory is not enough.
+        """
         try:
             self._check(text)
             self._prepare(view_sql.named(text))
@@ -131,11 +140,11 @@ class SqlSession:
         return Answer(self.version, pa.RecordBatchReader.from_batches(rows.schema, self._read(rows)))
 
     def due_load(self, *, by_topic: bool = False) -> Load:
-        """Count what waits by the second it is due."""
+        """Count the pending messages by the second in which they are due."""
         return count_due(lambda text: self.run(text).rows.read_all(), by_topic=by_topic)
 
     def _read(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        """Read on; DuckDB works while it is read, so it may fail here."""
+        """Read the batches. DuckDB computes them during this, so its errors may appear only here."""
         try:
             while (batch := self._work(lambda: next(rows, None))) is not None:
                 yield batch
@@ -143,12 +152,12 @@ class SqlSession:
             raise self._plain(error) from error
 
     def _work(self, call: Callable[[], T]) -> T:
-        """Let DuckDB work on a thread of its own: Ctrl-C reaches this one at once, which interrupts the query."""
+        """Run a call on DuckDB's thread. So Ctrl-C reaches the caller's thread at once, which interrupts the query."""
         future = self._worker.submit(call)
         try:
             return future.result()
         except KeyboardInterrupt:
-            while not future.done():  # it may come before the query has begun
+            while not future.done():  # again and again: an interrupt before the query has begun has no effect
                 self._database.interrupt()
                 wait([future], INTERRUPT_S)
             raise
@@ -176,7 +185,7 @@ class SqlSession:
         return RequestError(f"SQL: {sentence}{views}")
 
     def _prepare(self, names: list[str]) -> None:
-        """Make the views that are named, and the relations they stand on."""
+        """Make these views and their base relations."""
         for relations in self._groups:
             relations.make(view_sql.needed_bases(names))
         self.version = all_versions({each.group.name: each.version for each in self._groups})
@@ -184,7 +193,7 @@ class SqlSession:
             self._database.execute(f"create or replace view {view} as {query}")
 
     def _views(self) -> dict[str, str]:
-        """Return view -> query; of several groups the rows of all, with a column `group`."""
+        """Return {view: query}. With several groups, a view has the rows of all of them and a column `group`."""
         if len(self._groups) == 1:
             return self._groups[0].views()
         found = {each.group.name: each.views() for each in self._groups}
@@ -193,13 +202,13 @@ class SqlSession:
 
 
 def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:
-    """Open an empty database in memory that reaches neither files nor the network."""
+    """Open an empty database in memory, without access to files or the network."""
     database = duckdb.connect(
         ":memory:",
         config={
             "memory_limit": f"{memory_bytes}B",
             "temp_directory": str(scratch / "spill"),
-            "python_enable_replacements": False,  # a query sees our views, not this program's variables
+            "python_enable_replacements": False,  # otherwise a query could read this program's variables
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         },
@@ -207,8 +216,8 @@ def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnectio
     database.execute("set timezone = 'UTC'")
     for macro in view_sql.DUCKDB_MACROS:
         database.execute(macro)
-    # Of rows that Arrow brings DuckDB does not know how many there are, and may hold all that waits to join it with the
-    # few that were moved. In the views' texts, and in a query, it now holds what stands on the right.
+    # DuckDB does not know the number of rows of an Arrow relation. So it might hold all pending messages in memory to
+    # join them with the few that were moved. Without this optimizer it holds the right side of each join.
     database.execute("set disabled_optimizers = 'build_side_probe_side'")
     database.execute("set enable_external_access = false")
     database.execute("set lock_configuration = true")

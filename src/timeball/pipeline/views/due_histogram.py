@@ -1,11 +1,11 @@
-"""How much falls due when: rows a second and topic, as three columns of numbers.
+"""The due load: the number of messages that fall due per second and topic.
 
-A load comes from counts by SQL (DuckDB in this process, Spark on a cluster) or from due instants (a file of rows that
-may be sent). It answers a curve in seconds, minutes, hours or days, its peaks, one topic of it, a part of it.
+A load is built from counts by SQL (DuckDB in this process, Spark on a cluster) or from due times (a file of rows that
+may be sent later). It computes curves by second, minute, hour or day, peaks, the load of a topic, and of a time window.
 
-Only seconds in which something is due take room, and there is a bound: a load of more than CELLS_MAX cells (a second
-and a topic each) becomes coarser, minutes and then hours. `width_s` says which; every row is counted. Pure
-functions on columns, in UTC.
+A load stores one cell for each second and topic with due messages, in three arrays of numbers. A load of more than
+CELLS_MAX cells becomes coarser: its cells are minutes, then hours wide (`width_s`). Every row is still counted. All
+functions are pure functions on columns. All times are in UTC.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import pyarrow as pa
 from timeball.limits import SECOND_MS
 from timeball.message import Int64Array, int64
 
-CELLS_MAX = (
-    2_000_000  # 24 bytes each, four times that while they are sorted, and some 60 in the engine that counts
-)
-BARS_MAX = 48  # what a terminal shows without scrolling
-WIDTHS_S = (1, 60, 3_600)
-ALL_TOPICS = ""  # the only name of a load that was not counted by topic
+# A cell needs 24 bytes, four times as much while cells are sorted, and about 60 bytes in the SQL engine that counts.
+CELLS_MAX = 2_000_000
+BARS_MAX = 48  # a terminal shows this many lines without scrolling
+WIDTHS_S = (1, 60, 3_600)  # widths of a cell, in seconds
+ALL_TOPICS = ""  # the only topic of a load that was not counted by topic
 
 
 class Unit(StrEnum):
-    """The width of a bar; AUTO is the finest one that gives no more bars than a screen has lines."""
+    """The width of a bar. AUTO is the finest width that gives no more bars than a screen has lines."""
 
     AUTO = "auto"
     SECOND = "second"
@@ -44,7 +43,7 @@ _NUMPY_UNIT = {Unit.SECOND: "s", Unit.MINUTE: "m", Unit.HOUR: "h", Unit.DAY: "D"
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest cell of its minute: rows due in the second at `at_ms`, and in its whole minute."""
+    """The fullest cell of a minute: the rows due in the second that begins at `at_ms`, and in its whole minute."""
 
     at_ms: int
     rows: int
@@ -53,7 +52,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Curve:
-    """Rows of each bar that is not empty; `start_s` are seconds since 1970, in order."""
+    """The rows of each bar that is not empty. `start_s` is in seconds since 1970, ascending."""
 
     unit: Unit
     start_s: Int64Array
@@ -61,7 +60,7 @@ class Curve:
 
 
 def bar_name(at_ms: int, unit: Unit) -> str:
-    """Return the name of a bar that begins at `at_ms`, in UTC: 2030-01-31T09, for an hour."""
+    """Format the begin of a bar, in UTC, as precisely as its unit. An hour is 2030-01-31T09."""
     return str(np.datetime64(at_ms, "ms").astype(f"datetime64[{_NUMPY_UNIT[unit]}]"))
 
 
@@ -71,33 +70,33 @@ def _no_numbers() -> Int64Array:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows a second (`width_s` of them) and topic; one entry a cell, sorted by second, then topic.
+    """The rows that fall due per second (or per `width_s` seconds) and topic.
 
-    `topic` holds positions in `topics`. `second` is the first second of the cell, since 1970.
+    The arrays have one entry per cell, sorted by second, then topic. Cells without rows are not stored.
     """
 
     topics: tuple[str, ...] = (ALL_TOPICS,)
-    topic: Int64Array = field(default_factory=_no_numbers)
-    second: Int64Array = field(default_factory=_no_numbers)
+    topic: Int64Array = field(default_factory=_no_numbers)  # positions in `topics`
+    second: Int64Array = field(default_factory=_no_numbers)  # the first second of the cell, since 1970
     rows: Int64Array = field(default_factory=_no_numbers)
     width_s: int = 1
 
     @property
     def total(self) -> int:
-        """Return all rows."""
+        """The number of all rows."""
         return int(self.rows.sum())
 
     @property
     def cells(self) -> int:
-        """Return seconds and topics with something due."""
+        """The number of cells."""
         return len(self.rows)
 
     def per_second(self) -> tuple[Int64Array, Int64Array]:
-        """Return (second, rows) with the topics together: each second once, in order."""
+        """Return (second, rows), summed over topics: each second once, ascending."""
         return _summed(self.second, self.rows)
 
     def curve(self, unit: Unit = Unit.AUTO, bars_max: int = BARS_MAX) -> Curve:
-        """Return rows by `unit`, all topics together; a unit finer than the load itself is raised to its width."""
+        """Compute the rows per `unit`, summed over topics. A unit cannot be finer than the load's own width."""
         if unit is Unit.AUTO:
             found = [self.curve(each) for each in UNIT_S if UNIT_S[each] >= self.width_s]
             return next((each for each in found if len(each.rows) <= bars_max), found[-1])
@@ -106,12 +105,12 @@ class Load:
         return Curve(unit, start_s, rows)
 
     def peaks(self, count: int) -> list[Peak]:
-        """Return the `count` fullest seconds, one a minute at most, or they would all be neighbours of the first."""
+        """Return the `count` fullest seconds. Each minute has one at most, or all could be neighbours of the first."""
         second, rows = self.per_second()
         if not len(second):
             return []
         minute = second // 60
-        # By minute, its fullest second last, and of equals the earliest.
+        # Sort by minute, with each minute's fullest second last. Among equal seconds the earliest is last.
         order = np.lexsort((-second, rows, minute))
         last = np.flatnonzero(np.append(np.diff(minute[order]), 1))
         best = order[last]
@@ -120,15 +119,15 @@ class Load:
         return [Peak(int(second[best[i]]) * SECOND_MS, int(rows[best[i]]), int(in_minute[i])) for i in first]
 
     def only(self, names: Iterable[str]) -> Load:
-        """Return the load of these topics."""
+        """Return the load of only these topics."""
         wanted = set(names)
         codes = [code for code, name in enumerate(self.topics) if name in wanted]
         return self._kept(np.isin(self.topic, codes))
 
     def by_topic(self) -> dict[str, Load]:
-        """Return the load of each topic with something due, the largest first."""
+        """Return the load of each topic with due rows, the largest first."""
         sums = np.bincount(self.topic, self.rows, minlength=len(self.topics))
-        # Sorted once: a look at all cells for each of a hundred thousand topics would take hours.
+        # One sort: a pass over all cells for each of 100,000 topics would take hours.
         cells = np.argsort(self.topic, kind="stable")
         begins = np.searchsorted(self.topic[cells], np.arange(len(self.topics) + 1))
         return {
@@ -138,7 +137,7 @@ class Load:
         }
 
     def between(self, from_s: int | None = None, until_s: int | None = None) -> Load:
-        """Return the cells with from_s <= second < until_s."""
+        """Return the load of the cells with from_s <= second < until_s. None means no bound."""
         low = 0 if from_s is None else int(np.searchsorted(self.second, from_s, side="left"))
         high = self.cells if until_s is None else int(np.searchsorted(self.second, until_s, side="left"))
         return self._kept(slice(low, high))
@@ -155,9 +154,10 @@ class Load:
 def from_cells(
     topics: Sequence[str], topic: Int64Array, second: Int64Array, rows: Int64Array, width_s: int = 1
 ) -> Load:
-    """Build a load from cells in any order, equal ones added; coarser than `width_s` when there are too many."""
+    """Build a load from cells in any order, and add equal cells. It is coarser than `width_s` if there are too many."""
     names = tuple(topics) or (ALL_TOPICS,)
-    count = len(names)  # a second fits 38 bits, a topic 17: one number sorts faster than two
+    # One key sorts faster than two. It fits into 64 bits: a second needs 38 bits, a topic 17.
+    count = len(names)
     cell, sums = _summed(second * count + topic, rows)
     load = Load(names, cell % count, cell // count, sums, width_s)
     for width in WIDTHS_S:
@@ -177,9 +177,10 @@ def _cell_text(width_s: int) -> str:
 def count_due(
     run: Callable[[str], pa.Table], *, by_topic: bool = False, relation: Callable[[str], str] = str
 ) -> Load:
-    """Count the rows of the relation `pending` by SQL, coarser when they have too many cells.
+    """Count the rows of the relation `pending` by SQL. `run` runs a query.
 
-    How many there are is estimated first, since an engine that counts holds all of them.
+    The SQL engine holds all cells while it counts. So their number is estimated first, for each width, and the finest
+    width with at most CELLS_MAX cells is used.
     """
     pending = relation("pending")
     texts = [_cell_text(width_s) for width_s in WIDTHS_S]
@@ -198,7 +199,7 @@ def count_due(
 
 
 def from_due_ms(due_ms: Int64Array, topics: pa.Array | None = None) -> Load:
-    """Build the load of rows due at these instants (milliseconds), by topic if these are given."""
+    """Build the load of rows with these due times (ms), by topic if topics are given."""
     seconds = np.asarray(due_ms, dtype=np.int64) // SECOND_MS
     ones = np.ones(len(seconds), np.int64)
     if topics is None:
@@ -212,7 +213,7 @@ def from_due_ms(due_ms: Int64Array, topics: pa.Array | None = None) -> Load:
 
 
 def merge(loads: Iterable[Load]) -> Load:
-    """Merge loads, as fine as the coarsest of them."""
+    """Add loads up. The result is as coarse as the coarsest of them."""
     parts = list(loads)
     if len(parts) < 2:
         return parts[0] if parts else Load()
@@ -226,28 +227,28 @@ def merge(loads: Iterable[Load]) -> Load:
 
 
 class Counting:
-    """A load that grows batch by batch; holds little more than its cells."""
+    """A load that is built batch by batch. It needs little more memory than its cells."""
 
     def __init__(self) -> None:
         self._parts: list[Load] = []
         self._cells = 0
 
     def add(self, load: Load) -> None:
-        """Add a part; parts are joined whenever they have doubled."""
+        """Add a part. A merge sorts all cells, so parts are merged only when their cells have doubled."""
         self._parts.append(load)
         self._cells += load.cells
         if self._cells > max(CELLS_MAX // 4, 2 * self._parts[0].cells):
             self.result()
 
     def result(self) -> Load:
-        """Return all that was added."""
+        """Return the sum of all parts."""
         joined = merge(self._parts)
         self._parts, self._cells = [joined], joined.cells
         return joined
 
 
 def _summed(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return each key once, in order, and the sum of its values."""
+    """Return each key once, ascending, with the sum of its values."""
     if len(keys) == 0:
         return _no_numbers(), _no_numbers()
     if np.any(keys[1:] < keys[:-1]):
@@ -258,7 +259,7 @@ def _summed(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Arra
 
 
 def unlike(said: Load, came: Load, unit: Unit) -> float:
-    """Return the share of rows, of both, that the two do not have in the same bars: 0 is the same curve, 1 another."""
+    """Compute the share of both loads' rows that are in different bars: 0 for equal curves, 1 for disjoint curves."""
     all_rows = said.total + came.total
     if not all_rows:
         return 0.0

@@ -1,10 +1,11 @@
-"""The forecast: the figures of a due load, an older forecast compared with what came, and loads from files.
+"""The forecast: reports on a due load, compares an older forecast with the actual releases, and reads loads from files.
 
-What waits is counted by SQL on one snapshot (due_histogram.count_due, by DuckDB here or by Spark on a cluster), so it
-is of one version; messages due already are being delivered, and no forecast. A load is a few numbers a second, so from
-here on it makes no difference where it comes from, promises or a file of rows that may be sent.
+Pending messages are counted by SQL on one snapshot (due_histogram.count_due), with DuckDB in this process or Spark on a
+cluster. So all counts are of one version. Messages that are already due are not part of a forecast. Since a load is
+only a few numbers per second, the functions here do not care whether it comes from promises or from a file of rows that
+may be sent later.
 
-No Spark in here: a forecast of some million promises should not wait for a JVM.
+This module does not use Spark: a forecast of some million promises should not wait for the start of a JVM.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from timeball.pipeline.views.due_histogram import (
 )
 from timeball.pipeline.views.snapshot import Snapshot
 
-DUE_COLUMNS = ("due_ms", "due")  # where an instant is looked for unless its column is named
+DUE_COLUMNS = ("due_ms", "due")  # columns of a file that may contain the due time, if the user names none
 TOPIC_COLUMN = "topic"
 FORMATS = {".parquet": "parquet", ".csv": "csv"}
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """Rows that fall due from `at_ms` on, within one unit of the curve."""
+    """The rows that fall due within one unit of the curve from `at_ms` on."""
 
     at_ms: int
     rows: int
 
 
 class TopicLoad(msgspec.Struct, frozen=True):
-    """One topic: its rows, their first and last second, its fullest second, its curve."""
+    """The load of one topic: its rows, their first and last second, its fullest second, its curve."""
 
     rows: int
     first_ms: int
@@ -58,7 +59,7 @@ class TopicLoad(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A load in words. `resolution_ms` is the width that peaks and what-ifs are right to; bars are in UTC."""
+    """The report on a load. Peaks and consumer models are exact to `resolution_ms`. Bars begin at full units in UTC."""
 
     rows: int
     by: str
@@ -72,7 +73,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def version_at(uri: str, instant_ms: int) -> int:
-    """Return the version of the pending table that was current at an instant; NotFound when none is so old."""
+    """Return the version of the pending table that was current at `instant_ms`. Raises NotFound if none is so old."""
     return int(as_of(open_version(uri), instant_ms).version())
 
 
@@ -80,8 +81,10 @@ def version_at(uri: str, instant_ms: int) -> int:
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A forecast held against what came in the same time, up to `until_ms`: rows of both, and the share of them that
-    the two have in the same seconds, minutes and hours; 1 is the same curve.
+    """The comparison of a forecast (`said`) with the actual releases (`came`) in the same time, up to `until_ms`.
+
+    `said` and `came` are numbers of rows. The other three fields are the share of these rows that both have in the same
+    seconds, minutes and hours: 1 for equal curves.
     """
 
     until_ms: int
@@ -93,9 +96,10 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = False) -> tuple[Load, int]:
-    """Return what came after `snapshot`, by the instant at which each row was in its queue, and the broker's now.
+    """Count the releases after `snapshot` by the time at which each row was in its queue.
 
-    OutOfRange when retention has removed a part of it: the rest would look like a wrong forecast.
+    Returns this load and the broker's current time (ms since 1970). Raises OutOfRange if retention has removed a part
+    of these rows: without them, the forecast would look wrong.
     """
     status = broker.status()
     if status.log.first_seq > snapshot.end_seq:
@@ -113,7 +117,7 @@ def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = Fal
 
 
 def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
-    """Hold a forecast against what came until now, or until the end of its window; see Check."""
+    """Compare a forecast with the actual releases until now, or until the end of its window `due`."""
     until_ms = now_ms if due[1] is None else min(due[1], now_ms)
     begin_s = None if due[0] is None else due[0] // SECOND_MS
     said, came = (load.between(begin_s, until_ms // SECOND_MS) for load in (said, came))
@@ -125,8 +129,10 @@ def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
 
 
 def load_of_file(path: Path, column: str | None = None, topic: str | None = None) -> Load:
-    """Build the load of a Parquet or CSV file: instants in `column` (due_ms or due if left out), all for `topic`, or
-    each for what stands in the column `topic`. RequestError and SetupError name the file.
+    """Build the load of a Parquet or CSV file, from the due times in `column` (by default `due_ms` or `due`).
+
+    All rows count for `topic` if it is given, otherwise each for the topic in the file's column `topic`. Raises
+    RequestError, InvalidMessage and SetupError, which name the file.
     """
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
@@ -161,7 +167,7 @@ def _topics(batch: pa.RecordBatch, has_topic: bool, topic: str | None) -> pa.Arr
 
 
 def _instants(column: pa.Array, named: str) -> Int64Array:
-    """Return milliseconds since 1970, rounded up as a write would; InvalidMessage for what names no instant."""
+    """Convert a column to due times in ms since 1970, rounded up as in a write. Raises InvalidMessage."""
     if column.null_count:
         raise InvalidMessage(f"{named}: {column.null_count:,} rows have no instant")
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
@@ -183,7 +189,7 @@ def _instants(column: pa.Array, named: str) -> Int64Array:
 
 
 def report(load: Load, by: Unit = Unit.AUTO, *, peaks: int = 5, by_topic: bool = False) -> Report:
-    """Return the load in bars of `by`, with its highest peaks, and the same for each topic."""
+    """Build the report on a load: its curve in bars of `by`, its highest `peaks`, and the same for each topic."""
     curve = load.curve(by)
     topics = {name: _topic(part, curve.unit) for name, part in load.by_topic().items()} if by_topic else {}
     return Report(

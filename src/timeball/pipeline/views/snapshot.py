@@ -1,22 +1,24 @@
-"""Pin one version of what waits: a table version and the end of the log that belongs to it.
+"""Snapshots of the pending messages: one version of the table, and the end of the log that belongs to it.
 
-As of one `status` of the broker, a promise waits when it lies in one of three places and no RELEASE or CANCEL row of
-the kept log names it:
+As of one `status` of the broker, a promise is pending if it is stored in one of three places, and if no RELEASE or
+CANCEL row of the kept log settles it:
 
     table   a row of the pending table, at the version of that status, due at settled_before_ms or later
-    tail    a PROMISE row of the log from the watermark on, or the newest MOVED row that stands for the promise
-    level   a PROMISE row with a place in a queue, anywhere in the kept log: it stays there until it is settled
+    tail    a PROMISE row of the log from the watermark on, or the newest MOVED row of the promise
+    level   a PROMISE row with a queue position, anywhere in the kept log: it stays there until it is settled
 
-The rule itself is SQL (view_sql.py); this module says which rows it is applied to. Places and version belong
-together, so a compaction in between neither hides a promise nor counts it twice. The Delta commit follows its TABLE
-row by milliseconds, and carries that row's number: `settled_status` asks again until the table has caught up.
+The rule itself is SQL (view_sql.py). This module determines the rows to which it is applied. Version and end of the log
+belong to the same status, so a compaction at the same time neither hides a promise nor counts it twice. The commit in
+the Delta log follows some milliseconds after its TABLE row in the broker's log, and contains that row's number.
+`settled_status` waits until the table has caught up.
 
-An older version is what waited when it was made: its TABLE row is the end of the log, and what was due by then was
-being delivered. An `upcoming` snapshot takes the same view of now: promises due after the broker's clock cannot have
-been released, so only cancels are looked for, which spares reading the releases of days.
+A snapshot of an older version has the messages that were pending when the version was made. Its TABLE row is the end of
+the log, and messages that were due by then do not count as pending. An `upcoming` snapshot applies the same rule to
+now: messages that are due after the broker's current time cannot be released yet. So only CANCEL rows are read, which
+saves reading the RELEASE rows of days.
 
-A row of the table stays there a while when it is cancelled, maybe longer than retention keeps its CANCEL row; the
-ledger, where there is one, remembers it. Without a ledger such a promise counts as waiting again.
+A cancelled promise remains in the table for a while, maybe longer than retention keeps its CANCEL row. The ledger, if
+there is one, still has the cancel. Without a ledger such a promise counts as pending again.
 """
 
 from __future__ import annotations
@@ -36,29 +38,28 @@ from timeball.pipeline.table_store import beside, open_table, open_version
 from timeball.table import attachment as att
 from timeball.wire import Status
 
-_TABLE_APP_ID = "timeball"  # the broker's mark in its Delta table: the TABLE row a version stands for
+# Application id of the broker's mark in its Delta table. The mark is the number of the TABLE row that made the version.
+_TABLE_APP_ID = "timeball"
 _TRIES = 50
-_PAUSE_S = 0.1
+_PAUSE_S = 0.1  # between two tries
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that a query saw: of the table, of ledger and archive if they were asked, and of the log its end.
-
-    `is_whole` is False when retention has let go of a part of what waited at an older version. `groups`: of several
-    groups the version of each, since each has its own table and log; then the whole has none.
-    """
+    """The version that a query saw: versions of the tables, and the end of the log."""
 
     now_ms: int
     table: int | None = None
     log_end: int | None = None
-    ledger: int | None = None
-    archive: int | None = None
+    ledger: int | None = None  # None if the query did not read it
+    archive: int | None = None  # None if the query did not read it
+    # False for an older version if retention has removed some of the messages that were pending then.
     is_whole: bool = True
+    # With several groups: the version of each group, which has its own table and log. The four fields above are None.
     groups: dict[str, Version] | UnsetType = UNSET
 
 
 def all_versions(groups: dict[str, Version]) -> Version:
-    """Return the version of all groups together."""
+    """Combine the versions of all groups to one."""
     if len(groups) == 1:
         [only] = groups.values()
         return only
@@ -70,7 +71,7 @@ def all_versions(groups: dict[str, Version]) -> Version:
 
 
 def check_version(version: int | None, groups: int) -> None:
-    """Refuse a version where several groups are read: each has its own."""
+    """Refuse a version number in a read of several groups, because each has its own. Raises RequestError."""
     if version is not None and groups > 1:
         raise RequestError(
             f"version {version}: each of the {groups} groups has its own; confine the endpoint to one: grpc://host:port#g1"
@@ -79,12 +80,7 @@ def check_version(version: int | None, groups: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The bounds of one version.
-
-    Rows of the log first_seq <= seq < end_seq count; the tail begins at `watermark`. `due_from_ms`: what was due
-    earlier is settled, delay levels aside. `only_cancels`: no promise in it can have been released. `held`: what paused
-    campaigns hold now, as (first_seq, end_seq, from_ms); an older version knows of no pause.
-    """
+    """The bounds of one version. Rows first_seq <= seq < end_seq of the log belong to it."""
 
     uri: str
     ledger_uri: str
@@ -93,10 +89,11 @@ class Snapshot:
     version: int
     first_seq: int
     end_seq: int
-    watermark: int
-    due_from_ms: int
-    only_cancels: bool = False
+    watermark: int  # the tail begins at this row
+    due_from_ms: int  # messages due earlier are settled, except those of delay levels
+    only_cancels: bool = False  # no message of the snapshot can be released yet, so RELEASE rows are not read
     is_whole: bool = True
+    # Ranges that paused campaigns hold back now: (first_seq, end_seq, due from from_ms on). Empty for older versions.
     held: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
@@ -108,14 +105,14 @@ class Snapshot:
         upcoming: bool = False,
         table_uri: str | None = None,
     ) -> Snapshot:
-        """Pin what waits now, or what waited when `version` of the table was made.
+        """Take a snapshot of the messages pending now, or of those pending when `version` of the table was made.
 
-        `table_uri`: where this process reaches the table, if not where the broker says. NotFound for a version that
-        does not exist, SetupError for a table that is out of reach.
+        `table_uri`: the table's URI for this process, if it differs from the broker's. Raises NotFound for a version
+        that does not exist, and SetupError if this process cannot reach the table.
         """
         status = settled_status(broker, table_uri)
         uri = table_uri or status.table.uri
-        if version is not None:  # also the newest one: a named version means the same for ever
+        if version is not None:  # the newest, too: a version number must always give the same snapshot
             then, is_whole = status_of_version(broker, status, uri, version)
             return cls.of(then, uri, then.now_ms + 1, only_cancels=True, is_whole=is_whole)
         due_from_ms = status.now_ms + 1 if upcoming else status.settled_before_ms
@@ -141,17 +138,17 @@ class Snapshot:
         )
 
     def log_range(self, from_seq: int = 0) -> tuple[int, int]:
-        """Return the kept rows of the log from `from_seq` on that count, as begin <= seq < end."""
-        # An older version may have been made before the kept log begins.
+        """Return the snapshot's rows of the kept log from `from_seq` on, as begin <= seq < end."""
+        # An older version may end before the kept log begins.
         end = max(self.end_seq, self.first_seq)
         return min(max(from_seq, self.first_seq), end), end
 
     def shown(self) -> Version:
-        """Return what a query on this snapshot tells its caller."""
+        """Return the version to show to the user of a query on this snapshot."""
         return Version(now_ms=self.now_ms, table=self.version, log_end=self.end_seq, is_whole=self.is_whole)
 
     def open_beside(self, name: Literal["ledger", "archive"]) -> DeltaTable | None:
-        """Open the ledger or the archive; None when there is none."""
+        """Open the ledger or the archive. Returns None if it does not exist."""
         try:
             return open_table(self.ledger_uri if name == "ledger" else self.archive_uri)
         except NotFound:
@@ -159,7 +156,7 @@ class Snapshot:
 
 
 def held_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
-    """Return what paused campaigns hold: numbers first_seq <= seq < end_seq, due at from_ms or later."""
+    """Read the ranges that paused campaigns hold back, as in Snapshot.held."""
     return tuple(
         (first_seq, first_seq + rows, each.held_from_ms)
         for paused in broker.campaigns()
@@ -174,7 +171,10 @@ def held_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
 
 
 def settled_status(broker: Endpoint, table_uri: str | None = None) -> Status:
-    """Return a status whose table version has all that its log has attached."""
+    """Ask for the status until its table version contains all attaches of its log.
+
+    Raises Unavailable after _TRIES tries.
+    """
     for _ in range(_TRIES):
         status = broker.status()
         begin = max(
@@ -190,20 +190,23 @@ def settled_status(broker: Endpoint, table_uri: str | None = None) -> Status:
 
 
 def attach_mark(uri: str, version: int) -> int:
-    """Return the TABLE row that a version of the pending table stands for; 0 for the empty table."""
+    """Return the number of the TABLE row that made a version of the pending table. 0 for the empty table."""
     mark = None if version == 0 else open_version(uri, version).transaction_version(_TABLE_APP_ID)
     return int(mark or 0)
 
 
 def status_of_version(broker: Endpoint, now: Status, uri: str, version: int) -> tuple[Status, bool]:
-    """Return what `status` would have said when an older version was made, and whether its whole tail is kept."""
+    """Reconstruct the status of the time when an older version was made. Also returns whether its whole tail is kept.
+
+    Raises NotFound for a version that does not exist.
+    """
     if not 0 <= version <= now.table.version:
         raise NotFound(f"no version {version} of the pending table: there are 0 to {now.table.version}")
     first, end = now.log.first_seq, attach_mark(uri, version) + 1
     watermark, made_ms = None, None
     batches = broker.read_log(first, end, [Kind.TABLE], columns=["body", "store_ms"])
     for batch in batches if first < end else ():
-        for row in batch.to_pylist():  # one for each change of the table
+        for row in batch.to_pylist():  # few rows: one per change of the table
             change = att.decode_change(row["body"])
             if isinstance(change, att.Attachment):
                 made_ms = row["store_ms"]

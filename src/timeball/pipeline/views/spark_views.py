@@ -1,14 +1,14 @@
-"""The views in Spark: the same names, the same text and the same answers as `timeball sql`.
+"""The views in Spark: the same names, the same SQL text and the same results as `timeball sql`.
 
     from timeball.pipeline.views import spark_views
     version = spark_views.register(spark, "grpc://broker:7400")
     spark.sql("select topic, count(*) from pending group by topic").show()
 
-Of a cluster the views have the rows of all groups, and with several groups a column `group`.
+In a cluster, the views have the rows of all groups. With several groups they have a column `group`.
 
-All views of one `register` are of one version, pinned on the driver: executors read the table's files of that version
-and rows of the log below its end, whenever a query runs. Register again to see what has happened since. Retention and
-the table's clean-up bound how long that works: then a query fails, and never answers with less.
+All views of one `register` are of one version, which is fixed on the driver. When a query runs, executors read the
+table's files of that version, and rows of the log before its end. Register again to see later changes. Views work until
+retention or the table's clean-up removes their data. After that, queries fail. They never return incomplete results.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from timeball.pipeline.views import view_sql
 from timeball.pipeline.views.due_histogram import Load, count_due
 from timeball.pipeline.views.snapshot import Snapshot, Version, all_versions, check_version
 
-KEPT = ("waiting_rows", "ledger_events")
-# Settlements of a kept log of so few rows are broadcast to every task instead of being shuffled.
+KEPT = ("waiting_rows", "ledger_events")  # relations that `register(keep=True)` caches
+# If the kept log has at most this many rows, its RELEASE and CANCEL rows are broadcast to every task, not shuffled.
 BROADCAST_ROWS = 1_000_000
 
 
 def waiting_frame(
     spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
 ) -> DataFrame:
-    """Return what waits, one row a promise: PENDING_COLUMNS and `place`; without bodies if none are wanted."""
+    """Return the pending messages, one row per promise: PENDING_COLUMNS (`body` only with `bodies`) and `place`."""
     pinned = pin_groups(endpoint, version)
     return unite(
         {each.name or None: waiting_at(spark, each.endpoint, shot, bodies=bodies) for each, shot in pinned}
@@ -48,7 +48,7 @@ def waiting_frame(
 
 
 def pin_groups(endpoint: str, version: int | None = None) -> list[tuple[Group, Snapshot]]:
-    """Pin one snapshot of each group; RequestError for a version of several."""
+    """Take one snapshot of each group. Raises RequestError for a version number with several groups."""
     groups, found = read_groups(endpoint), []
     check_version(version, len(groups))
     for group in groups:
@@ -60,7 +60,7 @@ def pin_groups(endpoint: str, version: int | None = None) -> list[tuple[Group, S
 def waiting_at(
     spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ALWAYS, bodies: bool = True
 ) -> DataFrame:
-    """Return what waits as of a snapshot and is due within the bounds."""
+    """Return the messages that are pending in a snapshot and due within `due`."""
     columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
     frames = {
         name: _log(spark, endpoint, shot, name, columns)
@@ -77,13 +77,13 @@ def waiting_at(
 def due_load(
     spark: SparkSession, endpoint: str, shot: Snapshot, *, by_topic: bool = False, due: Due = ALWAYS
 ) -> Load:
-    """Count what waits as of a snapshot and is due within the bounds, on the executors: see forecast.count_due."""
+    """Count the messages that are pending in a snapshot and due within `due`, on the executors."""
     frame = waiting_at(spark, endpoint, shot, due=due, bodies=False)
     return count_on_spark(frame, by_topic=by_topic)
 
 
 def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
-    """Count rows (due_ms, topic) on the executors."""
+    """Count the rows of a frame with the columns due_ms and topic, on the executors (due_histogram.count_due)."""
     with spark_errors(), described(frame.sparkSession, "forecast: what waits, by the instant it is due"):
         return count_due(
             lambda text: _run(frame.sparkSession, text, {"pending": frame}).toArrow(),
@@ -95,10 +95,10 @@ def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
 def register(
     spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
 ) -> Version:
-    """Make the views pending, pending_table, promises, ledger, log, and archive if there is one, as temporary views.
+    """Make the temporary views pending, pending_table, promises, ledger, log, and archive if there is one.
 
-    `prefix` stands before their names. `keep`: Spark reads what waits and the events once and keeps them, in memory or
-    on disk, for many queries; `spark.catalog.clearCache()` lets go of them. Returns what the views show.
+    `prefix` is prepended to their names. `keep`: Spark reads pending messages and events only once, and caches them in
+    memory or on disk for many queries. `spark.catalog.clearCache()` frees this cache. Returns the version of the views.
     """
     views: dict[str | None, dict[str, DataFrame]] = {}
     shown: dict[str, Version] = {}
@@ -107,7 +107,7 @@ def register(
         for base in KEPT if keep else ():
             frames[base].persist(StorageLevel.MEMORY_AND_DISK)
         views[group.name or None] = _views(spark, frames, number)
-    names = set.intersection(*(set(each) for each in views.values()))  # the archive of a group may be to come
+    names = set.intersection(*(set(each) for each in views.values()))  # a group may have no archive yet
     for view in names:
         rows = unite({group: each[view] for group, each in views.items()})
         rows.createOrReplaceTempView(f"{prefix}{view}")
@@ -115,7 +115,7 @@ def register(
 
 
 def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[str, DataFrame], Version]:
-    """Return the relations of one group, and the version that they show."""
+    """Build the base relations of one group. Also returns their version."""
     events, ledger_version = _events(spark, endpoint, shot)
     frames = {
         "waiting_rows": waiting_at(spark, endpoint, shot),
@@ -132,7 +132,7 @@ def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[st
 
 
 def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> dict[str, DataFrame]:
-    """Return the views of one group; the names of its relations end in its number meanwhile."""
+    """Build the views of one group. Its relations are temporary views meanwhile, whose names end in `number`."""
     names = {base: f"{base}_{number}" for base in frames}
     for base, frame in frames.items():
         frame.createOrReplaceTempView(names[base])
@@ -141,7 +141,7 @@ def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> di
         view: spark.sql(query)
         for view, query in view_sql.definitions("spark", columns, names.__getitem__).items()
     }
-    for name in names.values():  # a view keeps its plan, not these names
+    for name in names.values():  # the frames have resolved plans, and no longer need these names
         spark.catalog.dropTempView(name)
     return found
 
@@ -150,13 +150,13 @@ def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> di
 
 
 def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) -> DataFrame:
-    """Return the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
+    """Read the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("read", "events")
     return source.option("from_seq", str(from_seq)).option("to_seq", str(to_seq)).load()
 
 
 def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
-    """Return the ledger up to where it has come, then the log; and the ledger's version."""
+    """Unite the events in the ledger's table with newer ones from the log. Also returns the ledger's version."""
     table = shot.open_beside("ledger")
     if table is None:
         return read_events(spark, endpoint, *shot.log_range()), None
@@ -185,7 +185,7 @@ def _columns(source: DataFrameReader, name: str, columns: Sequence[str]) -> Data
 
 
 def _source(spark: SparkSession, endpoint: str, shot: Snapshot, from_seq: int) -> DataFrameReader:
-    """Return a read of the log up to the snapshot's end."""
+    """Configure a read of the log from `from_seq` up to the snapshot's end."""
     begin, end = shot.log_range(from_seq)
     source = spark.read.format("timeball").option("endpoint", endpoint)
     return source.option("from_seq", str(begin)).option("to_seq", str(end))

@@ -1,31 +1,32 @@
-"""The views over what waits and what happened: one SQL text, which DuckDB and Spark both run.
+"""The SQL texts of the views of pending messages and past events. DuckDB and Spark run the same text.
 
-An engine brings the relations of LOG_RELATIONS and of the tables; the texts below turn them into the views people ask.
-Where the two dialects differ, `_SPELLINGS` or a macro has the difference. So a question has one answer on either.
+An engine supplies the relations of LOG_RELATIONS and of the tables. The texts below build the views from them. Where
+the two dialects differ, `_SPELLINGS` or a macro contains the difference. So a query gives the same result on both
+engines.
 
     view            one row for
-    pending         a promise that waits, with the place where it lies: table, tail or level; none that is held
-    pending_table   a row of the pending table, settled or not
+    pending         a pending promise, with its place: table, tail or level (snapshot.py); paused campaigns are left out
+    pending_table   a row of the pending table, settled (released or cancelled) or not
     ledger          an event: accepted, moved, released, cancelled, started
     promises        a promise, from acceptance to its end and why it was late, as far back as ledger or log reach
-    archive         what passed, if the archive job has kept it
+    archive         a row of the log that the archive job has kept
     log             a row of the kept log (DuckDB: of its end)
 
-Each column of milliseconds since 1970 has a twin that is an instant in UTC: due_ms and due, accepted_ms and accepted.
+Each column of milliseconds since 1970 has a twin of type timestamp, in UTC: due_ms and due, accepted_ms and accepted.
 
-Lateness counts from the instant, or from the acceptance of a promise that was due before: `past_ms` before it. Of a
-bulk job, the promises are accepted when the files are attached. Lateness is told by stage, from the log alone; the
-three add up to `lateness_ms`:
+Lateness counts from the due time. If a promise was already due when it was accepted, it counts from the acceptance, and
+`past_ms` is the time from the due time to the acceptance. The promises of a bulk job are accepted when their files are
+attached. Lateness is divided into three stages, from the log alone. The three add up to `lateness_ms`:
 
     due ---- accepted ---- the log was down ---- others were being released ---- its own release
         past_ms             late_outage_ms            late_burst_ms              late_broker_ms
 
-    outage   the broker did not run: between the last row of one life and the first of the next
-    burst    the broker was busy releasing others up to the instant of the release before
-    broker   all other causes: gathering, the group commit before, a stall
+    outage   the broker did not run: between the last row before a stop and the first row after the next start
+    burst    the broker was busy releasing other messages, up to the time of the previous release
+    broker   all other causes: gathering, the previous group commit, a stall
 
-`cause` names the largest of the three, and is null for a promise that was on time, waits or was cancelled. The log does
-not know what happened behind the queue, in consumers.
+`cause` names the largest of the three. It is null for a promise that was on time, is pending or was cancelled. The log
+contains nothing of later delays, in consumers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from timeball.pipeline.table_store import ALWAYS, Due
 from timeball.pipeline.views.snapshot import Snapshot
 
 Engine = Literal["spark", "duckdb"]
-# A relation's name -> how it stands in a text; Spark takes DataFrames by {name}.
+# A relation's name -> its form in a SQL text. Spark takes DataFrames in the form {name}.
 Relation = Callable[[str], str]
 
 SPARK_RELATION: Relation = "{{{}}}".format
@@ -58,18 +59,16 @@ SPARK_RELATION: Relation = "{{{}}}".format
 
 @dataclass(frozen=True)
 class LogRelation:
-    """Rows of the log of these kinds in these columns; `begin` names the first row that counts.
-
-    `placed`: only rows that have a place in a queue, or only those that have none.
-    """
+    """A relation of rows of the log: their kinds and columns."""
 
     kinds: tuple[Kind, ...]
     columns: tuple[str, ...]
-    begin: Literal["first", "watermark"]
-    placed: bool | None = None
+    begin: Literal["first", "watermark"]  # the first row to read
+    placed: bool | None = None  # True for only rows with a queue position, False for only rows without one
 
 
-# A promise has one number here; that it may have several versions is told by the log and the table's `number`.
+# The views show one number per promise, its own row's, as `seq`. In the table this number is `number` for a promise
+# that was moved, whose `seq` there is the row that set its due time.
 PENDING_COLUMNS = tuple(name for name in TABLE_SCHEMA.names if name != "number")
 _WAITING = ("seq", "kind", "source_seq", "store_ms", *PENDING_COLUMNS[1:])
 LOG_RELATIONS = {
@@ -81,12 +80,12 @@ LOG_RELATIONS = {
 
 
 def log_columns(name: str, wanted: Sequence[str]) -> list[str]:
-    """Return the columns of a log relation, without a body unless it is among the columns wanted of a promise."""
+    """Return the columns of a log relation. `body` is only among them if it is in `wanted`, the columns of promises."""
     columns = {*LOG_RELATIONS[name].columns} - ({"body"} - {*wanted})
     return [column for column in READ_SCHEMA.names if column in columns]
 
 
-# View -> the relation it shows.
+# View -> its base relation.
 BASES = {
     "pending": "waiting_rows",
     "pending_table": "table_rows",
@@ -99,21 +98,23 @@ NEEDS = {**{view: (base,) for view, base in BASES.items()}, "promises": ("ledger
 
 
 def named(text: str) -> list[str]:
-    """Return the views whose names stand in a query. A name in a comment or a string costs only time."""
+    """Find the views whose names occur in a query. A name in a comment or a string only costs time."""
     words = set(re.findall(r"\w+", text.lower()))
     return [view for view in VIEWS if view in words]
 
 
 def needed_bases(names: Iterable[str]) -> list[str]:
-    """Return the relations behind these views, each once."""
+    """Return the base relations of these views, each once."""
     return list(dict.fromkeys(base for name in names for base in NEEDS[name]))
 
 
 # ---- what waits ---------------------------------------------------------------------------------------------
 
-# Of a promise that was written again only the newest row counts, in the tail or in the table. What moved it to another
-# place before the watermark is in the table under the row that gave it its instant. Each part is named once: one that
-# is named twice is kept apart by DuckDB, which then reads all columns, bodies too, for a query that only counts.
+# Of a promise that was written again, only the newest row counts, in the tail or in the table. `moves` leaves out moves
+# before the watermark that kept the due time: such a promise is in the table under the row that set its due time.
+#
+# The text refers to each part only once. A part with two references is materialised by DuckDB, which then reads all
+# columns, even bodies, for a query that only counts.
 _WAITING_TEXT = """
 WITH gone AS (
     SELECT source_seq AS seq FROM {settled_rows} WHERE kind IN ({settling})
@@ -161,7 +162,7 @@ _TAIL_COLUMNS = {
     "seq": f"CASE WHEN kind = {int(Kind.MOVED)} THEN source_seq ELSE seq END AS seq",
     "accepted_ms": f"CASE WHEN kind = {int(Kind.MOVED)} THEN accepted_ms ELSE store_ms END AS accepted_ms",
 }
-# A promise of a delay level stands in the log under the topic and queue it waits in, not the ones it is for.
+# The row of a delay level's message has the topic and queue of the level. The real ones are in its properties.
 _LEVEL_COLUMNS = {
     **_TAIL_COLUMNS,
     "topic": f"coalesce(nullif(regexp_extract(properties, '{_LEVEL_PROPERTIES}', 1), ''), topic) AS topic",
@@ -181,12 +182,14 @@ WAITING_RELATIONS = (
 def waiting_sql(
     shot: Snapshot, columns: Sequence[str], due: Due = ALWAYS, *, relation: Relation = str, hint: str = ""
 ) -> str:
-    """Return the query for all that waits and is due within the bounds: `columns` of PENDING_COLUMNS and `place`.
+    """Build the query for the messages that are pending and due within `due`.
 
-    It reads the relations WAITING_RELATIONS; `waiting_table_rows` need only have the files of clipped(shot, due).
+    The result has `columns`, a part of PENDING_COLUMNS, and `place`. The query reads the relations WAITING_RELATIONS.
+    `waiting_table_rows` needs only the files within clipped(shot, due).
     """
     low, high = clipped(shot, due)
-    # One of a level may count as due before its instant, when the clock was set back behind its acceptance.
+    # A message of a delay level can be pending although its due time is before `due_from_ms`: after the clock was set
+    # back, levels still wait for their duration. So the snapshot's lower bound does not apply to levels.
     level_low = low if shot.only_cancels else (due[0] or 0)
     settling = [Kind.CANCEL] if shot.only_cancels else [Kind.RELEASE, Kind.CANCEL]
     return _WAITING_TEXT.format(
@@ -207,7 +210,7 @@ def waiting_sql(
 
 
 def _not_held(shot: Snapshot) -> str:
-    """Return the condition on rows of the table that no paused campaign holds them: they lie in few ranges."""
+    """Build the condition that no paused campaign holds back a row of the table. Campaigns have few ranges."""
     held = (
         f"(row_seq >= {low} AND row_seq < {high} AND due_ms >= {from_ms})" for low, high, from_ms in shot.held
     )
@@ -215,7 +218,7 @@ def _not_held(shot: Snapshot) -> str:
 
 
 def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
-    """Return the bounds without promises settled as of the snapshot."""
+    """Restrict due times to those that are not settled as a whole in the snapshot. A high of None means no bound."""
     low, high = due
     return shot.due_from_ms if low is None else max(low, shot.due_from_ms), high
 
@@ -227,8 +230,8 @@ COLUMNS = (
     "late_outage_ms", "late_burst_ms", "late_broker_ms", "cause", "attempts",
 )  # fmt: skip
 
-# Where the two engines spell it differently: the numbers of a range; the list of outages, and its overlap with the
-# time a promise was late.
+# Expressions that differ between the engines: the numbers of a range, the list of outages, and the total overlap of
+# outages with the time during which a promise was late.
 _SPELLINGS: dict[Engine, dict[str, str]] = {
     "spark": {
         "numbers": "explode(sequence(first_seq, first_seq + rows - 1))",
@@ -306,9 +309,10 @@ FROM told
 
 
 def promises_sql(engine: Engine, *, events: str, waiting: str) -> str:
-    """Return the query for COLUMNS. `events`: relation of EVENT_SCHEMA; `waiting`: seq, topic, unique_key, due_ms.
+    """Build the query for COLUMNS, with one row per promise.
 
-    Names of relations are put into the text as they are: they are ours, not a user's.
+    `events` is a relation with EVENT_SCHEMA, `waiting` one with seq, topic, unique_key and due_ms. Both are inserted
+    into the text without quotes: they never come from a user.
     """
     return _PROMISES_TEXT.format(
         last_seq=(1 << 63) - 1,
@@ -333,7 +337,7 @@ _INSTANTS = {
 
 DUCKDB_MACROS = ("create macro timestamp_millis(ms) as epoch_ms(ms) at time zone 'UTC'",)
 
-# What still waits counts as witnessed: the ledger may have begun after it was accepted.
+# Pending messages count as events, too: the ledger may have begun after they were accepted.
 _WITNESSED_TEXT = """
     (select event, first_seq, rows, topic, unique_key, due_ms, at_ms, lateness_ms, attempt, event_seq
      from {ledger_events}
@@ -353,7 +357,7 @@ _STATE = """
 def definitions(
     engine: Engine, columns: Mapping[str, Sequence[str]], relation: Relation = str
 ) -> dict[str, str]:
-    """Return view -> query, for the relations of BASES there are, given with their columns."""
+    """Return {view: query} for the views whose base relations are in `columns` (relation -> its columns)."""
     at = {base: relation(base) for base in columns}
     found = {view: _with_instants(at[base], columns[base]) for view, base in BASES.items() if base in at}
     if all(base in at for base in NEEDS["promises"]):
@@ -364,7 +368,7 @@ def definitions(
 
 
 def _with_instants(source: str, columns: Sequence[str]) -> str:
-    """Return the query for all columns of a relation, and a twin for each that holds milliseconds."""
+    """Build the query for all columns of a relation, with a timestamp twin for each column of _INSTANTS."""
     twins = [
         f"timestamp_millis({name}) as {twin}"
         for name, twin in _INSTANTS.items()

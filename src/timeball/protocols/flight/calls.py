@@ -1,6 +1,6 @@
-"""One call of Flight: who calls is asked with its headers, then a place is taken, and only then is a message received.
+"""One call of Flight: its caller is checked from the headers, then it takes a slot, and then its message is received.
 
-Each call ends with a status as Arrow's own server writes it: UNKNOWN, and trailers with our code and sentence.
+Each call ends with a status as Arrow's own server writes it: UNKNOWN, and trailers with Timeball's code and sentence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Admit = Callable[[Call], Caller]  # raises TimeballError
 
 
 class FlightCall(Exchange):
-    """A call within its limit. `admit` says who makes it, or refuses it."""
+    """A call within the limit of its edge. `admit` returns the caller, or raises the refusal."""
 
     __slots__ = ("_admit", "_is_inside", "_limit")
 
-    READ_S = 20.0  # 4 MiB over a slow line
-    TAKEN_S = None  # who reads a log may pause; that its machine is there is seen by pings
+    READ_S = 20.0  # enough for 4 MiB over a slow line
+    TAKEN_S = None  # a client that reads a log may pause; pings detect that its machine is gone
 
     def __init__(
         self, streams: Streams, number: int, is_heard: bool, call: Call, room: Room, serve: Serve, now_s: float,
@@ -39,7 +39,7 @@ class FlightCall(Exchange):
         self._admit, self._limit, self._is_inside = admit, limit, False
 
     def begin(self, method: Method) -> Exchange | None:
-        """See Exchange."""
+        """Admit the call and take its slot, or refuse it (see Exchange)."""
         self.method = method
         try:
             self.call.caller = self._admit(self.call)
@@ -51,11 +51,11 @@ class FlightCall(Exchange):
         return super().begin(method)
 
     def _take_place(self) -> None:
-        """Take a place; raise OverLimit when there is none."""
+        """Take a slot in the limit. Raises OverLimit if none is free."""
         self._limit.admit(self.call.peer, self.call.caller.name)
 
     def refuse(self, error: BaseException) -> None:
-        """End the call with an error, behind its answers."""
+        """End the call with an error, after its answers."""
         if self._is_over:
             return
         log_failure(logger, self.method.name, error)
@@ -65,7 +65,7 @@ class FlightCall(Exchange):
         self._stop()
 
     def release(self) -> None:
-        """See Exchange."""
+        """Give the slot back (see Exchange)."""
         if self._is_inside:
             self._is_inside = False
             self._limit.give_back(self.call.peer, self.call.caller.name)
@@ -73,11 +73,11 @@ class FlightCall(Exchange):
 
 
 def framed(*parts: Payload) -> bytes:
-    """Return a message of these parts, with gRPC's prefix; joined once."""
+    """Join parts to a message with gRPC's prefix. They are copied once."""
     return b"".join((PREFIX.pack(0, sum(map(len, parts))), *parts))
 
 
 def framed_apart(*parts: Payload) -> tuple[bytes, Payload]:
-    """Return the same in two: the last part, which may be large, is not copied."""
+    """Prefix a message like `framed`, but keep its last part separate: it may be large, and is not copied."""
     *before, last = parts
     return b"".join((PREFIX.pack(0, sum(map(len, parts))), *before)), last

@@ -1,11 +1,11 @@
 """JSON of the Flight edge: actions, tickets and acknowledgements as typed values. Does no I/O.
 
-Everything a stranger can write is decoded here, once, into the structs of wire.py with a bound on every number and
-length, after the number of bytes was checked. A wrong type, an unknown field, a number beyond 64 bits or too
-many items is a typed error that names the field; it costs no more than reading the bytes.
+All JSON from clients is decoded here, once, after its number of bytes was checked. It becomes structs of wire.py, which
+have a bound for every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a
+typed error that names the field. Decoding costs no more than reading the bytes.
 
-Invariant: what leaves `decode_action` and `decode_ticket` satisfies every bound of `wire.py`, so that the server
-behind it checks nothing again.
+Invariant: the results of `decode_action` and `decode_ticket` satisfy every bound of `wire.py`, so the server checks
+nothing again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from timeball.table import attachment
 # ---- actions --------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
-    # verb: (body, its bytes at most, what it does); attach has its own decoder
+    # verb: (type of the body, its largest size in bytes, description). attach has a separate decoder
     "status": (wire.Nothing, wire.BODY_BYTES_MAX, "what the broker holds, and how late it is"),
     "create_topic": (wire.CreateTopic, wire.BODY_BYTES_MAX, "make a topic with so many queues"),
     "topics": (wire.Nothing, wire.BODY_BYTES_MAX, "all topics and their queues"),
@@ -83,14 +83,14 @@ ActionRequest = wire.Request | attachment.Attachment
 
 
 def body_bytes_max(verb: str) -> int:
-    """How long the body of this action may be; NotFound for a verb we do not have."""
+    """Look up the largest size of this action's body, in bytes. Raises NotFound for an unknown verb."""
     if verb not in ACTIONS:
         raise NotFound(f"no action {_short(verb)!r}; there are: {', '.join(ACTIONS)}")
     return ACTIONS[verb][1]
 
 
 def decode_action(verb: str, body: bytes) -> ActionRequest:
-    """The request in an action's body; an empty body means `{}`. Raises NotFound, OverLimit, RequestError."""
+    """Decode the body of an action. An empty body means `{}`. Raises NotFound, OverLimit and RequestError."""
     check_size(f"the body of action {_short(verb)}", len(body), body_bytes_max(verb))
     kind = ACTIONS[verb][0]
     if kind is None:
@@ -115,7 +115,7 @@ def _check_names(verb: str, request: wire.Cancel | wire.Reschedule) -> None:
 
 
 def decode_ticket(data: bytes) -> wire.Ticket:
-    """Return the request of a do_get. Raises OverLimit, RequestError."""
+    """Decode the ticket of a DoGet. Raises OverLimit and RequestError."""
     check_size("a ticket", len(data), wire.TICKET_BYTES_MAX)
     ticket: wire.Ticket = _decode(data, wire.Ticket, "the ticket")
     if isinstance(ticket, wire.Receive) and ticket.tag and ticket.sql:
@@ -137,7 +137,7 @@ _DETAIL = "Failed"
 
 
 def metadata_text(metadata: memoryview) -> str:
-    """Return the text that stands beside a batch, "" where there is none; raises InvalidMessage."""
+    """Decode the text that accompanies a batch, "" if there is none. Raises InvalidMessage."""
     try:
         return str(metadata, "utf-8")
     except UnicodeDecodeError as error:
@@ -145,14 +145,14 @@ def metadata_text(metadata: memoryview) -> str:
 
 
 def send_key(metadata: str) -> wire.SendKey:
-    """Return the idempotency key that stands beside a batch; raises InvalidMessage, OverLimit, RequestError."""
+    """Decode the idempotency key of a batch. Raises InvalidMessage, OverLimit and RequestError."""
     check_size("the metadata of a batch", len(metadata), wire.BODY_BYTES_MAX)
     key: wire.SendKey = _decode(metadata.encode(), wire.SendKey, "the metadata of a batch")
     return key
 
 
 def source_step(metadata: str) -> wire.SourceStep:
-    """Return what a batch of a source is made of, of the text beside it; raises RequestError."""
+    """Decode the positions of a source's batch. Raises InvalidMessage, OverLimit and RequestError."""
     check_size("the metadata of a batch", len(metadata), wire.BODY_BYTES_MAX)
     step: wire.SourceStep = _decode(metadata.encode(), wire.SourceStep, "the metadata of a batch")
     if step.begin.keys() != step.end.keys() or any(end < step.begin[at] for at, end in step.end.items()):
@@ -161,22 +161,22 @@ def source_step(metadata: str) -> wire.SourceStep:
 
 
 def encode(answer: object) -> bytes:
-    """JSON of an answer: a struct, or a dict or list of plain values."""
+    """Encode an answer as JSON: a struct, or a dict or list of plain values."""
     return _encoder.encode(answer)
 
 
 def encode_refusal(error: BaseException) -> bytes:
-    """The refusal of one batch."""
+    """Encode the refusal of one batch."""
     return _encoder.encode(wire.SendRefusal(_code(error), sentence(error)))
 
 
 def details(error: BaseException) -> str:
-    """Return the text of the gRPC status, UNKNOWN, by which a call ends."""
+    """Build the text of the gRPC status UNKNOWN, with which a failed call ends."""
     return f"{sentence(error)}. Detail: {_DETAIL}"
 
 
 def trailers(error: BaseException) -> bytes:
-    """Return the four trailers that carry an error across, as Arrow's own server writes them."""
+    """Encode the four trailers that carry an error to the client, as Arrow's own server writes them."""
     return b"".join(
         (
             literal("grpc-status-details-bin", _binary(_code(error))),
@@ -188,7 +188,7 @@ def trailers(error: BaseException) -> bytes:
 
 
 def _binary(text: str) -> str:
-    """Return the value of a header whose name ends with -bin."""
+    """Encode the value of a header whose name ends with -bin."""
     return b64encode(text.encode()).decode()
 
 
@@ -206,12 +206,12 @@ T = TypeVar("T")
 
 
 def check_size(what: str, size_bytes: int, size_bytes_max: int) -> None:
-    """Refuse before anything is copied or parsed."""
+    """Raise OverLimit if there are too many bytes, before any are copied or parsed."""
     if size_bytes > size_bytes_max:
         raise OverLimit(f"{what} has {size_bytes} bytes; at most {size_bytes_max}")
 
 
-@cache  # of the few kinds that there are; to look at one takes longer than to decode
+@cache  # there are few types, and building a decoder takes longer than decoding
 def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 

@@ -1,19 +1,18 @@
-"""One stream of an exchange: batches in without waiting, acknowledgements out in the same order.
+"""One stream of an exchange: batches are read without waiting, and acknowledged in the same order.
 
     DATA        message -> decode and check -> window.enter -> taker
     broker      taker -> slot.settle                                       (sends)
     answers     window.pop_answer -> acknowledgements, as far as the client takes them
 
-The stream reads on while its batches wait for the disk, so that a group commit can hold many batches of one stream. A
-refused batch is answered and the stream goes on. When the client goes away, what it sent is still decided by the
-broker, and no client waits for it: nothing is cancelled from here, because the commit that one batch waits for is
-the commit of others too.
+The stream reads on while its batches wait for the disk, so that one group commit can contain many batches of a stream.
+A refused batch is answered, and the stream goes on. When the client disconnects, the broker still decides the batches
+that it sent. Nothing is cancelled, because the commit of one batch is also the commit of other batches.
 
-A stream holds one message: the one it receives, or the one it has and waits with; and READ_AHEAD_BYTES behind it. A
-message that has come in part counts among the bytes of all requests, and must have come whole within READ_S. A stream
-without a message is cheap; still, one that has been silent for IDLE_S is ended when another needs its place. Large
-messages are decoded by one thread, one after the other, so that what a message becomes in between is there once and not
-once a stream; the event loop goes on meanwhile.
+A stream holds one message, which it receives or which waits for room, and READ_AHEAD_BYTES after it. A message that has
+arrived in part counts towards the bytes of all requests, and must be complete within READ_S. A stream without a message
+is cheap. A stream that was silent for IDLE_S is still ended when another one needs its slot. One thread decodes large
+messages, one after the other, while the event loop goes on. So the memory for decoding is needed once, and not once per
+stream.
 """
 
 from __future__ import annotations
@@ -43,25 +42,25 @@ from timeball.protocols.http2.streams import Streams
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
 from timeball.wire import END_OF_STREAM
 
-READ_AHEAD_BYTES = 1024 * 1024  # that a client may send behind the message that is received
+READ_AHEAD_BYTES = 1024 * 1024  # that a client may send after the message being received
 AT_ONCE_BYTES_MAX = (
     256 * 1024
-)  # of a message that the event loop decodes itself: some 30 us, as a hand-over takes
+)  # up to this size the event loop decodes a message itself: some 30 us, as long as a hand-over to a thread takes
 
-IDLE_S = 60.0  # without a batch or an answer: then a stream gives its place to another
+IDLE_S = 60.0  # time without a batch or an answer, after which a stream gives way to another one
 IDLE = "this stream was idle, and another one needed its place; open a new one"
-MESSAGES_PER_TURN = 64  # of one stream, in a turn of the event loop: some 2 ms, and then others have theirs
+MESSAGES_PER_TURN = 64  # of one stream in a turn of the event loop: some 2 ms, then others have their turn
 
 Columns = Callable[[pa.Schema], SendColumns | ReleaseColumns]
 Choose = Callable[
     [Caller, list[bytes] | None], tuple[Sends | Releases, Columns]
-]  # by the path; raises TimeballError
+]  # chooses by the path; raises TimeballError
 
 
 class Shared(NamedTuple):
-    """Parts of the edge that all its streams share.
+    """The parts of the edge that all its streams share.
 
-    `choose`: who takes the batches, and how a schema is checked. `allow`: the policy's decision about a caller.
+    `choose` finds the taker of the batches, and the checker of the schema. `allow` is the policy's check of a caller.
     """
 
     choose: Choose
@@ -73,7 +72,7 @@ class Shared(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A sound batch, as columns or a few rows, or the refusal that answers it; its bytes, and its key ("" for none)."""
+    """A valid batch, as columns or a few rows, or the encoded refusal. Its size in bytes, and its key ("" for none)."""
 
     batch: SendBatch | bytes
     size_bytes: int
@@ -81,7 +80,7 @@ class _Entry(NamedTuple):
 
 
 class Upload(FlightCall):
-    """One stream of batches, and the window of those that wait for an answer."""
+    """One stream of batches, and the window of its unanswered batches."""
 
     __slots__ = (
         "_active_s", "_columns", "_columns_of", "_entry", "_failure", "_is_decoding", "_is_stopping", "_is_turn_over",
@@ -97,16 +96,19 @@ class Upload(FlightCall):
         self._shared = shared
         self._active_s = now_s
         self.window = Window(shared.budget, call.peer, self._go_on, self._answer)
-        self._taker: Sends | Releases | None = None
+        self._taker: Sends | Releases | None = None  # chosen by the descriptor in the first message
         self._columns_of: Columns
-        self._schema: pa.Schema | None = None
+        self._schema: pa.Schema | None = None  # None until the schema's message has arrived
         self._columns: SendColumns | ReleaseColumns
-        self._entry: _Entry | None = None  # that waits for room
+        self._entry: _Entry | None = None  # the batch that waits for room in the window
         self._is_decoding = self._is_stopping = self._is_turn_over = False
-        self._failure: BaseException | None = None  # that ends the stream behind its last answer
+        self._failure: BaseException | None = None  # the error that ends the stream after its last answer
 
     def _take_place(self) -> None:
-        """See FlightCall: without a place, the stream that has been idle for longest gives up its own."""
+        """Take a slot in the limit.
+
+        If none is free, end the stream that has been idle for longest and take its slot.
+        """
         try:
             super()._take_place()
         except OverLimit:
@@ -117,7 +119,7 @@ class Upload(FlightCall):
             super()._take_place()
 
     def gives_way_to(self, other: Upload) -> bool:
-        """Return whether this stream is idle, and of the other one's address or account, or all places are taken."""
+        """True if this stream is idle, and shares the other one's address or account, or if all slots are taken."""
         if self.window or self._entry or self._is_decoding or self._held_bytes or self.has_unsent:
             return False
         calls = (self.call, other.call)
@@ -126,13 +128,13 @@ class Upload(FlightCall):
         return other._active_s - self._active_s > IDLE_S and bool(is_full or mine & yours)
 
     def stop(self) -> None:
-        """Refuse further batches; those under way are still answered."""
+        """Refuse further batches. Those under way are still answered."""
         self._is_stopping = True
 
     # -- batches that come in --------------------------------------------------------------------------------
 
     def received(self, payload: Payload) -> None:
-        """See Stream."""
+        """Handle DATA from the client (see Stream)."""
         if self._is_over or self.window.is_finished:
             return
         self._parts.append(payload)
@@ -142,10 +144,10 @@ class Upload(FlightCall):
 
     def _begin_stream(self) -> None:
         self._shared.streams.add(self)
-        self._read()  # the first message has to come within READ_S, as a request has
+        self._read()  # the first message must be complete within READ_S, like a request
 
     def _read(self) -> None:
-        """Take message by message, for as long as the window has room."""
+        """Read message by message while the window has room."""
         if self._is_turn_over:
             return
         try:
@@ -163,11 +165,11 @@ class Upload(FlightCall):
                 self._is_turn_over = True
                 asyncio.get_running_loop().call_soon(self._next_turn)
                 return
-        except Exception as error:  # of any kind: a fault of ours must not leave the client waiting
+        except Exception as error:  # of any kind: an internal fault must not leave the client waiting
             self._break(error)
             return
         wanted_bytes = READ_AHEAD_BYTES + max(0, self._awaited_bytes - self._held_bytes)
-        # In large steps: each is a frame for the client to read.
+        # The window grows in large steps, because each step is a frame for the client to read.
         if not self._is_held_up and self.receive_window < wanted_bytes - READ_AHEAD_BYTES // 2:
             self.allow(wanted_bytes)
         if self._held_bytes and self._since_s is None and not self._is_held_up:
@@ -183,11 +185,11 @@ class Upload(FlightCall):
         return bool(self._is_over or is_full or self.window.is_finished)
 
     def _reserve(self, size_bytes: int) -> bool:
-        # A message that is there as a whole is taken at once.
+        # A message that has arrived completely is decoded at once, so it needs no reservation.
         return self._held_bytes >= self._awaited_bytes or super()._reserve(size_bytes)
 
     def check(self, now_s: float) -> None:
-        """See Stream: behind the answers to what has come."""
+        """Check the time limits (see Stream). A late message ends the stream after the answers to earlier batches."""
         if self._since_s is not None and now_s - self._since_s > self.READ_S and not self.window.is_finished:
             self._since_s = None
             self._break(RequestError(f"a message has not come whole within {self.READ_S:.0f} s"))
@@ -205,7 +207,7 @@ class Upload(FlightCall):
         self._answer()
 
     def _take(self, is_packed: bool, parts: list[Payload]) -> None:
-        """Take one message."""
+        """Handle one complete message."""
         self._awaited_bytes, self._since_s = 0, None
         if is_packed:
             unpacked = self._unpacked(b"".join(parts))
@@ -219,7 +221,7 @@ class Upload(FlightCall):
             self._give_back()
             if message.metadata == END_OF_STREAM:
                 self._ended()
-            return  # a descriptor, or metadata alone: nothing to answer
+            return  # a descriptor, or metadata alone: there is nothing to answer
         if self._schema is None:
             schema = ipc.schema(message.header)
             self._columns = self._columns_of(schema)
@@ -240,12 +242,12 @@ class Upload(FlightCall):
             self._read()
 
     def _decode(self, message: Data) -> _Entry:
-        """Decode and check a batch; any thread."""
+        """Decode and check a batch. Runs in any thread."""
         try:
             if self._is_stopping:
                 raise Unavailable(STOPPING)
-            # Most messages of producers hold a row: columns would cost as much as all the rest. On the loop's thread
-            # alone, as what reads rows is no other's.
+            # Most messages of producers contain one row, for which converting to columns would cost as much as
+            # everything else. This only happens on the loop's thread, because the reader of rows is not thread safe.
             is_small = message.size_bytes <= AT_ONCE_BYTES_MAX and not message.metadata
             if is_small and isinstance(self._columns, SendColumns):
                 rows = self._columns.rows(message.header, message.body)
@@ -256,12 +258,12 @@ class Upload(FlightCall):
             batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema), allow)
             size_bytes = size_of(batch)
             key = codec.metadata_text(message.metadata)
-        except Exception as error:  # of any kind: this batch gets an answer and the next one its turn
+        except Exception as error:  # of any kind: this batch gets an answer, and the next one its turn
             return _Entry(refusal(error), 0, "")
         return _Entry(batch, max(message.size_bytes, size_bytes), key)
 
     def _enter(self, entry: _Entry) -> None:
-        """Hand a batch over, or give the refusal its turn; without room it waits, and the stream with it."""
+        """Hand a batch over, or put its refusal in line. If the window has no room, the batch and the stream wait."""
         slot = self.window.enter(entry.size_bytes)
         if slot is None:
             self._entry = entry
@@ -275,7 +277,7 @@ class Upload(FlightCall):
             self._taker.put(entry.batch, slot, self.call.caller, entry.key)
 
     def _go_on(self) -> None:
-        """Read on: the window has room."""
+        """Go on reading: the window has room again."""
         if self._entry is not None:
             self._enter(self._entry)
             self._read()
@@ -297,12 +299,12 @@ class Upload(FlightCall):
             self._conclude()
 
     def move(self) -> None:
-        """See Stream: behind what waited come the answers that were settled meanwhile."""
+        """Send the waiting messages, then the answers that were settled meanwhile (see Stream)."""
         super().move()
         self._answer()
 
     def _break(self, error: BaseException) -> None:
-        """End the stream with this error, behind the answers to what came before it."""
+        """End the stream with this error, after the answers to the batches before it."""
         self._failure = error
         self._parts.clear()
         self._held_bytes = 0
@@ -316,7 +318,7 @@ class Upload(FlightCall):
             self.finish()
 
     def release(self) -> None:
-        """See Exchange."""
+        """Release the window and the slot of this stream (see Exchange)."""
         self._shared.streams.discard(self)
         self.window.abort()
         super().release()

@@ -1,7 +1,8 @@
 """Flight's protobuf messages <-> bytes: the few fields of Flight.proto that this edge reads or writes.
 
-Written by hand because a batch's body is most of a message: it is read in place and copied once when it is written,
-where protobuf's own classes copy it in and out. Does no I/O; raises InvalidMessage for bytes that are no protobuf.
+This codec is handwritten, because the body of a batch is most of a message. It is read in place, and copied once when
+it is written. The classes of protobuf copy it in and out. Does no I/O. Raises InvalidMessage for bytes that are not
+protobuf.
 
     Action          1 type, 2 body            Ticket    1 ticket
     FlightData      1 descriptor, 2 header (an Arrow IPC message without its body), 3 app_metadata, 1000 body
@@ -25,18 +26,18 @@ _EMPTY = memoryview(b"")
 
 
 class Data(NamedTuple):
-    """A FlightData. `path` is None where there is no descriptor of that kind; the views are parts of the message."""
+    """A FlightData. `path` is None without a descriptor of type PATH. The views are parts of the message."""
 
     path: list[bytes] | None
     described: bool
     header: memoryview
     metadata: memoryview
-    body: Sequence[bytes | memoryview]  # parts that stand one behind the other
+    body: Sequence[bytes | memoryview]  # consecutive parts of the body
     size_bytes: int
 
 
 def action(message: bytes) -> tuple[str, memoryview]:
-    """Return type and body of an Action."""
+    """Decode the type and the body of an Action."""
     fields = dict(_fields(memoryview(message)))
     try:
         return str(_bytes(fields, 1), "utf-8"), _bytes(fields, 2)
@@ -45,12 +46,12 @@ def action(message: bytes) -> tuple[str, memoryview]:
 
 
 def ticket(message: bytes) -> bytes:
-    """Return what a Ticket holds."""
+    """Decode the bytes of a Ticket."""
     return bytes(_bytes(dict(_fields(memoryview(message))), 1))
 
 
 def data(parts: Sequence[bytes | memoryview]) -> Data:
-    """Return what a FlightData says that came in parts; a body at its end is not put together from them."""
+    """Decode a FlightData that arrived in parts. A body at its end stays in these parts and is not joined."""
     size_bytes = sum(map(len, parts))
     if len(parts) > 1:
         found = _until_body(memoryview(parts[0]), size_bytes)
@@ -69,9 +70,9 @@ def _data(fields: dict[int, int | memoryview], body: Sequence[bytes | memoryview
 
 
 def _until_body(first: memoryview, size_bytes: int) -> tuple[dict[int, int | memoryview], int] | None:
-    """Return the fields before a body that reaches to the end of the message, and where it begins.
+    """Decode the fields before a body that reaches to the end of the message, and find the offset of the body.
 
-    None when the first part holds no more than some of those fields, or something stands behind the body.
+    None if the first part does not contain all of those fields, or if the body is not the last field.
     """
     fields: dict[int, int | memoryview] = {}
     at = 0
@@ -89,13 +90,13 @@ def _until_body(first: memoryview, size_bytes: int) -> tuple[dict[int, int | mem
             fields[number] = first[at : at + size]
             at += size
     except InvalidMessage:
-        return None  # it is read whole, and refused then if it is none
+        return None  # the caller reads the whole message, and refuses it if it is not protobuf
 
 
 def data_parts(
     header: memoryview | bytes = b"", body: memoryview = _EMPTY, metadata: bytes = b""
 ) -> list[bytes | memoryview]:
-    """Return the parts that make a FlightData."""
+    """Encode a FlightData as a list of parts to be joined."""
     parts: list[bytes | memoryview] = []
     for number, value in ((2, header), (3, metadata), (BODY_FIELD, body)):
         if len(value):
@@ -104,12 +105,12 @@ def data_parts(
 
 
 def result(body: bytes) -> bytes:
-    """Return a Result; a SchemaResult looks the same."""
+    """Encode a Result. A SchemaResult has the same bytes."""
     return _tag(1, len(body)) + body
 
 
 def action_type(verb: str, description: str) -> bytes:
-    """Return an ActionType."""
+    """Encode an ActionType."""
     name, text = verb.encode(), description.encode()
     return _tag(1, len(name)) + name + _tag(2, len(text)) + text
 
@@ -129,7 +130,7 @@ def _bytes(fields: dict[int, int | memoryview], number: int) -> memoryview:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Number and value of each field, in their order; fixed-width ones, of which Flight has none, are passed over."""
+    """Yield the number and value of each field, in order. Fixed-width fields are skipped, because Flight has none."""
     at, end = 0, len(message)
     while at < end:
         tag, at = _varint(message, at)
@@ -152,7 +153,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    if at < len(message) and message[at] < 0x80:  # nearly all
+    if at < len(message) and message[at] < 0x80:  # nearly all numbers have one byte
         return message[at], at + 1
     value = 0
     for shift in range(_VARINT_BYTES_MAX):

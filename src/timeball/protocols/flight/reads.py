@@ -1,7 +1,7 @@
-"""DoGet: rows of the log, of a queue, of a long poll, or leased to a group; as parts that a client takes in turn.
+"""DoGet: rows of the log, of a queue, of a long poll, or leased to a group, sent in parts as the client takes them.
 
-What has been read and not yet taken counts among the answers of all calls. Rows of the log are read and written by
-threads, a batch at a time; a client that pauses holds one batch and no thread.
+Rows that were read but not yet taken count towards a limit for the answers of all calls. Threads read and encode rows
+of the log, one batch at a time. A client that pauses holds one batch and no thread.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from timeball.protocols.flight.calls import FlightCall, framed, framed_apart
 from timeball.protocols.http2.frames import Payload
 from timeball.protocols.shared_limits import ByteShares
 
-ANSWER_PART_BYTES = 4 * 1024 * 1024
+ANSWER_PART_BYTES = 4 * 1024 * 1024  # the most of one message of an answer
 ANSWERS_BYTES_MAX = (
     192 * 1024 * 1024
-)  # read and not yet taken, of all calls; half of it for one address alone
-ANSWER_WAIT_S = 1.0
-LOG_THREADS = 16
-SMALL_BYTES = 16 * 1024  # that leave in one frame
-HEAD_S = 0.02  # how long the schema of a read that waits is held back
+)  # read and not yet taken, of all calls; one address alone may hold half of it
+ANSWER_WAIT_S = 1.0  # until OverLimit, for other answers to be taken
+LOG_THREADS = 16  # for reads of the log
+SMALL_BYTES = 16 * 1024  # up to this size, a message leaves in one frame
+# the time for which the schema of a waiting read is held back, so that it can leave with the rows
+HEAD_S = 0.02
 
 
 class Reads:
@@ -42,11 +43,11 @@ class Reads:
         self._threads = ThreadPoolExecutor(LOG_THREADS, "flight-log")
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads, without waiting for them."""
         self._threads.shutdown(wait=False)
 
     async def answer(self, call: FlightCall, message: bytes) -> None:
-        """Send what a ticket asks for."""
+        """Send the rows of a ticket."""
         request = codec.decode_ticket(protobuf.ticket(message))
         caller = call.call.caller
         if isinstance(request, wire.ReadLog):
@@ -62,7 +63,7 @@ class Reads:
                 await self._send(call, head.left, handed_out.rows)
                 is_sent = not call.is_over
             finally:
-                if not is_sent:  # its client went: others may have them at once
+                if not is_sent:  # the client has disconnected: other members may have the messages at once
                     self._broker.consuming.not_seen(handed_out.receipts)
         else:
             head = _Head(call, _READ)
@@ -75,7 +76,7 @@ class Reads:
             await self._send(call, head.left, batch)
 
     async def _send(self, call: FlightCall, head: bytes, rows: pa.RecordBatch | bytes) -> None:
-        """Send a batch, or its message, behind `head`; a small one leaves with it in one piece."""
+        """Send a batch, or its encoded message, after `head`. A small one is sent together with `head`."""
         address, size_bytes = call.call.peer, _size_bytes(rows)
         await self._count(address, size_bytes)
         try:
@@ -107,10 +108,10 @@ class Reads:
                     await _send_part(call, before, last)
             finally:
                 self.answers.remove(address, size_bytes)
-            del parts, last  # not held while the next ones are read
+            del parts, last  # so that these bytes are freed while the next batch is read
 
     async def _count(self, address: str, size_bytes: int) -> None:
-        """Count bytes among the answers; raise OverLimit when there is no room for them for a while."""
+        """Count bytes towards the limit for answers. Raises OverLimit when they do not fit within ANSWER_WAIT_S."""
         if self.answers.fits(address, size_bytes):
             self.answers.add(address, size_bytes)
             return
@@ -124,18 +125,18 @@ class Reads:
 
 
 class _Head:
-    """The schema's message: it leaves with the rows, or before them when these are waited for.
+    """The message with the schema. It is sent together with the rows, or earlier if the read waits for rows.
 
-    A client of pyarrow can cancel a read only once it has the schema.
+    A client of pyarrow can only cancel a read once it has the schema.
     """
 
     def __init__(self, call: FlightCall, schema: bytes) -> None:
-        self.left = schema  # to be sent
+        self.left = schema  # the message, or b"" once it was sent
         self._call = call
         self._later: asyncio.TimerHandle | None = None
 
     def wait(self) -> None:
-        """Send it in a while: its rows are waited for."""
+        """Send the schema after HEAD_S, because the read waits for rows."""
         if self._later is None:
             self._later = asyncio.get_running_loop().call_later(HEAD_S, self._send)
 
@@ -144,7 +145,7 @@ class _Head:
         self.left = b""
 
     def stop(self) -> None:
-        """Send it no more by itself."""
+        """Cancel the delayed sending."""
         if self._later is not None:
             self._later.cancel()
 
@@ -152,12 +153,12 @@ class _Head:
 def _size_bytes(rows: pa.RecordBatch | bytes) -> int:
     if isinstance(rows, bytes):
         return len(rows)
-    # Not of its buffers, as columns of the log share their zeros.
+    # The size of the buffers would be wrong, because columns of the log share their zeros.
     return int(pa.ipc.get_record_batch_size(rows))
 
 
 async def _send_part(call: FlightCall, before: bytes, last: Payload) -> None:
-    """Send a message that is in two; a small one as one, and a large one without a copy."""
+    """Send a message that is in two parts: a small one joined, and a large one without copying it."""
     if len(last) <= SMALL_BYTES:
         last = before + last
     else:
@@ -167,7 +168,7 @@ async def _send_part(call: FlightCall, before: bytes, last: Payload) -> None:
 
 
 def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payload]] | None:
-    """Return the messages of the next batch, each in two; None behind the last batch."""
+    """Encode the messages of the next batch, each in two parts. None after the last batch."""
     batch = next(rows, None)
     if batch is None:
         return None
@@ -175,7 +176,7 @@ def _next_parts(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payload]] |
 
 
 def schema_message(schema: pa.Schema) -> bytes:
-    """Return the message that begins a stream of this schema."""
+    """Encode the message that begins a stream of this schema."""
     return framed(*protobuf.data_parts(ipc.schema_header(schema)))
 
 

@@ -1,9 +1,10 @@
-"""Batches on their way from streams to the broker's batcher, and their answers on the way back.
+"""Batches from streams to the broker's batcher, and their answers back.
 
-broker/ingress.py puts small neighbours of one schema together. A release stream's batches, rows of the pending table's
-files that a dispatcher brings, are decided in the order they came in.
+broker/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain rows of the
+pending table's files that a dispatcher brings. The broker decides them in the order in which they arrive.
 
-Invariant: every slot put in is settled, once, even if the broker fails.
+Invariant: every slot that was handed over is settled once, even if the broker fails. Here, settling a slot means to
+give it the answer to its batch.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ STOPPING = "the broker is stopping; send this batch again later or elsewhere"
 
 
 class _Piece(Piece, gc=False):
-    slot: Any  # the Slot that is settled with its answer
+    slot: Any  # the Slot that is settled with the answer
 
 
 class Sends:
-    """Takes the batches of send streams; an Edge of broker/ingress.py. Belongs to the event loop."""
+    """Hands the batches of send streams to the broker. An Edge of broker/ingress.py. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
     def put(self, batch: SendBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a few rows, or a batch with the types of SEND_SCHEMA; its slot will be settled.
+        """Hand over a few rows, or a batch with the types of SEND_SCHEMA. Its slot is settled later.
 
-        `key`: the JSON of wire.SendKey; "" for a batch without an idempotency key.
+        `key`: the JSON of wire.SendKey, or "" for a batch without an idempotency key.
         """
         piece = _Piece(self, batch, len(batch), slot.size_bytes, 0, caller, slot)
         try:
@@ -54,7 +55,7 @@ class Sends:
                 self._broker.keyed_sends.put(piece, said.idempotency_key, said.attempt, anew=anew)
             else:
                 self._broker.sends.put(piece)
-        except Exception as error:  # of any kind: the stream waits for this answer before all later ones
+        except Exception as error:  # of any kind: the stream sends this answer before all later ones
             self.refuse([piece], error)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
@@ -65,20 +66,20 @@ class Sends:
             piece.slot.settle(codec.encode(ack))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
-        """Settle the slots of batches that were not taken."""
+        """Settle the slots of batches that were refused."""
         for piece in pieces:
             piece.slot.settle(refusal(error))
 
 
 class SourcedSends(Sends):
-    """Takes the batches of streams from a source, which say of which of its records they are made."""
+    """Hands over the batches of streams from a source. Each batch states the records it is made of."""
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a batch; `key`: the JSON of wire.SourceStep."""
+        """Hand over a batch. `key`: the JSON of wire.SourceStep."""
         piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
         try:
             self._broker.sourced_sends.put(piece, codec.source_step(key))
-        except Exception as error:  # of any kind: the stream waits for this answer before all later ones
+        except Exception as error:  # of any kind: the stream sends this answer before all later ones
             self.refuse([piece], error)
 
 
@@ -90,9 +91,9 @@ class Releases:
         self._tasks: set[asyncio.Task[bytes]] = set()
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a batch. A release names its promises, so repeating one does no harm without a key."""
+        """Hand over a batch. A release names its scheduled messages, so it can be repeated safely without a key."""
         task = asyncio.get_running_loop().create_task(self._release(batch, caller))
-        self._tasks.add(task)  # the loop itself keeps no task alive
+        self._tasks.add(task)  # the loop itself only has a weak reference to the task
         task.add_done_callback(partial(self._answer, slot))
 
     async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
@@ -106,6 +107,6 @@ class Releases:
 
 
 def refusal(error: BaseException) -> bytes:
-    """Return the answer to a batch that was not taken; a fault of ours is logged, and hidden from the client."""
+    """Encode the answer to a batch that was refused. The text of an internal fault is only logged."""
     log_failure(logger, "send", error)
     return codec.encode_refusal(error)

@@ -1,12 +1,12 @@
-"""FlightEdge: the broker's verbs over Arrow Flight, carried by the HTTP/2 of http2/ on the broker's event loop.
+"""FlightEdge: the broker's verbs over Arrow Flight, on the HTTP/2 of http2/ and the broker's event loop.
 
-pyarrow's own server takes a request of any length into memory, decompresses it and resolves its dictionaries before
-it says who calls. Here the order is: who calls, how many are inside, then one message of bounded length, then what it
-says. `protobuf` reads Flight's few messages, and `arrow_ipc` the batches. Decision 0050.
+pyarrow's own server reads a request of any length into memory, decompresses it and resolves its dictionaries before it
+checks the caller. This server first checks the caller, then the number of calls, then receives one message of bounded
+length, and then decodes it. `protobuf` reads Flight's few messages, and `arrow_ipc` the batches. Decision 0050.
 
-An action or a read is a task. A read ends with its client; a verb that changes something is left to finish, because
-what it waits for (one group commit) others wait for too. A send stream has no task: its batches and answers are moved
-on by what arrives (exchange.py).
+An action or a read is a task. A read ends when its client disconnects. A verb that changes something is left to finish,
+because it waits for a group commit that other requests wait for too. A send stream has no task: arriving batches and
+answers drive it (exchange.py).
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from timeball.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 logger = logging.getLogger(__name__)
 
 SERVICE = "/arrow.flight.protocol.FlightService/"
-MESSAGE_BYTES_MAX = limits.BATCH_BYTES_MAX + 64 * 1024  # a batch with its header
-RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of requests of actions and reads that are on their way
-FRAME_BYTES_MAX = 1024 * 1024  # of DATA: a batch comes in a few of them
+MESSAGE_BYTES_MAX = limits.BATCH_BYTES_MAX + 64 * 1024  # a batch and its header
+RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # for incomplete requests of actions and reads
+FRAME_BYTES_MAX = 1024 * 1024  # of DATA: a batch arrives in a few frames
 CALLS_MAX = 1_024  # actions, reads and long polls
-STREAMS_MAX = 256  # each has a window, and READ_AHEAD_BYTES
-DRAIN_S = 5.0  # how long streams get for their last answers when the broker stops
+STREAMS_MAX = 256  # each has a window and READ_AHEAD_BYTES
+DRAIN_S = 5.0  # the time for the streams' last answers when the broker stops
 
 Handler = Callable[[FlightCall, bytes], Awaitable[None]]
 
 
 class FlightEdge:
-    """Builds the calls of this edge, starts and stops the server. Belongs to the broker's event loop."""
+    """Builds the calls of this edge, and starts and stops the server. Belongs to the broker's event loop."""
 
     call = Call
 
     def __init__(self, broker: Broker, status: verbs.Status | None = None, security: Security = OPEN) -> None:
-        """`status` answers the action of that name, where the process has more to say than the broker.
+        """Build the edge. `status` answers the action of that name if the process adds figures to those of the broker.
 
-        `security`: who may come in, and by which certificate.
+        `security` decides who may connect, and has the TLS certificate.
         """
         self._broker, self._served = broker, verbs.Served.by(broker, status or broker.status)
         self._security, self._clock = security, broker.parts.clock.clock
@@ -70,7 +70,7 @@ class FlightEdge:
         self._calls = SharedLimit("calls", CALLS_MAX)
         self._send_streams = SharedLimit("send streams", STREAMS_MAX)
         self._decoding = ThreadPoolExecutor(1, "flight-decodes")
-        self._uploads: set[Upload] = set()
+        self._uploads: set[Upload] = set()  # the open streams of batches
         self._shared = Shared(
             self._choose, broker.policy.allow, self._budget, self._decoding, self._send_streams, self._uploads
         )
@@ -84,7 +84,7 @@ class FlightEdge:
         self.room = Room(
             ByteShares(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX),
             MESSAGE_BYTES_MAX,
-            # Nearly all that both limits let in: what waits for its turn at them is no more than a header.
+            # Nearly as much as both limits admit. A call that waits for them only holds its headers.
             SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
@@ -95,20 +95,20 @@ class FlightEdge:
         self.port = -1
 
     async def start(self) -> None:
-        """Listen; raises SetupError when the address cannot be used."""
+        """Listen. Raises SetupError when the address cannot be used."""
         settings = self._broker.parts.settings
         self.port = await self._server.start(settings.host, settings.port, self._security.tls, "--port")
         self._watch = asyncio.create_task(self._server.watch())
 
     @property
     def connections(self) -> int:
-        """Return how many clients are connected."""
+        """The number of connected clients."""
         return self._server.connections
 
     def open(
         self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Call, now_s: float
     ) -> Exchange:
-        """See http2.server.Service."""
+        """Create the call of a new stream (see http2.server.Service)."""
         if method is not None and method.takes_stream:
             return Upload(
                 streams,
@@ -126,11 +126,11 @@ class FlightEdge:
         )
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return who makes a call with these headers; raises Unauthorized."""
+        """Find the caller from the headers. Raises Unauthorized."""
         return self._security.caller(headers, self._clock.wall_ms())
 
     async def close(self) -> None:
-        """Refuse new calls, answer those under way, cut the rest. Takes some seconds at most."""
+        """Refuse new calls, answer those under way, and cut the others after DRAIN_S."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -139,7 +139,7 @@ class FlightEdge:
             upload.stop()
         for stream in self._server.open_streams():
             if isinstance(stream, FlightCall) and stream.task and not stream.method.outlives_client:
-                stream.task.cancel()  # long polls, and logs that are read
+                stream.task.cancel()  # long polls, and reads of the log
         if uploads:
             await asyncio.wait(
                 [asyncio.ensure_future(upload.window.emptied()) for upload in uploads], timeout=DRAIN_S
@@ -156,43 +156,44 @@ class FlightEdge:
     # ---- Flight's methods -------------------------------------------------------------------------------
 
     async def _serve(self, call: Any, message: bytes) -> None:
-        """Answer a call that is no stream of batches."""
+        """Answer a call that is not a stream of batches."""
         try:
             await self._handlers.get(call.method.name, _refuse)(call, message)
             call.finish()
         except asyncio.CancelledError:
-            call.refuse(Unavailable(STOPPING))  # nothing is said to a client that has gone
+            call.refuse(Unavailable(STOPPING))  # has no effect if the client has disconnected
             raise
         except Exception as error:  # of any kind: the client gets an answer
             call.refuse(error)
 
     async def _do_action(self, call: FlightCall, message: bytes) -> None:
-        """Everything small: a JSON body in, one JSON body out."""
+        """Answer an action: a JSON body in, one JSON body out."""
         verb, body = protobuf.action(message)
         codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
-        if verb in codec.LARGE_OF_ADMINS:  # before the body is decoded; the broker asks again
+        if verb in codec.LARGE_OF_ADMINS:  # checked before the body is decoded, and again by the broker
             self._broker.policy.allow(call.call.caller, Verb.ADMIN)
         request = codec.decode_action(verb, bytes(body))
         answer = await verbs.perform(self._served, verb, request, call.call.caller)
         call.answer(protobuf.result(codec.encode(answer)))
 
     async def _list_actions(self, call: FlightCall, message: bytes) -> None:
-        """The verbs of DoAction."""
+        """List the verbs of DoAction."""
         for verb, (_, _, text) in codec.ACTIONS.items():
             call.send_messages(framed(protobuf.action_type(verb, text)))
 
     async def _get_schema(self, call: FlightCall, message: bytes) -> None:
-        """Every DoGet has message.READ_SCHEMA."""
+        """Send message.READ_SCHEMA, which is the schema of every DoGet."""
         call.send_messages(framed(protobuf.result(READ_SCHEMA.serialize().to_pybytes())))
 
     def _choose(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, Columns]:
-        """Return who takes the batches of a DoExchange; raise NotFound, Forbidden."""
+        """Choose the taker of a DoExchange's batches, and its columns, by the path. Raises NotFound and Forbidden."""
         if path == SEND_PATH:
             return self._sends, partial(SendColumns, codec=self._broker.parts.settings.codec)
         if path == SOURCE_PATH:
             return self._sourced, SourceColumns
         if path == RELEASE_PATH:
-            self._broker.policy.allow(caller, Verb.ADMIN)  # before a batch is received; `release` asks again
+            # before a batch is received; `release` checks it again
+            self._broker.policy.allow(caller, Verb.ADMIN)
             return self._releases, ReleaseColumns
         raise NotFound("no such exchange; descriptor paths are ['send'], ['source'] and ['release']")
 
@@ -204,7 +205,7 @@ class FlightEdge:
         return caller
 
     def _admit_sender(self, call: Call) -> Caller:
-        """Return who opens a send stream: not an account that may send to no topic at all."""
+        """Find the caller of a send stream. Raises Forbidden for an account that may not send to any topic."""
         caller = self._admit(call)
         self._broker.policy.allow_somewhere(caller, Verb.SEND)
         return caller

@@ -1,11 +1,11 @@
-"""From a decoded request to the broker's verb, and from its result to the answer's JSON. Runs on the loop.
+"""From a decoded request to the broker's verb, and from the result to the JSON of the answer. Runs on the event loop.
 
-One function a verb would be one line each; the table below is those lines. What raises here is one of our errors, or a
-bug that the client is told the name of and the operator sees whole.
+A function per verb would have one line each; `perform` is a table of these lines. Errors raised here are Timeball's, or
+an internal fault. Of a fault the client learns only the name, and the log contains all of it.
 
-Members of one group share messages out, each for a time, and answer with receipts. A receipt travels as a sealed text
-(receipt_handles.py) in a column beside the columns of the log. What comes from the group's retry topic is shown under
-the topic that was asked for, since the receipt is made for that one.
+The members of a group share its messages out, each leased for a time, and answer with receipts. A receipt travels as a
+sealed text (receipt_handles.py) in a column beside those of the log. Messages from the group's retry topic are shown
+under the requested topic, because their receipts are made for that topic.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ENCODER = encoder_of(wire.RECEIVED_SCHEMA)
 
 
 class HandedOut(NamedTuple):
-    """Rows in wire.RECEIVED_SCHEMA, or their Arrow message, and the receipts whose texts they bear."""
+    """Rows in wire.RECEIVED_SCHEMA, or their Arrow message, and the receipts whose texts they contain."""
 
     rows: pa.RecordBatch | bytes
     receipts: list[AnyReceipt]
 
 
 class Served(NamedTuple):
-    """The broker that requests are for, its status, and the texts of its receipts."""
+    """The broker that serves the requests, its status, and the encoder of its receipts."""
 
     broker: Broker
     status: Status
@@ -51,15 +51,15 @@ class Served(NamedTuple):
 
     @classmethod
     def by(cls, broker: Broker, status: Status) -> Served:
-        """Return a broker that is served here, with this status."""
+        """Bundle a broker with its status."""
         return cls(broker, status, ReceiptHandles(broker.parts.receipt_secret.get))
 
 
 async def perform(served: Served, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
-    """Do an action for a caller; returns what becomes the JSON of its answer."""
+    """Perform an action for a caller. The result is encoded as the JSON of the answer."""
     broker = served.broker
     match request:
-        case wire.Acknowledge():  # first of all, since nearly all are
+        case wire.Acknowledge():  # first, because most requests are acknowledgements
             return {"valid": await acknowledge(served, request, caller)}
         case wire.Nothing():
             return await _plain(served, verb, caller)
@@ -117,7 +117,7 @@ async def perform(served: Served, verb: str, request: codec.ActionRequest, calle
 
 
 def _by_text(numbers: dict[int, int]) -> dict[str, int]:
-    # JSON's names are texts.
+    # Names in JSON are texts.
     return {str(number): value for number, value in numbers.items()}
 
 
@@ -165,7 +165,7 @@ async def _plain(served: Served, verb: str, caller: Caller) -> Any:
 
 
 async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:
-    """The rows a queue read or a pull asks for, in READ_SCHEMA."""
+    """Read the rows of a queue read or a pull, in READ_SCHEMA."""
     if isinstance(request, wire.Pull):
         return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
@@ -178,13 +178,13 @@ async def receive(
     caller: Caller,
     on_wait: Callable[[], None] = lambda: None,
 ) -> HandedOut:
-    """Lease messages to a member; a topic that is missing is waited for where its first message may make it.
+    """Lease messages to a member. If the topic does not exist but a message may create it, wait for that message.
 
-    `on_wait`: called before messages are waited for.
+    `on_wait` is called before the wait for messages.
     """
     broker = served.broker
     policy, parts = broker.policy, broker.parts
-    # Before the wait for a topic: a filter that cannot be read is refused at once.
+    # The filter is checked before the wait for a topic, so that a wrong one is refused at once.
     _wanted(filters, request, None)
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
     group = policy.joined(request.group, caller)
@@ -213,9 +213,9 @@ async def receive(
 
 
 def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter:
-    """Return the filter of a receive; raise InvalidFilter."""
+    """Build the filter of a receive. Raises InvalidFilter."""
     text = request.tag or request.sql
-    # What is in a retry topic passed the filter when it was handed out first.
+    # Messages in a retry topic passed the filter when they were first handed out.
     if not text or request.topic.startswith(RETRY_PREFIX):
         return EVERYTHING
     kind = SQL92 if request.sql else TAG
@@ -223,14 +223,14 @@ def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) ->
 
 
 async def acknowledge(served: Served, request: wire.Acknowledge, caller: Caller) -> list[bool]:
-    """End leases for good; false for one that has ended before."""
+    """Acknowledge receipts. False for each lease that had ended before."""
     return await served.broker.consuming.acknowledge(_receipts(served, request, caller))
 
 
 async def change_invisible_time(
     served: Served, request: wire.ChangeInvisibleTime, caller: Caller
 ) -> list[str | None]:
-    """Change the times of leases; return their receipts, None for a lease that has ended before."""
+    """Change the end of leases. Returns their receipts, or None for a lease that had ended before."""
     receipts, handles = _receipts(served, request, caller), served.handles
     consuming, delay_ms, counts = served.broker.consuming, request.invisible_ms, request.counts
     changed = await asyncio.gather(
@@ -245,7 +245,7 @@ async def change_invisible_time(
 
 
 async def dead_letter(served: Served, request: wire.DeadLetter, caller: Caller) -> list[bool]:
-    """Put messages into the group's dead letters; false for a lease that has ended before."""
+    """Move messages to the group's dead letters. False for each lease that had ended before."""
     receipts, consuming = _receipts(served, request, caller), served.broker.consuming
     return list(await asyncio.gather(*(consuming.dead_letter(one, request.reason) for one in receipts)))
 
@@ -253,7 +253,7 @@ async def dead_letter(served: Served, request: wire.DeadLetter, caller: Caller) 
 def _receipts(
     served: Served, request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter, caller: Caller
 ) -> list[AnyReceipt]:
-    """Return the receipts of a request; raise Forbidden, InvalidReceipt."""
+    """Decode the receipts of a request. Raises Forbidden and InvalidReceipt."""
     policy = served.broker.policy
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
     policy.check_group(request.group)

@@ -1,15 +1,16 @@
-"""The unanswered batches of one send stream, in order, and never more than fit.
+"""The unanswered batches of one send stream, in order, with limits for their number and bytes.
 
-    the stream reads     enter(bytes) … None while the window is full: then it reads no further, which is the
-                         back-pressure, because HTTP/2 stops the client
+    the stream reads     enter(bytes) … None while the window is full. Then the stream stops reading, and HTTP/2 stops
+                         the client: this is the back-pressure
     the broker answers   slot.settle(answer) … in any order
-    the stream answers   pop_answer() … the settled answers at the front, in the order in which their batches came
+    the stream answers   pop_answer() … the settled answers at the front, in the order of their batches
 
-A slot counts against the number of batches until its answer is taken, so that a client that never reads its answers
-stops itself; its bytes count only until it is settled, so that such a client cannot hold what all streams share.
+A slot counts towards the number of batches until its answer is taken. So a client that never reads its answers stops
+itself. The bytes of a slot only count until it is settled. So such a client cannot hold the bytes that all streams
+share.
 
-Invariant: each entered slot is settled at most once and its answer taken at most once; after `abort` neither callback
-is called any more.
+Invariant: each entered slot is settled at most once, and its answer is taken at most once. After `abort` neither
+callback is called again.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from collections.abc import Callable
 
 from timeball.protocols.shared_limits import ByteShares
 
-BATCHES_MAX = 1_024
-BYTES_MAX = 16 * 1024 * 1024
-BYTES_ALL_STREAMS_MAX = 64 * 1024 * 1024  # half of it for one address alone
+BATCHES_MAX = 1_024  # of one stream
+BYTES_MAX = 16 * 1024 * 1024  # of one stream
+BYTES_ALL_STREAMS_MAX = 64 * 1024 * 1024  # one address alone may hold half of it
 
 
 class Slot:
-    """One batch's place in its window."""
+    """The slot of one batch in its window."""
 
     __slots__ = ("_window", "answer", "size_bytes")
 
@@ -36,12 +37,12 @@ class Slot:
         self.answer: bytes | None = None
 
     def settle(self, answer: bytes) -> None:
-        """Say what became of the batch."""
+        """Store the answer to the batch."""
         self._window._settle(self, answer)
 
 
 class Window:
-    """Holds the slots of one stream. Belongs to the event loop."""
+    """The slots of one stream. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -52,25 +53,28 @@ class Window:
         batches_max: int = BATCHES_MAX,
         bytes_max: int = BYTES_MAX,
     ) -> None:
-        """`on_room`: called when `enter` may have a place again; `on_answer`: when the one at the front is settled."""
+        """Make an empty window. `budget` limits the bytes of all streams, and `address` is the client's.
+
+        `on_room` is called when `enter` may succeed again. `on_answer` is called when the slot at the front is settled.
+        """
         self._budget, self._address = budget, address
         self._on_room, self._on_answer = on_room, on_answer
         self._batches_max, self._bytes_max = batches_max, bytes_max
-        self._slots: deque[Slot] = deque()
+        self._slots: deque[Slot] = deque()  # in the order in which the batches entered
         self._bytes = 0
-        self._asked_bytes: int | None = None  # that are waited for in the budget
-        self._granted_bytes: int | None = None  # that the budget has counted for the next slot
+        self._asked_bytes: int | None = None  # bytes that wait to be counted in the budget
+        self._granted_bytes: int | None = None  # bytes that the budget has counted for the next slot
         self._wants_room = False
         self._emptied: asyncio.Future[None] | None = None
-        self.is_finished = False  # nothing will enter any more
+        self.is_finished = False  # no batch will enter any more
         self.is_aborted = False
 
     def __len__(self) -> int:
-        """Batches without an answer taken."""
+        """The number of batches whose answers were not taken yet."""
         return len(self._slots)
 
     def enter(self, size_bytes: int) -> Slot | None:
-        """Return a place for a batch of this size; None when there is no room yet, or the stream was given up."""
+        """Enter a batch of this size. None when there is no room yet, or the stream was aborted."""
         if self.is_aborted or self._asked_bytes is not None:
             return None
         if not self._fits(size_bytes):
@@ -87,7 +91,7 @@ class Window:
         return slot
 
     def pop_answer(self) -> bytes | None:
-        """Return the answer at the front; None when it is not settled."""
+        """Take the answer at the front. None when that batch is not settled yet."""
         if self.is_aborted or not self._slots or self._slots[0].answer is None:
             return None
         answer = self._slots.popleft().answer
@@ -97,11 +101,11 @@ class Window:
         return answer
 
     def finish(self) -> None:
-        """Say that nothing will enter any more."""
+        """Mark the window as complete: no batch will enter any more."""
         self.is_finished = True
 
     def abort(self) -> None:
-        """Give the stream up: take and let in nothing. Batches under way are settled all the same."""
+        """Abort the stream: no batch enters, and no answer is taken. Batches under way are still settled."""
         if self.is_aborted:
             return
         self.is_aborted = True
@@ -113,7 +117,7 @@ class Window:
         self._tell_emptied()
 
     async def emptied(self) -> None:
-        """Return when every answer was taken, or the stream given up."""
+        """Wait until every answer was taken, or the stream was aborted."""
         if self._slots and not self.is_aborted:
             self._emptied = self._emptied or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._emptied)
@@ -129,7 +133,7 @@ class Window:
             self._on_answer()
 
     def _grant(self) -> None:
-        """Note that the budget has counted what was asked for."""
+        """Handle the budget's callback: it has counted the bytes that were waiting."""
         self._granted_bytes, self._asked_bytes = self._asked_bytes, None
         self._wants_room = True
         self._tell_room()
@@ -137,7 +141,7 @@ class Window:
     def _tell_room(self) -> None:
         if self._wants_room:
             self._wants_room = False
-            # Not at once: the caller is taking an answer, which must leave before the next ones.
+            # Called later, because the caller is about to send an answer, which must leave before the next ones.
             asyncio.get_running_loop().call_soon(self._call_on_room)
 
     def _call_on_room(self) -> None:

@@ -1,18 +1,18 @@
-"""What a call says, for all handlers of this edge: who calls, which topic and group, and how long it waits.
+"""The vocabulary that all handlers of this edge share: the caller, topic and group names, waiting times, statuses.
 
     unary          async (call, request) -> response
-    direct         (call, request, reply): the reply is told the response later, and no task waits for it
+    direct         (call, request, reply): the reply gets the response later, and no task waits for it
     server stream  async generator (call, request) -> responses
     Telemetry      async generator (call, requests) -> responses
 
-Nothing here, and nothing in the handlers, knows what carries a call (http2/server.py). What a handler raises becomes
-the response's status: its code, and a sentence that says what to do (error_codes.py).
+This module and the handlers do not depend on the transport (http2/server.py). An error that a handler raises becomes
+the response's status: a code, and a text that states the remedy (error_codes.py).
 
-A topic or group of a namespace is `<namespace>%<name>` in the broker, as RocketMQ's proxy has it. Names are checked
-here as well, because each kind has a code of its own, by which clients make an exception that says whose name was bad.
+A topic or group of a namespace is `<namespace>%<name>` in the broker, as in RocketMQ's proxy. Names are also checked
+here, because each kind of name has its own code. From the code, clients create an exception that shows which name was
+bad.
 
-The answer to a call that waits comes a little before the client's deadline: one that comes behind it is lost, with all
-the messages in it.
+A waiting call is answered a little before the client's deadline. A later answer would be lost, with all its messages.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ WAIT_MS_MAX = 20 * limits.SECOND_MS
 MARGIN_MS, MARGIN_SHARE = (
     500,
     4,
-)  # before the deadline: this much, or a quarter of what is left when that is less
-REMAINING_S_MAX = 3_600.0  # more is as good as that
-WAITS_PER_ADDRESS_MAX = (
-    limits.PULLS_WAITING_MAX // 2
-)  # no one address has all the places there are for waiting
+)  # margin before the deadline, or a quarter of the time left if that is less
+REMAINING_S_MAX = 3_600.0  # a longer time has the same effect
+WAITS_PER_ADDRESS_MAX = limits.PULLS_WAITING_MAX // 2  # so that one address cannot take all waiting places
 MULTI_TAG = "MULTI_TAG"
 _KINDS = {FilterType.FILTER_TYPE_UNSPECIFIED: TAG, FilterType.TAG: TAG, FilterType.SQL: SQL92}
-# The ends of what protobuf's durations may say.
+# The bounds of protobuf's durations.
 DURATION_SECONDS_MAX, NANOS_MAX = 315_576_000_000, 999_999_999
 
 
@@ -65,7 +63,7 @@ class Call(http2.Call):
 
     @property
     def client_id(self) -> str:
-        """Return the client's name, below its account's so that none takes another's; raises Refused without one."""
+        """Return the client's id, with its account in front so that accounts cannot share ids. Raises Refused."""
         found = self.headers.get(CLIENT_ID, "")
         if not found or len(found) > limits.CLIENT_ID_CHARACTERS_MAX:
             raise Refused(
@@ -76,19 +74,19 @@ class Call(http2.Call):
 
 
 class Reply(Protocol):
-    """The end of a call that has no task: one of these, once. For a client that has gone both do nothing."""
+    """The end of a call without a task: exactly one of these is called. After the client has gone, they do nothing."""
 
     def answer(self, message: bytes) -> None:
-        """Send this response, encoded."""
+        """Send this encoded response."""
 
     def refuse(self, error: BaseException) -> None:
-        """Send the status of what the call has failed of."""
+        """Send the status for the error with which the call has failed."""
 
 
 class Direct(NamedTuple):
-    """A handler whose call needs no task: it returns at once, and tells the reply later. It may raise as others do.
+    """A handler whose call needs no task: it returns at once, and calls the reply later. It may raise like others.
 
-    `decode` makes its request of bytes where protobuf's own object is not what it wants; it raises DecodeError.
+    `decode` creates its request from bytes if it does not use protobuf's object. It raises DecodeError.
     """
 
     begin: Callable[[Call, Any, Reply], None]
@@ -101,22 +99,22 @@ Handlers = dict[str, Unary | Stream | Direct]  # by the name of the call in the 
 
 
 def topic_name(resource: Resource) -> str:
-    """Return the topic's name in the broker; raise Refused."""
+    """Return the topic's name in the broker. Raises Refused."""
     name = _name(resource)
-    is_own = name.startswith(RETRY_PREFIX)  # it may be longer: what is sent to it is checked by the broker
+    is_own = name.startswith(RETRY_PREFIX)  # may be longer. The broker checks the messages sent to it
     most = limits.OWN_TOPIC_BYTES_MAX if is_own else limits.TOPIC_BYTES_MAX
     return _checked(resource, name, "topic", most, Code.ILLEGAL_TOPIC)
 
 
 def group_name(resource: Resource) -> str:
-    """Return the consumer group's name in the broker; raise Refused."""
+    """Return the consumer group's name in the broker. Raises Refused."""
     return _checked(
         resource, _name(resource), "consumer group", limits.GROUP_BYTES_MAX, Code.ILLEGAL_CONSUMER_GROUP
     )
 
 
 def resource(name: str, namespace: str = "") -> Resource:
-    """Return what a client of this namespace knows the name as."""
+    """Return the topic or group under the name that a client of this namespace uses."""
     return Resource(
         resource_namespace=namespace, name=name.removeprefix(namespace + BETWEEN) if namespace else name
     )
@@ -134,16 +132,16 @@ def _checked(resource: Resource, name: str, what: str, most: int, code: Code) ->
 
 
 class Consuming:
-    """Filters that consumers have asked with, and how many calls of each address wait. Belongs to the event loop."""
+    """The filters of consumers, and the number of waiting calls per address. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._filters = FiltersKept()
         self._waits: Counter[str] = Counter()  # by address
 
     def wanted(self, expression: FilterExpression, topic: Topic) -> Filter:
-        """Return the filter; raise Refused, InvalidFilter."""
+        """Return the filter. Raises Refused, InvalidFilter."""
         if topic.name.startswith(RETRY_PREFIX):
-            return EVERYTHING  # what is there has been wanted once
+            return EVERYTHING  # the group's filter has matched these messages before
         kind = _KINDS.get(expression.type)
         if kind is None:
             raise Refused(
@@ -151,12 +149,12 @@ class Consuming:
                 f"filter type {expression.type}: TAG ({FilterType.TAG}) or SQL",
             )
         if kind == TAG and expression.expression in ("", ALL):
-            return EVERYTHING  # as most consumers ask: nothing to look up
+            return EVERYTHING  # the usual case: nothing to look up
         return self._filters.get(expression.expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Let the call wait within; raise Refused."""
+        """Count the call as waiting inside the block. Raises Refused if too many of its address wait."""
         if self._waits[call.peer] >= WAITS_PER_ADDRESS_MAX:
             raise Refused(
                 Code.TOO_MANY_REQUESTS,
@@ -172,7 +170,7 @@ class Consuming:
 
 
 def wait_ms(call: Call, asked: Duration | None) -> int:
-    """Return how long a call waits for its first message; None: as long as it may. Raise Refused."""
+    """Return how many ms a call waits for its first message. `asked` None: the maximum. Raises Refused."""
     waits = WAIT_MS_MAX
     if asked is not None:
         waits = min(waits, duration_ms(asked, Code.ILLEGAL_POLLING_TIME, "long_polling_timeout"))
@@ -188,23 +186,23 @@ def wait_ms(call: Call, asked: Duration | None) -> int:
 
 
 def duration_ms(duration: Duration, code: Code, what: str) -> int:
-    """Return a duration that a client has sent, rounded down; raise Refused with this code when it is none."""
+    """Convert a client's duration to ms, rounded down. Raises Refused with this code if it is invalid."""
     seconds, nanos = duration.seconds, duration.nanos
     if abs(seconds) > DURATION_SECONDS_MAX or abs(nanos) > NANOS_MAX or seconds * nanos < 0:
         raise Refused(code, f"{what} of {seconds} s and {nanos} ns: no duration")
     return int(seconds * 1_000 + nanos // 1_000_000)
 
 
-OK = Status(code=Code.OK, message=Code.Name(Code.OK))  # done as asked; what it is put into holds a copy
+OK = Status(code=Code.OK, message=Code.Name(Code.OK))  # messages that it is put into hold a copy
 
 
 def status(code: Code, text: str) -> Status:
-    """A status with a sentence of bounded length."""
+    """Return a status with a text of bounded length."""
     return Status(code=code, message=shorten(text))
 
 
 def status_of(error: BaseException) -> Status:
-    """The status for what a handler has raised."""
+    """Return the status for an error that a handler has raised."""
     if isinstance(error, Refused):
         name = Code.Name(error.protocol_code)
     else:

@@ -1,8 +1,8 @@
-"""A call by its name to its handler, and back with exactly one status.
+"""Call the handler with a call's name, and end the call with exactly one status.
 
-The definitions of the service say what there is; a call without a handler is NOT_IMPLEMENTED, with its name in the
-sentence. Errors are told in the response's own `status`, as RocketMQ's clients expect, and never as an error of gRPC:
-those are for what no handler has seen. Who may do what is asked before a handler runs (needs.py).
+The service definitions list the calls. A call without a handler gets NOT_IMPLEMENTED, with its name in the text. Errors
+are returned in the response's own `status`, as RocketMQ's clients expect. A gRPC error is only used for a call that no
+handler has seen. Permissions are checked before a handler runs (needs.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
 SERVICE_NAME = _SERVICE.full_name
 
-Admit = Callable[[Any], None]  # finds out who makes a call by its headers; raises Unauthorized
-Check = Callable[[Call, str, Any], None]  # raises when this caller may not make this call
+Admit = Callable[[Any], None]  # finds out the caller of a call from its headers; raises Unauthorized
+Check = Callable[[Call, str, Any], None]  # raises if this caller may not make this call
 
 
 class Method(NamedTuple):
-    """A call as the definitions have it."""
+    """A call in the service definitions."""
 
     name: str
     request: type[Message]
@@ -55,7 +55,7 @@ METHODS = {method.name: _method(method) for method in _SERVICE.methods}
 class Dispatch:
     """The handlers by the names of their calls.
 
-    `admit` is asked with the headers of each call, `check` once its request is there; None: all may be made.
+    `admit` runs with the headers of each call, `check` once its request has arrived. None allows every call.
     """
 
     def __init__(self, rooms: Iterable[Handlers], check: Check | None, admit: Admit | None = None) -> None:
@@ -70,11 +70,11 @@ class Dispatch:
         self._decoders = {name: each.decode for name, each in direct.items() if each.decode is not None}
 
     def decoder(self, name: str) -> Callable[[bytes], Any]:
-        """Return what makes a request of this call of its bytes; it raises DecodeError."""
+        """Return the function that decodes requests of this call. It raises DecodeError."""
         return self._decoders.get(name, METHODS[name].request.FromString)
 
     def begin(self, name: str, call: Call, request: Any, reply: Reply) -> bool:
-        """Begin a call whose handler needs no task; return False for any other, which `unary` or `stream` answer."""
+        """Begin a call whose handler needs no task, or return False for a call that `unary` or `stream` answers."""
         begin = self._direct.get(name)
         if begin is None:
             return False
@@ -87,7 +87,7 @@ class Dispatch:
         return True
 
     async def unary(self, name: str, call: Call, request: Any) -> Any:
-        """The response, of the call's own kind; never raises but when cancelled."""
+        """Return the response, of the call's own type. Never raises unless cancelled."""
         try:
             if self._check is not None:
                 self._check(call, name, request)
@@ -96,7 +96,7 @@ class Dispatch:
             return self.failed(name, error)
 
     async def stream(self, name: str, call: Call, request: Any) -> AsyncIterator[Any]:
-        """The responses; a failure is the last of them. `request` is a stream itself where the call takes one."""
+        """Yield the responses. A failure is the last of them. `request` is itself a stream if the call takes one."""
         responses: Any = None
         try:
             if self._check is not None:
@@ -108,7 +108,7 @@ class Dispatch:
             yield self.failed(name, error)
         finally:
             if responses is not None:
-                # At once, and not when it is collected: what it holds for a client that has gone is to come back.
+                # Now, not at garbage collection: messages held for a client that has gone must be given back.
                 await responses.aclose()
 
     def _handler(self, name: str) -> Any:
@@ -121,6 +121,6 @@ class Dispatch:
         return handler
 
     def failed(self, name: str, error: BaseException) -> Any:
-        """Return the response of a call that has failed."""
+        """Return the response of a call that has failed, and log the failure."""
         log_failure(logger, name, error)
         return METHODS[name].response(status=status_of(error))

@@ -1,4 +1,4 @@
-"""The edge for RocketMQ 5's clients: the rooms, one table of calls, and the server that carries them."""
+"""The edge for RocketMQ 5's clients: its handlers, the table of calls, and the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from timeball.protocols.shared_limits import ByteShares
 from timeball.security import OPEN, Security
 
 EXPIRE_LOOK_S = 5.0
-UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of answers that clients have not taken
+UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of answers that clients have not read
 
 
 class GrpcEdge:
@@ -67,14 +67,14 @@ class GrpcEdge:
 
     @property
     def port(self) -> int:
-        """The port that is listened on; -1 when there is none."""
+        """Return the port on which the edge listens, -1 if there is none."""
         return self.context.port
 
     async def start(self) -> None:
-        """Listen; raises SetupError when the port is taken."""
+        """Listen. Raises SetupError if the port is taken."""
         self.context.port = self._settings.grpc_port
         if self.context.port >= 0:
-            # Java's and Go's clients dial TLS unless they are told otherwise, Python's and Node's do not.
+            # By default, clients in Java and Go connect with TLS, those in Python and Node do not.
             self.context.port = await self._server.start(
                 self._settings.host, self.context.port, self._tls, "--grpc-port",
                 plain_from="all" if self._settings.allow_plaintext else "this machine",
@@ -83,7 +83,7 @@ class GrpcEdge:
 
     @property
     def connections(self) -> int:
-        """Return how many clients are connected."""
+        """Return the number of connected clients."""
         return self._server.connections
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Which call needs what of an account: decided by the policy before a handler runs.
+"""Check the permissions that a call requires, before a handler runs.
 
-Each call of the service stands in the table with what it needs and which of its fields name the topic and the group; a
-call that does not is an administrator's. Telemetry names its topics and its group inside the stream, so the room
-that reads it asks again (`check_settings`).
+The table lists the required permission of each call, and the fields that name its topic and group. A call without an
+entry is for administrators. A Telemetry stream names its topics and its group inside the stream. So the handler that
+reads the stream checks them (`check_settings`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Topics = Callable[[Any], Iterable[Resource]]
 
 
 class Need(NamedTuple):
-    """The right that a call needs, on which topics; `of_group`: on the group in its field `group` too."""
+    """The permission that a call requires, on which topics. `of_group`: also on the group in its field `group`."""
 
     verb: Verb
     topics: Topics = lambda request: ()
@@ -50,12 +50,12 @@ NEEDS = {
     "UpdateOffset": Need(Verb.RECEIVE, _of_queue, of_group=True),
     "GetOffset": Need(Verb.RECEIVE, _of_queue, of_group=True),
 }
-# An account is enough: they are about the client itself, or say what they are about later on.
+# An account is enough: these concern the client itself, or name their topics and groups later.
 OF_ONESELF = frozenset({"Telemetry", "Heartbeat", "NotifyClientTermination"})
 
 
 def check(policy: Policy, call: Call, name: str, request: Any) -> None:
-    """Have the policy decide about a call; raises Unauthorized, Forbidden, Refused."""
+    """Check a call against the policy. Raises Unauthorized, Forbidden, Refused."""
     if call.caller is ANONYMOUS or name in OF_ONESELF:
         return
     need = NEEDS.get(name, Need(Verb.ADMIN))
@@ -66,9 +66,9 @@ def check(policy: Policy, call: Call, name: str, request: Any) -> None:
 
 
 def check_settings(policy: Policy, caller: Caller, settings: Settings) -> None:
-    """Have the policy decide whether a client may be what its settings say; raises Forbidden, Unauthorized, Refused."""
+    """Check the topics and the group in a client's settings. Raises Forbidden, Unauthorized, Refused."""
     for topic in settings.publishing.topics:
-        # It will be asked about the topic's transactions.
+        # Such a producer gets half messages of the topic when it is asked about their transactions.
         policy.allow(caller, Verb.SEND, topic=topic_name(topic))
     if settings.HasField("subscription"):
         policy.allow(caller, Verb.RECEIVE, group=group_name(settings.subscription.group))

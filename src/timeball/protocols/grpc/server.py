@@ -1,6 +1,6 @@
-"""This edge as http2/server.py carries it: the service's methods by their paths, and the task that answers a call.
+"""The service of this edge for http2/server.py: the methods by their paths, and the tasks that answer calls.
 
-A call whose handler is direct has no task: most calls are sends, and a task costs as much as all the rest of one.
+A call with a direct handler has no task. Most calls are sends, and a task costs as much as the rest of a send.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from timeball.protocols.shared_limits import ByteShares, SharedLimit
 logger = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
-RECEIVED_BYTES_MAX = (
-    64 * 1024 * 1024
-)  # of requests on their way: each byte is eight of them on its way to the log
+RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of pending requests: each byte has eight copies on its way to the log
 CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
 
 
@@ -38,17 +36,17 @@ class GrpcExchange(Exchange):
     dispatch: Dispatch
 
     def refuse(self, error: BaseException) -> None:
-        """See Reply."""
+        """Answer with the status for `error`. See Reply."""
         self.answer(self.method.encode(self.dispatch.failed(self.method.name, error)))
 
 
 class AdmittedExchange(GrpcExchange):
-    """A call where callers sign: who calls is asked with the headers, before a byte of a request is received."""
+    """A call on an edge with accounts: the caller is checked with the headers, before any byte of a request."""
 
     __slots__ = ()
 
     def begin(self, method: Method) -> Exchange | None:
-        """See Exchange."""
+        """Check the caller and its share of the calls, and begin. See Exchange."""
         self.method = method
         assert self.dispatch.admit is not None
         try:
@@ -56,7 +54,7 @@ class AdmittedExchange(GrpcExchange):
             calls, self._account = self._room.calls, self.call.caller.name
             if self._account:
                 calls.name(self._account)
-            # Below half of the limit every caller gets a place, so there is nothing to count.
+            # Below half of the limit every caller gets a place, so the shares need no check.
             if calls.taken > calls.limit // 2 and (text := calls.excess(self.call.peer, self._account)):
                 raise OverLimit(text)
         except TimeballError as error:
@@ -66,7 +64,7 @@ class AdmittedExchange(GrpcExchange):
 
 
 class GrpcService:
-    """The calls of this edge, and what they share."""
+    """The calls of this edge, and their shared bounds."""
 
     call = Call
 
@@ -99,13 +97,13 @@ class GrpcService:
         call: Call,
         now_s: float,
     ) -> Exchange:
-        """See http2.server.Service."""
+        """Create the exchange of a new call. See http2.server.Service."""
         exchange = self._exchange(streams, number, is_heard, call, self.room, self._serve, now_s)
         exchange.dispatch = self._dispatch
         return exchange
 
     def _serve(self, exchange: Any, request: Any) -> Coroutine[Any, Any, None] | None:
-        """Begin a call; return its task if it needs one."""
+        """Begin a call, and return the coroutine that answers it if it needs a task."""
         if self._dispatch.begin(exchange.method.name, exchange.call, request, exchange):
             return None
         return self._run(exchange, request)
@@ -126,6 +124,6 @@ class GrpcService:
             else:
                 exchange.answer(method.encode(await dispatch.unary(method.name, call, request)))
             exchange.finish()
-        except Exception as error:  # of any kind: its client waits for an end
+        except Exception as error:  # of any kind: the client waits for an end
             logger.exception("call not answered call=%s reason=%s", method.name, error)
             exchange.fail(GrpcStatus.INTERNAL, "internal error; the broker's log says more")

@@ -1,7 +1,7 @@
-"""The results of the broker's verbs as JSON: instants as texts beside their numbers, bodies as text or base64. No I/O.
+"""The results of the broker's verbs as JSON: times as texts beside their numbers, bodies as text or base64. No I/O.
 
-These structs are what handlers answer and what the OpenAPI document describes, so neither can say what the other does
-not. A field that has nothing to say is left out.
+Handlers answer with these structs, and the OpenAPI document describes them, so the two always agree. A field without
+information is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from timeball.protocols.http.codec import instant_text, shown_body
 
 
 class GroupAt(msgspec.Struct, omit_defaults=True):
-    """A group and its state with a message: waiting, leased, done or dead. Without `attempts` they are not known."""
+    """A group and its state for a message: waiting, leased, done or dead.
+
+    Without `attempts` their number is not known.
+    """
 
     group: str
     state: str
@@ -35,7 +38,10 @@ class GroupAt(msgspec.Struct, omit_defaults=True):
 
 
 class Place(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The place of a message: waiting, visible, cancelled or expired. A body has at most its first 64 KiB."""
+    """The state of a message (waiting, visible, cancelled or expired) and its location.
+
+    `body` has at most the first 64 KiB.
+    """
 
     state: str
     seq: int
@@ -66,7 +72,7 @@ class Places(msgspec.Struct):
 
 
 class Granted(msgspec.Struct, omit_defaults=True):
-    """A move or a cancel that was granted: `verdict` is rescheduled or cancelled."""
+    """A reschedule or cancel that was carried out: `verdict` is rescheduled or cancelled."""
 
     id: str
     seq: int | None
@@ -77,14 +83,14 @@ class Granted(msgspec.Struct, omit_defaults=True):
 
 
 class Groups(msgspec.Struct, omit_defaults=True):
-    """Consumer groups, by name. `next_page`, as ?page=, leads to those that follow; without it these are the last."""
+    """Consumer groups by name. `next_page`, as ?page=, leads to the next ones; the last page has none."""
 
     groups: list[GroupState]
     next_page: str | None = None
 
 
 class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A message that a group has given up. `dead_letter` names it; a body has at most its first 64 KiB."""
+    """A message that a group has given up. `dead_letter` is its handle; `body` has at most the first 64 KiB."""
 
     dead_letter: str
     id: str | None = None
@@ -103,30 +109,30 @@ class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class DeadLetters(msgspec.Struct, omit_defaults=True):
-    """Dead letters of a group. `next_page`, as ?page=, leads to those that follow; without it these are the last."""
+    """Dead letters of a group. `next_page`, as ?page=, leads to the next ones; the last page has none."""
 
     dead_letters: list[DeadLetter]
     next_page: str | None = None
 
 
 class Dealt(msgspec.Struct):
-    """A dead letter that was named, and what came of it: resent, deleted or not_found."""
+    """A dead letter of the request, and its outcome: resent, deleted or not_found."""
 
     dead_letter: str
     verdict: str
 
 
 class DealtMany(msgspec.Struct):
-    """How many dead letters were dealt with, and what came of those that were named."""
+    """The number of dead letters that were resent or deleted, and the outcomes of those that the request named."""
 
     count: int
     results: list[Dealt]
 
 
 class CampaignShown(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A bulk write as one object: its state, planned, running, paused, cancelled or finished, and since when.
+    """A bulk write and its state: planned, running, paused, cancelled or finished, since the time `since`.
 
-    `groups`: of a cluster those that have a part of it each.
+    `groups`: in a cluster, the groups that each hold a part of it.
     """
 
     campaign: str
@@ -154,25 +160,25 @@ class Campaigns(msgspec.Struct):
 
 
 class Jobs(msgspec.Struct, omit_defaults=True):
-    """Reports of the pipeline's jobs as they have written them, and that of the last audit, if there was one."""
+    """Reports of the pipeline's jobs, as the jobs wrote them, and the report of the last audit, if there was one."""
 
     jobs: list[dict[str, Any]]
     audit: dict[str, Any] | None = None
 
 
 class TopicSize(msgspec.Struct):
-    """A topic, and how many queues it has now."""
+    """A topic, and the current number of its queues."""
 
     topic: str
     queues: int
 
 
 class TopicDeleted(msgspec.Struct):
-    """A topic that is no more.
+    """A topic that was deleted.
 
-    `unread`: messages that consumer groups had not read. `dead_letters`: those of the group whose dead letters it held.
-    `pending`: scheduled messages that still wait, and make the topic again when they are due; without it they are too
-    many to be counted.
+    `unread`: messages that consumer groups had not read. `dead_letters`: the dead letters in the topic, if it held
+    those of a group. `pending`: pending messages of the topic, which create it again when they are due. Without
+    `pending` they are too many to count.
     """
 
     topic: str
@@ -183,20 +189,20 @@ class TopicDeleted(msgspec.Struct):
 
 
 class SubscriptionDeleted(msgspec.Struct):
-    """A push subscription that is no more."""
+    """A push subscription that was deleted."""
 
     name: str
     verdict: str = "deleted"
 
 
 class Health(msgspec.Struct):
-    """live, or ready."""
+    """The status "live" or "ready"."""
 
     status: str
 
 
 class Leads(msgspec.Struct):
-    """The leader of a group, and the role of the node that answers: 200 from the leader alone."""
+    """The leader of a group, and the role of the node that answers. Only the leader answers with status 200."""
 
     group: str
     leader: str
@@ -204,13 +210,13 @@ class Leads(msgspec.Struct):
 
 
 class ReplicaGroups(msgspec.Struct):
-    """The groups of the cluster, by name."""
+    """The groups of the cluster, ordered by name."""
 
     groups: list[ReplicaGroup]
 
 
 def place_shown(found: MessagePlace) -> Place:
-    """Return where a message is."""
+    """Build the answer that shows the state and location of a message."""
     place = Place(
         state=found.state, seq=found.seq, topic=found.topic, queue_id=found.queue_id,
         queue_offset=found.queue_offset, at_ms=found.at_ms, due_ms=found.due_ms, at=_text(found.at_ms),
@@ -226,7 +232,7 @@ def place_shown(found: MessagePlace) -> Place:
 
 
 def granted(verdict: Verdict) -> Granted:
-    """Return the answer to a move or a cancel that was granted."""
+    """Build the answer to a reschedule or cancel that was carried out."""
     return Granted(
         verdict.subject,
         verdict.seq,
@@ -238,18 +244,21 @@ def granted(verdict: Verdict) -> Granted:
 
 
 def dead_letters(page: DeadLetterPage) -> DeadLetters:
-    """Return a page of dead letters."""
+    """Build the answer for a page of dead letters."""
     return DeadLetters([_letter(one) for one in page.dead_letters], page.next_page)
 
 
 def dealt(named: Sequence[str], found: Sequence[bool], rows: int, verdict: str) -> DealtMany:
-    """Return how many dead letters were dealt with; `found`: whether each that was named was there."""
+    """Build the answer to a resend or delete.
+
+    `found`: for each handle in `named`, whether the dead letter was there.
+    """
     pairs = zip(named, found, strict=True)
     return DealtMany(rows, [Dealt(one, verdict if there else "not_found") for one, there in pairs])
 
 
 def campaign_shown(found: Campaign) -> CampaignShown:
-    """Return a campaign."""
+    """Build the answer that shows a campaign."""
     said = msgspec.structs.asdict(found)
     return CampaignShown(
         **said, since=instant_text(found.since_ms), planned=instant_text(found.planned_ms),

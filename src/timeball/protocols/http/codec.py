@@ -1,4 +1,4 @@
-"""JSON of receives, answers and moves to structs and back; instants, spans and leases. No I/O."""
+"""JSON of receives, answers and reschedules to structs and back, with times, delays and leases. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON, NDJSON = "application/json", "application/x-ndjson"
 
 At = int | str
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# Names of before, and what a sender that still has them should write.
+# Names of older versions, and the names that replace them.
 _OLD_NAMES = {"delay": "after", "deliver_at": "at"}
 _DURATION = "a text with its unit, such as '5s' or '30m'"
 _INSTANT = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
@@ -32,7 +32,7 @@ _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
 
 
 class Leased(msgspec.Struct, omit_defaults=True):
-    """A message handed out to a group, with the receipt to answer it by. `base64`: a body that is no UTF-8."""
+    """A message handed out to a group, and the receipt to answer it with. `base64` holds a body that is not UTF-8."""
 
     receipt: str
     topic: str
@@ -52,7 +52,7 @@ class Leased(msgspec.Struct, omit_defaults=True):
 
 
 class LeasedMany(msgspec.Struct):
-    """What a receive got, which may be nothing."""
+    """The messages of a receive. The list may be empty."""
 
     messages: list[Leased]
 
@@ -64,7 +64,7 @@ class Answering(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of attempts that failed. Without `after` the group's retry policy says when they come again."""
+    """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again."""
 
     receipts: list[str]
     after: str | msgspec.UnsetType = msgspec.UNSET
@@ -72,51 +72,54 @@ class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of messages for the group's dead letters."""
+    """Receipts of messages to move to the group's dead letters."""
 
     receipts: list[str]
     reason: str = ""
 
 
 class Extending(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts whose leases shall end so far from now."""
+    """Receipts whose leases shall end after `lease` from now."""
 
     receipts: list[str]
     lease: str
 
 
 class Answered(msgspec.Struct):
-    """A receipt, good from now on, and whether its lease had not ended before."""
+    """A receipt, and whether its lease was still valid. Use this receipt for the next answer."""
 
     receipt: str
     valid: bool
 
 
 class AnsweredMany(msgspec.Struct):
-    """The outcomes for these receipts, in their order."""
+    """The results for the receipts of a request, in the same order."""
 
     results: list[Answered]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request whose path and query say all: {}."""
+    """The body of a request that needs no arguments in its body: {}."""
 
 
 class Resuming(msgspec.Struct, forbid_unknown_fields=True):
-    """`shift`: what was held comes later, by as long as the pause was; otherwise what is overdue comes at once."""
+    """The way to resume. With `shift`, held messages are delayed by the length of the pause.
+
+    Without it, overdue messages are due at once.
+    """
 
     shift: bool = False
 
 
 class Resolving(msgspec.Struct, forbid_unknown_fields=True):
-    """Dead letters to send again or to delete: those that are named, or all that are left."""
+    """Dead letters to resend or to delete: those in `dead_letters`, or all that are left."""
 
     dead_letters: list[str] | None = None
     all: bool = False
 
 
 class Topic(msgspec.Struct):
-    """A topic: its queues, and the visible messages that are kept in them."""
+    """A topic: the number of its queues, and of the visible messages that they keep."""
 
     topic: str
     queues: int
@@ -124,19 +127,22 @@ class Topic(msgspec.Struct):
 
 
 class Topics(msgspec.Struct):
-    """Topics, by name."""
+    """Topics, ordered by name."""
 
     topics: list[Topic]
 
 
 class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
-    """A topic to make; one that is there keeps its queues, or gains some. Without a number: as the settings say."""
+    """A topic to create. An existing topic keeps its queues or gains some.
+
+    Without `queues`, the broker's setting applies.
+    """
 
     queues: int | None = None
 
 
 class Moving(msgspec.Struct, forbid_unknown_fields=True):
-    """Another instant for a scheduled message: exactly one of these."""
+    """The new due time of a scheduled message: exactly one of `at` and `after`."""
 
     at: At | msgspec.UnsetType = msgspec.UNSET
     after: str | msgspec.UnsetType = msgspec.UNSET
@@ -146,7 +152,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def check_type(content_type: str, *known: str) -> str:
-    """Return the media type of a request's body; raise Refused (415) for one that is not known."""
+    """Find the media type of a request's body. Raises Refused (415) for a type that is not in `known`."""
     name, semicolon, rest = content_type.partition(";")
     name = name.strip().lower()
     if name not in known or (semicolon and not _CHARSET.fullmatch(semicolon + rest)):
@@ -155,7 +161,7 @@ def check_type(content_type: str, *known: str) -> str:
 
 
 def decode(kind: type[Any], data: bytes) -> Any:
-    """Return a request's body as a struct of this type; raise InvalidMessage."""
+    """Decode a request's body as a struct of type `kind`. Raises InvalidMessage and InvalidDelay."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -163,9 +169,9 @@ def decode(kind: type[Any], data: bytes) -> Any:
 
 
 def refused(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage:
-    """Return the error for a body that cannot be read; of a time it tells what to write.
+    """Build the error for a body that cannot be decoded. For a wrong time, the text shows the valid form.
 
-    `kind`: the struct that it was to be, whose fields an error about an unknown one lists.
+    `kind` is the expected struct. If a field is unknown, the text lists the fields of this struct.
     """
     text = f"body: {error}"
     for old, new in _OLD_NAMES.items():
@@ -182,7 +188,7 @@ def refused(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage:
 
 
 def when(at: At | msgspec.UnsetType, after: str | msgspec.UnsetType) -> tuple[int | None, int | None]:
-    """Return (due_ms, delay_ms), of which at most one is there; raise InvalidDelay."""
+    """Convert a due time and a delay to (due_ms, delay_ms), of which at most one is set. Raises InvalidDelay."""
     if at is not msgspec.UNSET and after is not msgspec.UNSET:
         raise InvalidDelay(f"at={at} and after={after} name two instants; give one of them")
     return (
@@ -192,18 +198,18 @@ def when(at: At | msgspec.UnsetType, after: str | msgspec.UnsetType) -> tuple[in
 
 
 def instant_text(instant_ms: int) -> str:
-    """Return an instant as RFC 3339 in UTC, with milliseconds."""
+    """Format a time as RFC 3339 in UTC, with milliseconds."""
     second, ms = divmod(instant_ms, limits.SECOND_MS)
     return f"{_second_text(second)}.{ms:03d}Z"
 
 
-@lru_cache(1_024)  # messages of one time are due at one time
+@lru_cache(1_024)  # messages sent together are often due in the same second
 def _second_text(second: int) -> str:
     return (_EPOCH + timedelta(seconds=second)).isoformat(timespec="seconds").removesuffix("+00:00")
 
 
 def lease_ms(lease: str) -> int:
-    """Return the milliseconds of a lease; raise OutOfRange for one that no group may have."""
+    """Convert a lease to milliseconds. Raises OutOfRange for a lease that groups may not have."""
     found = instants.delay_ms(lease, "lease")
     if not limits.SECOND_MS <= found <= limits.INVISIBLE_MS_MAX:
         raise OutOfRange(f"lease={lease}: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
@@ -211,7 +217,10 @@ def lease_ms(lease: str) -> int:
 
 
 def start_ms(text: str) -> int:
-    """Return where a new group is to begin: 0 for `earliest`, END for `latest`, else an instant."""
+    """Parse the start of a new group: 0 for `earliest`, END for `latest`, else a time in milliseconds since 1970 UTC.
+
+    Raises InvalidMessage.
+    """
     if text in ("earliest", "latest"):
         return 0 if text == "earliest" else instants.END
     try:
@@ -225,7 +234,7 @@ def start_ms(text: str) -> int:
 
 
 def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMany:
-    """Return what was handed out, under the topic that was asked for: some of it may come from a retry topic."""
+    """Build the answer to a receive, under the requested topic: some rows may come from the group's retry topic."""
     names = (
         "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys",
         "properties", "due_ms", "accepted_ms",
@@ -248,18 +257,21 @@ def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMa
 
 
 def shown_body(beginning: bytes, size_bytes: int) -> dict[str, Any]:
-    """Return the fields that show a body of so many bytes by its beginning: as text, or as base64 where it is none."""
+    """Build the fields that show the beginning of a body: as text, or as base64 if it is not UTF-8.
+
+    `size_bytes` is the size of the whole body.
+    """
     is_cut = len(beginning) < size_bytes
     fields: dict[str, Any] = {"size_bytes": size_bytes} | ({"body_cut": True} if is_cut else {})
     try:
-        # A cut may go through a character.
+        # The end of the beginning may lie within a character.
         return fields | {"body": getincrementaldecoder("utf-8")().decode(beginning, not is_cut)}
     except UnicodeDecodeError:
         return fields | {"base64": beginning}
 
 
 def shown(body: bytes) -> tuple[str | None, bytes | None]:
-    """Return a body as text, or as bytes when it is no UTF-8."""
+    """Decode a body as text, or return it as bytes if it is not UTF-8."""
     try:
         return body.decode(), None
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Serves the dashboard's files below /dashboard/, and sends a browser there from `/`; from `/docs` to the API's pages.
+"""Serves the dashboard's files below /dashboard/. Redirects browsers: `/` to it, and `/docs` to the API's pages.
 
-The files hold no data, so they need no account; the requests that they make do. They are read out of the installed
-package when they are first asked for, by names that cannot leave its folder.
+The files contain no data, so they need no account. The requests that they make do. Each file is read from the installed
+package when it is first requested, by a name that cannot lead out of the package's folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from importlib.resources import files
 from timeball.protocols.http.problems import Answer, problem
 from timeball.protocols.http.requests import Call, Handler
 
-PACKAGE = "timeball.dashboard"  # data and no code, so named and not imported
+PACKAGE = "timeball.dashboard"  # named and not imported, because it contains data and no code
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline: HTML that a message brings into the page can neither run nor send anything.
+# Nothing from other hosts, and nothing inline: HTML that a message brings into the page can neither run nor send
+# anything.
 SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
@@ -34,10 +35,10 @@ _NAME = re.compile(r"(?:[a-z_]+/)?[a-z_]+\.(html|css|js|svg)")
 
 
 class Dashboard:
-    """The paths of the dashboard; each file is read once."""
+    """The paths of the dashboard. Each file is read once."""
 
     def __init__(self) -> None:
-        self._read: dict[str, Answer] = {}
+        self._read: dict[str, Answer] = {}  # by file name
         self.open_paths: dict[str, dict[str, Handler]] = {
             "/": {"GET": self._front},
             "/dashboard": {"GET": self._redirect},
@@ -70,7 +71,7 @@ class Dashboard:
 
 
 def _redirection(location: bytes) -> Answer:
-    # Relative, so that it holds behind a proxy that adds a prefix.
+    # The location is relative, so that it also works behind a proxy that adds a prefix.
     return Answer(307, b"", ((b"location", location),), TYPES["html"])
 
 

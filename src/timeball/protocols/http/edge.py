@@ -1,6 +1,6 @@
-"""The edge for HTTP: one table of paths, and uvicorn on the broker's own event loop.
+"""The edge for HTTP: one table of paths, served by uvicorn on the broker's event loop.
 
-Too many connections are closed by strangers.py, as on every port.
+Surplus connections are closed by strangers.py, as on every port.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 75  # between two requests of a connection
-LAST_ANSWERS_S = 1  # at a stop: long polls that wait then end without an answer
+IDLE_S = 75  # the longest pause between two requests of a connection
+LAST_ANSWERS_S = 1  # after this time at a stop, waiting long polls end without an answer
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, as the node has its own, and with our port for TLS."""
+    """uvicorn without signal handlers, because the node has its own, and with the broker's listener for TLS."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; a client without TLS is named in the log, which uvicorn has no place for."""
+        """Listen. The TLS listener logs clients that connect without TLS, for which uvicorn has no hook."""
         tls = self.config.ssl
         await super().startup(sockets=sockets if tls is None else [])
         if tls is None or sockets is None:
@@ -50,16 +50,16 @@ class _Server(uvicorn.Server):
 
         server = FirstByteServer(connection, tls, edge="http")
         server.listen_on(sockets, BACKLOG)
-        self.servers.append(cast(asyncio.Server, server))  # it closes as one does
+        self.servers.append(cast(asyncio.Server, server))  # uvicorn closes it at a stop
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield
 
 
 class HttpEdge:
-    """Builds the paths, starts and stops the server. Belongs to the broker's event loop."""
+    """Builds the paths, and starts and stops the server. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security = OPEN) -> None:
         self._settings, self._security, self._clock = (
@@ -75,7 +75,7 @@ class HttpEdge:
         )
         handlers = routes_of(broker, metrics, status)
         open_paths = handlers.open_paths | Dashboard().open_paths
-        self._document: dict[str, Any] | None = None
+        self._document: dict[str, Any] | None = None  # built at the first request for it
         routes: list[BaseRoute] = [
             *(
                 self._route(path, methods, is_open=False, former=handlers.former.get(path))
@@ -90,11 +90,11 @@ class HttpEdge:
 
     @property
     def connections(self) -> int:
-        """Return how many connections are open."""
+        """The number of open connections."""
         return len(self._server.server_state.connections) if self._server is not None else 0
 
     async def start(self, listening: socket.socket | None = None) -> None:
-        """Serve on a socket that listens, or on one of its own; raises SetupError when the port is taken."""
+        """Serve on `listening`, or on a new socket. Raises SetupError when the port is taken."""
         if self.port < 0:
             return
         listening = listening or listen(self._settings)
@@ -109,7 +109,7 @@ class HttpEdge:
             access_log=False,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # no header says who calls
+            proxy_headers=False,  # no header may change the address of the caller
             backlog=BACKLOG,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=LAST_ANSWERS_S,
@@ -117,14 +117,14 @@ class HttpEdge:
         config.load()
         if self._security.tls is not None:
             config.ssl = self._security.tls.http
-        # Of clients' faults it warns once each: a stranger would fill the broker's log.
+        # uvicorn logs a warning for each fault of a client, so unknown clients could fill the broker's log.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = _Server(config)
-        # The port listens already: who comes before the server has started waits in line.
+        # The port listens already, so early clients wait in the backlog.
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
-        """Take no more requests, end those that wait, and let the connections go."""
+        """Accept no more requests, end the waiting ones, and close the connections."""
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True

@@ -1,7 +1,7 @@
-"""Server-sent events: visible messages to events, and their ids, which are positions, to offsets. No I/O.
+"""Server-sent events: visible messages to events, and the ids of events, which are positions, to offsets. No I/O.
 
-The id of an event is the position behind it, an offset for each queue: "12-7-0-4". A client that gives the last id it
-saw goes on from there.
+The id of an event is the position after it: one offset for each queue, as in "12-7-0-4". A client that sends the last
+id it has seen continues from there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.protocols.http.codec import encode, instant_text, shown
 
 EVENTS = "text/event-stream"
 KEEP_ALIVE = b": still here\n\n"
-RETRY_MS = 1_000  # after which a browser connects again
+RETRY_MS = 1_000  # the time after which a browser connects again
 _ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})*")
 _COLUMNS = (
     "seq", "queue_id", "queue_offset", "store_ms", "unique_key", "body", "tag", "keys", "properties", "due_ms",
@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """A visible message. `base64`: a body that is no UTF-8."""
+    """A visible message. `base64` holds a body that is not UTF-8."""
 
     seq: int
     queue: int
@@ -45,7 +45,7 @@ class Event(msgspec.Struct, omit_defaults=True):
 
 
 def offsets_of(last_event_id: str) -> list[int]:
-    """Return the offsets that an id names; raise InvalidMessage."""
+    """Parse the offsets of an event id. Raises InvalidMessage."""
     found = last_event_id.strip()
     if len(found) > 20 * limits.QUEUES_PER_TOPIC_MAX or not _ID.fullmatch(found):
         raise InvalidMessage(f"Last-Event-ID {found[:40]!r}: give back the id of an event, as it stands")
@@ -53,17 +53,20 @@ def offsets_of(last_event_id: str) -> list[int]:
 
 
 def beginning(offsets: Sequence[int]) -> bytes:
-    """Return what a stream begins with: its position, also for a client that sees no event before it goes."""
+    """Build the beginning of a stream: its position, for a client that disconnects before it has seen an event."""
     return b"retry: %d\nid: %s\n\n" % (RETRY_MS, id_of(offsets))
 
 
 def id_of(offsets: Sequence[int]) -> bytes:
-    """Return the id of a position."""
+    """Format a position as an event id."""
     return "-".join(map(str, offsets)).encode()
 
 
 def events(rows: pa.RecordBatch, offsets: Sequence[int]) -> bytes:
-    """Return READ_SCHEMA rows of queues as events, each with the position behind it; `offsets`: the one before."""
+    """Encode rows in READ_SCHEMA as events, each with the position after it.
+
+    `offsets` is the position before the first row.
+    """
     position, parts = list(offsets), []
     for values in zip(*(rows.column(name).to_pylist() for name in _COLUMNS), strict=True):
         seq, queue, offset, store_ms, unique_key, body, tag, keys, properties, due_ms, accepted_ms = values

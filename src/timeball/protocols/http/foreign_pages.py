@@ -1,17 +1,18 @@
 """Refuses requests that a browser sends for a page of another site. No I/O.
 
-A page can have a browser send requests to every address that the browser reaches, also to a broker on the reader's own
-machine. A broker without accounts would obey them. Two checks stop that:
+A page can make a browser send requests to every address that the browser reaches, including a broker on the reader's
+machine. A broker without accounts would carry them out. Two checks prevent that:
 
-    host    The name by which the client came. The owner of a name can let it point to the broker's address (DNS
-            rebinding), and the browser then takes the broker for the page's own site. So a broker without accounts
-            answers only to names that are local or configured. With accounts such a page lacks a key.
-    page    The site of the page that asks, with accounts and without. `Sec-Fetch-Site` names it. Browsers send it to
-            HTTPS and loopback only, so without it `Origin` counts, which they send with everything but a plain GET.
-            A plain GET without either is answered: GET changes nothing, and the page cannot read the answer.
+    host    The name by which the client reached the broker. The owner of a name can point it to the broker's address
+            (DNS rebinding), and the browser then treats the broker as the page's own site. So a broker without
+            accounts only answers to names that are local or configured. With accounts, such a page lacks a key.
+    page    The site of the page that sends the request, with accounts and without. `Sec-Fetch-Site` names it. Browsers
+            only send that to HTTPS and loopback addresses. Without it, `Origin` counts, which they send with everything
+            but a plain GET. A plain GET without either is answered: GET changes nothing, and the page cannot read the
+            answer.
 
 An IP address in `Host` is always accepted: an address cannot be pointed to another one. Programs other than browsers
-send neither of the two headers.
+send neither of the two page headers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from timeball.protocols.sessions import advertised
 
 OWN_SITE = ("same-origin", "none")  # `none`: the user typed the address
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-# Probes and load balancers ask here by names of their own; the answers hold no data.
+# Probes and load balancers use these paths under any host name. The answers contain no data.
 _BY_ANY_NAME = ("/health/", "/leader/")
-# A link from another site may lead to all other paths: the dashboard and the pages of the API hold no data either.
+# A link from another site may lead to all paths but these: the dashboard and the pages of the API contain no data
+# either.
 _NOT_BY_A_LINK = ("/v1/", "/metrics")
 _QUOTED_MAX = 80  # characters
 
@@ -43,13 +45,16 @@ class ForeignPages:
         has_accounts: bool,
         cluster_hosts: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`cluster_hosts`: names of the cluster's other nodes, which forward their clients to this one."""
+        """Collect the known host names.
+
+        `cluster_hosts` returns the names of the cluster's other nodes, which forward their clients to this one.
+        """
         self._has_accounts, self._cluster_hosts = has_accounts, cluster_hosts
         own = (settings.host, advertised(settings.advertise)[0])
         self._names = host_names(settings.http_hosts) | {name.lower() for name in own if name}
 
     def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
-        """Raise Forbidden for a request with these headers (names in lower case) that must not be answered."""
+        """Raise Forbidden for a request that must not be answered. The names of `headers` are in lower case."""
         host = headers.get("host", "")
         if not (self._has_accounts or path.startswith(_BY_ANY_NAME) or self._is_known(host)):
             name = _name_of(host)[:_QUOTED_MAX]
@@ -70,14 +75,14 @@ class ForeignPages:
 
     def _is_known(self, host: str) -> bool:
         name = _name_of(host)
-        # A request without the header comes from no browser.
+        # Browsers always send the header, so a request without it comes from another program.
         if not name or name == "localhost" or name.endswith(".localhost") or name in self._names:
             return True
         return _is_address(name) or name in self._cluster_hosts()
 
 
 def _name_of(host: str) -> str:
-    """Return the name or address in a `Host` header, without the port and in lower case."""
+    """Extract the name or address from a `Host` header, without the port and in lower case."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()
@@ -92,14 +97,14 @@ def _is_address(name: str) -> bool:
 
 
 def _is_origin_of(origin: str, host: str) -> bool:
-    """Return whether a page of this origin came from this host and port, by HTTP or HTTPS (a proxy may end TLS)."""
+    """True if a page of this origin came from this host and port, by HTTP or by HTTPS, which a proxy may terminate."""
     scheme, _, authority = origin.lower().partition("://")
     port = DEFAULT_PORTS.get(scheme, "")
     return bool(authority) and authority.removesuffix(port) == host.lower().removesuffix(port)
 
 
 def _is_link(method: str, headers: Mapping[str, str]) -> bool:
-    """Return whether the browser shows the answer in a tab of its own, as behind a link that was clicked."""
+    """True if the browser shows the answer as a page of its own, as after a click on a link."""
     return (method, headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == (
         "GET",
         "navigate",

@@ -1,4 +1,4 @@
-"""The OpenAPI document: each path with its parameters, its bodies and its answers, from the structs of the codec."""
+"""The OpenAPI document: each path with its parameters, bodies and answers, made from the structs of the codec."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATH: dict[str, dict[str, Any]] = {
     "campaign": {"type": "string", "minLength": 1, "maxLength": 100},
     "name": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,120}$"},
 }
-# What the pages of the API (dashboard/reference.js) write into the requests that they show.
+# The examples in the requests that the pages of the API show (dashboard/reference.js).
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "Message": {"body": "hello", "key": "order-17", "after": "30m"},
     "Moving": {"after": "2h"},
@@ -69,7 +69,7 @@ _PARAMETER_EXAMPLES = {
     "from": "2027-01-31T00:00:00Z",
     "to": "2027-02-01T00:00:00Z",
 }
-# Of these fields a request has exactly one, which a struct cannot say.
+# A request has exactly one of these fields, which the type of a struct cannot express.
 _ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("at", "after")}
 _SUBSCRIBED = (subscription_codec.Subscribed,)
 _UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
@@ -102,13 +102,16 @@ _PROBLEM = {
 
 
 class Broker(msgspec.Struct):
-    """The figures of `status` (docs/flight.md), of which only this one is described here: may the caller administer?"""
+    """The figures of `status` (docs/flight.md), of which only this one is described here.
+
+    `may_admin`: true if the caller may administer.
+    """
 
     may_admin: bool
 
 
 class Operation(NamedTuple):
-    """One method of one path. `query`: name, meaning, and whether it must be there."""
+    """One method of one path. `query` holds the name, the meaning, and whether the parameter is required."""
 
     method: str
     path: str
@@ -294,8 +297,8 @@ OPERATIONS = (
 
 
 def parameters_of(path: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the query parameters of a path, by method; none for a path that is not in the document."""
-    path = path.replace(":path}", "}")  # the router's own word for an id that may have slashes
+    """List the names of the query parameters of a path, by method. Empty for a path that is not in the document."""
+    path = path.replace(":path}", "}")  # the router's notation for an id that may contain slashes
     return {
         each.method.upper(): tuple(name for name, *_ in each.query)
         for each in OPERATIONS
@@ -304,7 +307,7 @@ def parameters_of(path: str) -> dict[str, tuple[str, ...]]:
 
 
 def document() -> dict[str, Any]:
-    """Return the document, as OpenAPI 3.1 has it."""
+    """Build the document as OpenAPI 3.1."""
     kinds = [kind for each in OPERATIONS for kind in each.request + each.answer]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     schema_of = dict(zip(map(str, kinds), schemas, strict=True))
@@ -383,7 +386,7 @@ def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
                 "schema": {"type": "string", "format": "binary", "description": text}
             }
         found["requestBody"] = {"required": True, "content": content}
-    # A send may be a repetition, and a subscription be new.
+    # A send may repeat an earlier one (200), and a subscription may be new (201).
     if other := {"send": "200", "subscribe": "201"}.get(each.name):
         found["responses"][other] = found["responses"][str(each.status)]
     if each.path.startswith(("/health", "/leader")):

@@ -1,6 +1,6 @@
-"""An answer, and the problem document (RFC 9457) that says why there is no better one. No I/O.
+"""The answer to a request, and the problem document (RFC 9457) for an error. No I/O.
 
-Apart from requests.py, so that the answers of a recovery (recovering.py) need no library of HTTP.
+This is separate from requests.py, so that the answers during a recovery (recovering.py) need no HTTP library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ PROBLEM = "application/problem+json"
 
 
 class Answer(NamedTuple):
-    """A status, and what becomes the JSON beneath it, or bytes as they are; `size_bytes` counts while it is written."""
+    """A status, and a value that is encoded as JSON or sent as it is if it is bytes.
+
+    `size_bytes` is the estimate that counts towards the limit of bytes to send.
+    """
 
     status: int
     value: Any
@@ -25,7 +28,7 @@ class Answer(NamedTuple):
 
 
 def problem(status: int, code: str, detail: str, *, allow: str = "", **more: Any) -> Answer:
-    """Return a problem document; `more`: members that say something about this problem alone."""
+    """Build a problem document. `more` holds additional members for this problem."""
     headers: tuple[tuple[bytes, bytes], ...] = ((b"allow", allow.encode()),) if allow else ()
     if status == 401:
         headers = ((b"www-authenticate", b'Bearer realm="timeball"'),)
@@ -43,12 +46,12 @@ def problem(status: int, code: str, detail: str, *, allow: str = "", **more: Any
 
 
 def problem_of(error: BaseException) -> Answer:
-    """Return the problem document of an error; a fault of ours is named, and its text kept for the broker's log."""
+    """Build the problem document of an error. For an internal fault it only contains the name of the fault."""
     if isinstance(error, Refused):
         return problem(error.protocol_code, "bad_request", sentence(error))
     if not isinstance(error, TimeballError):
         return problem(500, "error", sentence(error))
-    # The log has stopped: the request was right, and another broker may take it.
+    # The log has stopped: the request was correct, and another broker may accept it.
     status = 503 if isinstance(error, StorageError) else codes_of(error).http
     assert status != 401 or isinstance(error, Unauthorized)
     return problem(status, error.code, sentence(error))

@@ -1,7 +1,7 @@
-"""Answers on the HTTP port while the broker recovers: the process lives, and takes no messages yet.
+"""Answers on the HTTP port while the broker recovers: the process is alive, but accepts no messages yet.
 
-Recovery of a large log takes minutes, in which a probe or an operator would otherwise see a port that is closed. The
-socket that listens is then handed to the edge, so that a client which waits in its line is served by it.
+The recovery of a large log takes minutes. Without these answers a probe or an operator would see a closed port. After
+the recovery the listening socket is handed to the HTTP edge, so that clients waiting in its backlog are served there.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from timeball.security import Security
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
-HEAD_BYTES_MAX = 32 * 1024
-HEAD_S = 5.0
-CONNECTIONS_MAX = 1_000
+HEAD_BYTES_MAX = 32 * 1024  # of a request
+HEAD_S = 5.0  # for a request and its answer
+CONNECTIONS_MAX = 1_000  # further ones are closed without an answer
 LIVE = b"/health/live"
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return a socket that listens on the HTTP port; raise SetupError when the port is taken."""
+    """Open a socket that listens on the HTTP port. Raises SetupError when the port is taken."""
     host, port = settings.host, settings.http_port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address, family=family, backlog=BACKLOG)
-        # Connections inherit it; asyncio sets it only on sockets that were made with a protocol number. Without it
-        # the second write of an answer waits 40 ms for the client's delayed acknowledgement of the first.
+        # Connections inherit this option, which asyncio sets only on sockets made with a protocol number. Without it,
+        # the second write of an answer waits 40 ms for the client's delayed acknowledgement of the first one.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:
@@ -52,26 +52,26 @@ class Recovering:
         self._open = 0
 
     async def start(self) -> None:
-        """Begin to answer, unless there is no HTTP port; raise SetupError when it is taken."""
+        """Begin to answer, unless there is no HTTP port. Raises SetupError when the port is taken."""
         if self._settings.http_port < 0:
             return
         self._listening = listen(self._settings)
         tls = self._security.tls
-        # A copy of the descriptor: the server closes its own, and the line of those who wait stays.
+        # The server closes this copy of the descriptor, and the backlog of the original socket stays.
         self._server = await asyncio.start_server(
             self._serve, sock=self._listening.dup(), limit=HEAD_BYTES_MAX, backlog=BACKLOG,
             ssl=None if tls is None else tls.http,
         )  # fmt: skip
 
     def hand_over(self) -> socket.socket | None:
-        """Answer no more, and return the socket that listens; None where there is no HTTP port."""
+        """Stop answering, and return the listening socket. None if there is no HTTP port."""
         if self._server is not None:
             self._server.close()
         listening, self._server, self._listening = self._listening, None, None
         return listening
 
     def close(self) -> None:
-        """Answer no more, and free the port."""
+        """Stop answering, and free the port."""
         listening = self.hand_over()
         if listening is not None:
             listening.close()
@@ -92,7 +92,7 @@ class Recovering:
 
 
 def answer_to(head: bytes) -> bytes:
-    """Return the answer to a request with this head, whose connection is closed behind it."""
+    """Build the answer to a request with this head. The connection is closed after the answer."""
     method, _, rest = head.partition(b" ")
     if rest.partition(b" ")[0].partition(b"?")[0] == LIVE:
         line, kind, value, more = b"200 OK", JSON, encode(Health("live")), b""

@@ -1,10 +1,10 @@
-"""One request: who calls, its parameters, its body when it is asked for, its answer or its problem.
+"""One HTTP request: its caller, its parameters, its body if the handler reads it, and its answer or problem.
 
-who calls       from the headers, before a byte of the body is read
-may it          asked of the policy before a body is read, where the path says what it is for
-body            at most BODY_BYTES_MAX, within BODY_S, and within what clients of one address may hold
-answer          JSON; counted until it is written, or until it has taken ANSWER_S
-problem         RFC 9457, with the code of docs/operations.md
+caller          identified by the headers, before any byte of the body is read
+permission      checked by the policy before the body is read, if the path identifies the operation
+body            at most BODY_BYTES_MAX, within BODY_S, and within the share of bytes of the client's address
+answer          JSON; its bytes count until they are written, at most for ANSWER_S
+problem         RFC 9457, with the codes of docs/operations.md
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from timeball.security import Security
 
 logger = logging.getLogger(__name__)
 
-BODY_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # one body of 4 MiB in base64, and what stands beside it
-RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of all requests that are read or answered
-SENT_BYTES_MAX = 64 * 1024 * 1024  # of answers that clients have not taken
+BODY_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # a message body of 4 MiB in base64, and the fields beside it
+RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # for all requests that are read or answered
+SENT_BYTES_MAX = 64 * 1024 * 1024  # for answers that clients have not read yet
 CALLS_MAX = limits.PULLS_WAITING_MAX
 STREAMS_MAX = (
-    2_000  # besides the calls, so that live tails leave receives alone; each is some tasks and a socket
+    2_000  # besides the calls, so that live tails displace no receives; each is some tasks and a socket
 )
-TAKEN_S = 20.0  # for a client to read what is before the next part of a stream
-BODY_S = 20.0
-ANSWER_S = 60.0
+TAKEN_S = 20.0  # for a client to read the earlier parts before the next part of a stream
+BODY_S = 20.0  # for the reservation and the whole body
+ANSWER_S = 60.0  # for a client to take an answer
 
 
 class Stream(NamedTuple):
-    """An answer without an end, part by part; `parts` is closed when its client goes, or does not read."""
+    """An answer without an end, sent in parts. `parts` is closed when the client disconnects or does not read."""
 
     parts: AsyncGenerator[bytes, None]
     media_type: str
 
 
 class Call:
-    """One request of a client that is known."""
+    """One request. `caller` is set once the credentials are checked."""
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], room: Room) -> None:
         self._receive, self._room = receive, room
@@ -59,11 +59,11 @@ class Call:
         self.query = QueryParams(scope["query_string"])
         self.peer = peer_of(scope)
         self.caller: Caller
-        self.account = ""  # for which the request counts, once it is known
+        self.account = ""  # the account that the request counts for, once it is known
         self.held_bytes = 0
 
     async def body(self) -> bytes:
-        """Return the body; raise Refused (408, 413), OverLimit."""
+        """Read the body. Raises Refused (408, 413), Gone if the client disconnects, and OverLimit."""
         # A request with neither header has no body.
         length = self.headers.get("content-length", "" if "transfer-encoding" in self.headers else "0")
         wanted = int(length) if length.isdecimal() and len(length) < 20 else BODY_BYTES_MAX
@@ -72,7 +72,7 @@ class Call:
         parts, size = [], 0
         try:
             async with asyncio.timeout(BODY_S):
-                # Before it is read: uvicorn stops the client when some of it waits.
+                # Reserve the bytes before reading: until then uvicorn stops reading from the client.
                 await self._room.received.room(self.peer, wanted)
                 self.held_bytes = wanted
                 more = True
@@ -90,18 +90,21 @@ class Call:
         return b"".join(parts)
 
     async def gone(self) -> None:
-        """Return when the client has gone away. Nothing else may read the body then."""
+        """Wait until the client disconnects. Nothing else may read the body at the same time."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     def release(self) -> None:
-        """Count its body no more."""
+        """Release the bytes that the body holds."""
         self._room.received.remove(self.peer, self.held_bytes)
         self.held_bytes = 0
 
 
 class Room:
-    """Bytes held by the requests of all clients. Belongs to the event loop."""
+    """The limits shared by the requests of all clients. Belongs to the event loop.
+
+    They limit the bytes received, the bytes to send, the calls and the streams.
+    """
 
     def __init__(self) -> None:
         self.received = ByteShares(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
@@ -110,7 +113,7 @@ class Room:
 
 
 class Gone(Exception):
-    """The client has gone away before its answer."""
+    """The client has disconnected before its answer."""
 
 
 Handler = Callable[[Call], Awaitable[Answer | Stream]]
@@ -126,9 +129,9 @@ async def read(
     topic: str | None = None,
     group: str | None = None,
 ) -> Any:
-    """Return the JSON body of a request as a struct of this type, once the policy has allowed the verb.
+    """Check that the policy allows the verb, then read the JSON body and decode it as a struct of type `kind`.
 
-    Raise Forbidden, Unauthorized, Refused (415), InvalidMessage.
+    Raises Forbidden, Unauthorized, Refused (408, 413, 415), InvalidMessage and OverLimit.
     """
     policy.allow(call.caller, verb, topic=topic, group=group)
     check_type(call.headers.get("content-type", ""), JSON)
@@ -143,10 +146,10 @@ async def check_no_body(
     topic: str | None = None,
     group: str | None = None,
 ) -> None:
-    """Refuse a body where path and query say all, once the policy has allowed the verb; an empty object is accepted.
+    """Check that the policy allows the verb, and refuse a body. An empty JSON object is accepted.
 
-    Raise Forbidden, Unauthorized, Refused (415), InvalidMessage. The type is checked because a form of a page of
-    another site always has one, and never that of JSON.
+    Raises Forbidden, Unauthorized, Refused (415) and InvalidMessage. The content type is checked because a form on a
+    page of another site always has one, and it is never that of JSON.
     """
     policy.allow(call.caller, verb, topic=topic, group=group)
     if kind := call.headers.get("content-type"):
@@ -159,7 +162,7 @@ async def check_no_body(
 
 
 class Endpoint:
-    """The handlers of one path, by method; an ASGI application."""
+    """The handlers of one path, by method. An ASGI application."""
 
     def __init__(
         self,
@@ -173,11 +176,14 @@ class Endpoint:
         former: Mapping[str, str],
         parameters: Mapping[str, tuple[str, ...]],
     ) -> None:
-        """`parameters`: the query parameters of each method; one that is not there takes any."""
+        """Keep the handlers. `parameters` are the query parameters of each method.
+
+        A method that is missing in `parameters` accepts any query.
+        """
         self._methods, self._security, self._now_ms, self._room = methods, security, now_ms, room
         self._pages = pages
         self._parameters = parameters
-        self._former = former  # what to do in place of a method that was answered once
+        self._former = former  # by method: the advice for a method that older versions answered
         self._is_open = is_open  # to callers without an account
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,7 +216,7 @@ class Endpoint:
                 self._room.sent.remove(call.peer, answer.size_bytes)
 
     async def _stream(self, stream: Stream, call: Call, send: Send, *, is_head: bool) -> None:
-        """Write the parts of a stream until it ends, its client goes, or does not read."""
+        """Write the parts of a stream until it ends, or the client disconnects or does not read."""
         if is_head:
             await stream.parts.aclose()
             await respond(Answer(200, b"", media_type=stream.media_type), send)
@@ -239,11 +245,13 @@ class Endpoint:
             (b"content-type", stream.media_type.encode()),
             (b"cache-control", b"no-store"),
             (b"x-content-type-options", b"nosniff"),
-            (b"x-accel-buffering", b"no"),  # a proxy that gathers an answer would keep it for ever
+            # a proxy that collects an answer before sending it would wait for ever
+            (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for part in stream.parts:
-            # Sent when the transport has room: of a client that does not read, one part waits here and no more.
+            # `send` returns when the transport can take more. If the client does not read, only this one part waits
+            # here.
             self._room.sent.add(peer, len(part))
             try:
                 async with asyncio.timeout(TAKEN_S):
@@ -273,7 +281,7 @@ class Endpoint:
 
 
 def check_parameters(query: QueryParams, known: tuple[str, ...] | None) -> None:
-    """Raise RequestError for a query parameter that is not known, or there twice; None: all are known."""
+    """Raise RequestError for an unknown or repeated query parameter. `known` None allows all parameters."""
     for name in query if known is not None else ():
         if name not in (known or ()):
             raise RequestError(f"parameter {name[:80]!r} is not known; {valid(name, known or ())}")
@@ -282,12 +290,12 @@ def check_parameters(query: QueryParams, known: tuple[str, ...] | None) -> None:
 
 
 def peer_of(scope: Scope) -> str:
-    """Return the address of the client."""
+    """Read the client's address from an ASGI scope."""
     return scope["client"][0] if scope.get("client") else ""
 
 
 async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request for a path that there is not; an ASGI application."""
+    """Answer a request for an unknown path. An ASGI application."""
     if scope["type"] == "http":
         await respond(
             problem(404, "not_found", f"no path {scope['path'][:200]!r}; GET /openapi.json has them all"),
@@ -296,7 +304,7 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
-    """Write an answer."""
+    """Write an answer: its head, and its body unless the request is a HEAD."""
     data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
     headers = [
         (b"content-type", answer.media_type.encode()),

@@ -1,14 +1,15 @@
-"""Messages of a send to rows, and where they stand to an answer. No I/O.
+"""Messages of a send request to rows, and the outcome to an answer. No I/O.
 
-    application/json                        one message, or an array of them
-    application/x-ndjson                    one message a line
+    application/json                        one message, or an array of messages
+    application/x-ndjson                    one message per line
     application/vnd.apache.arrow.stream     columns of SEND_SCHEMA without `topic`, which the path names
-    ce-specversion: 1.0                     a CloudEvent in binary mode, of any type: the body as it is, its attributes
-                                            as properties
-    timeball-…, or another type             one message, the body as it is; the headers say the rest
+    ce-specversion: 1.0                     a CloudEvent in binary mode, of any type: the body becomes the body of the
+                                            message, and the attributes become its properties
+    timeball-…, or another type             one message with this body; the headers contain its other fields
 
-A body in JSON is given as text (`body`), as a JSON value (`json`, stored as its text stands), or as `base64`. Instants
-and delays are read by instants.py, as those of the Python client are; a bare number is an instant in milliseconds.
+A body in JSON is given as text (`body`), as a JSON value (`json`, whose text is stored unchanged), or as `base64`. Due
+times and delays are parsed by instants.py, as in the Python client. A number without a unit is a due time in
+milliseconds since 1970.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from timeball.rules import (
 )
 
 ARROW = "application/vnd.apache.arrow.stream"
-# They become columns in a thread of their own, which shares the interpreter with the loop.
+# The limit on messages, because a thread converts them to columns, and it shares the interpreter with the event loop.
 MESSAGES_MAX = 10_000
-FEW = 256  # up to so many messages go row by row, which costs a third of the way of columns
+FEW = 256  # up to this number, messages are sent as rows, which costs a third of the conversion to columns
 
 HEADER, PROPERTY_HEADER = "timeball-", "timeball-property-"
 RAW_HEADERS = ("id", "key", "tag", "after", "at", "raw")
 _OLD_HEADERS = {f"{HEADER}delay": f"{HEADER}after", f"{HEADER}deliver-at": f"{HEADER}at"}
 _TYPE = re.compile(r"[!#$&^_.+a-z0-9-]+/[!#$&^_.+a-z0-9-]+")
-# Types that a page of another site may send without being asked (the fetch standard's CORS-safelisted ones).
+# Types that a page of another site may send without a preflight request (CORS-safelisted ones of the fetch standard).
 _OF_ANY_PAGE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
 _NAMES = ("topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms")
@@ -57,7 +58,7 @@ _SCHEMA = pa.schema([(name, SEND_COLUMNS[name]) for name in _NAMES])
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message to send: one of body, json and base64; at most one of at and after."""
+    """A message to send: exactly one of body, json and base64, and at most one of at and after."""
 
     body: str | None = None
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -72,10 +73,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, omit_defaults=True):
-    """The answer to a message that was taken. Without `due` it is in its queue already.
+    """The answer to an accepted message. Without `due`, the message is already in its queue.
 
-    Of a send with an idempotency key, `outcome`: created, or "exists" when it was sent before. Of one that is repeated,
-    `state` and `due`: its current state and due time. `past_ms`: for how long `due` had passed when it was taken.
+    With an idempotency key, `outcome` is "created", or "exists" if the message was sent before. For a message that was
+    sent before, `state` and `due` are its current state and due time. `past_ms` is the time by which `due` had passed
+    when the message was accepted.
     """
 
     id: str
@@ -95,9 +97,10 @@ class SentMany(msgspec.Struct):
 
 
 class SentRows(msgspec.Struct, omit_defaults=True):
-    """The answer to columns: their rows stand side by side. `states`: how many are in each, of those sent before.
+    """The answer to columns: their rows have the sequence numbers from `first_seq` on, without gaps.
 
-    `past_rows`: how many rows were due before they were taken. `past_ms`: for how long the oldest of them had been.
+    `states` counts the rows that were sent before, by their current state. `past_rows` is the number of rows whose due
+    time had passed when they were accepted. `past_ms` is the largest time by which a due time had passed.
     """
 
     first_seq: int
@@ -110,9 +113,9 @@ class SentRows(msgspec.Struct, omit_defaults=True):
 
 
 class Place(NamedTuple):
-    """The id of a message and its instant: one of due_ms and delay_ms, or none of them.
+    """The id of a message and its time: due_ms or delay_ms, or neither.
 
-    `is_relative`: due_ms was made of a delay, which cannot be in the past.
+    `is_relative` means that due_ms was computed from a delay, which cannot lie in the past.
     """
 
     message_id: str
@@ -127,15 +130,15 @@ class Sending(NamedTuple):
     rows: SendBatch
     row_count: int
     size_bytes: int
-    places: list[Place] | None  # None: of columns, whose rows are answered by their numbers
-    is_one: bool = False  # the answer is one object and no list
+    places: list[Place] | None  # None for columns, whose answer contains no ids
+    is_one: bool = False  # the answer is one object and not a list
 
 
 class IdSource:
-    """Gives a message its id where it has none: the nth of a request."""
+    """Makes the ids of the messages in a request that have none. `id_of` receives the index of the message."""
 
     def id_of(self, at: int) -> str:
-        """Return an id of 32 hexadecimal characters."""
+        """Make an id of 32 hexadecimal characters."""
         raise NotImplementedError
 
 
@@ -144,9 +147,10 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 
 
 def read(topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int | None = None) -> Sending:
-    """Return the messages of a send; raise InvalidMessage, InvalidDelay, OverLimit.
+    """Decode the messages of a send. Raises InvalidMessage, InvalidDelay and OverLimit.
 
-    `now_ms`: delays may become instants counted from it; None: they stay delays, alike in a send that is repeated.
+    With `now_ms`, delays may become due times counted from it. With None they stay delays, so that a repeated send has
+    the same content.
     """
     if content_type == ARROW:
         return _arrow(topic, data)
@@ -170,9 +174,9 @@ def read(topic: str, content_type: str, data: bytes, ids: IdSource, now_ms: int 
 def cloud_event(
     topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
 ) -> Sending:
-    """Return the message of a CloudEvent in binary mode; raise InvalidMessage, InvalidDelay.
+    """Decode the message of a CloudEvent in binary mode. Raises InvalidMessage and InvalidDelay.
 
-    HTTP Protocol Binding for CloudEvents 1.0.2, section 3.1. Its id becomes that of the message.
+    HTTP Protocol Binding for CloudEvents 1.0.2, section 3.1. The id of the event becomes the id of the message.
     """
     attributes = {name: unquote(value) for name, value in headers.items() if name.startswith("ce-")}
     if attributes["ce-specversion"] != "1.0":
@@ -185,10 +189,11 @@ def cloud_event(
 
 
 def is_raw(headers: Mapping[str, str]) -> bool:
-    """Return whether the body of a send is one message as it is.
+    """True if the body of a send is the body of one message.
 
-    So says a header of ours, or a type that is none of those above. Not a type that any page may send: a browser on
-    this machine would carry the messages of another site here.
+    This is the case if a header of Timeball is present, or if the content type is none of the types in the module
+    docstring. Types that any web page may send are excluded: otherwise a browser on this machine could be made to send
+    messages for another site.
     """
     if any(name.startswith(HEADER) for name in headers):
         return True
@@ -199,7 +204,7 @@ def is_raw(headers: Mapping[str, str]) -> bool:
 def raw(
     topic: str, headers: Mapping[str, str], data: bytes, ids: IdSource, now_ms: int | None = None
 ) -> Sending:
-    """Return the message that a body is; raise InvalidMessage, InvalidDelay."""
+    """Build the message of a raw body and its headers. Raises InvalidMessage and InvalidDelay."""
     properties = {}
     for name, value in headers.items():
         if name.startswith(PROPERTY_HEADER):
@@ -212,7 +217,7 @@ def raw(
 
 
 def _check_names(headers: Mapping[str, str]) -> None:
-    """Raise for a header of ours that is not known: a delay with a slip in its name would be sent at once."""
+    """Raise an error for an unknown header of Timeball. With a misspelled delay, the message would be sent at once."""
     for name in headers:
         if name in _OLD_HEADERS:
             raise InvalidDelay(f"header {name!r} is called {_OLD_HEADERS[name]!r}")
@@ -225,7 +230,7 @@ def _check_names(headers: Mapping[str, str]) -> None:
 def _of_headers(
     headers: Mapping[str, str], data: bytes, message_id: str | None, properties: dict[str, str]
 ) -> Message:
-    """Return a message of which headers say what a JSON object says in its fields."""
+    """Build a message from headers that correspond to the fields of a JSON message."""
     _check_names(headers)
     key, tag = headers.get(f"{HEADER}key"), headers.get(f"{HEADER}tag")
     said = {**properties, "content-type": headers.get("content-type", "")}
@@ -248,9 +253,9 @@ def sent(
     *,
     durable: bool,
 ) -> Sent | SentMany | SentRows:
-    """Return the answer to messages that stand in the log from `first_seq` on.
+    """Build the answer to messages that are in the log from `first_seq` on.
 
-    `keyed`: of a send with an idempotency key its outcome, and the states of messages that were sent before.
+    `keyed`: for a send with an idempotency key, its outcome and the states of messages that were sent before.
     """
     outcome, states = keyed or (None, ())
     if sending.places is None:
@@ -272,7 +277,7 @@ def sent(
 
 
 def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
-    """Return `past_rows` and `past_ms` of columns that the broker has taken."""
+    """Compute `past_rows` and `past_ms` of columns that the broker has accepted."""
     if not isinstance(rows, pa.RecordBatch) or "due_ms" not in rows.schema.names:
         return 0, 0
     return past_due(rows.column("due_ms"), store_ms)
@@ -357,13 +362,14 @@ def _arrow(topic: str, data: bytes) -> Sending:
     columns, batches, rows = SendColumns(schema), [], 0
     for header, body in messages:
         batch = arrow_ipc.batch(header, body, given)
-        # Before anything is made of so many rows: a column without values needs no bytes.
+        # Check the number before using the rows: a column without values takes no bytes, so few bytes can claim many
+        # rows.
         rows += batch.num_rows
         if rows > limits.ROWS_PER_REQUEST_MAX:
             raise OverLimit(
                 f"more than {limits.ROWS_PER_REQUEST_MAX} rows in one request: send fewer at once"
             )
-        # The policy has decided about the topic, which the path names.
+        # The columns need no further topic check, because the policy has already decided on the topic of the path.
         batches.append(columns.adopt(_with_topic(batch, topic, schema), None))
     if not batches:
         raise InvalidMessage("no record batch: send at least one row")
@@ -375,7 +381,7 @@ def _arrow(topic: str, data: bytes) -> Sending:
 
 
 def _check_keys(rows: pa.RecordBatch) -> None:
-    """Raise InvalidMessage for a text of the column `keys` that is not one key."""
+    """Raise InvalidMessage for a text in the column `keys` that is not one key."""
     if "keys" in rows.schema.names and (wrong := key_faults(rows.column("keys"))).any():
         row = int(wrong.argmax())
         try:

@@ -14,7 +14,7 @@ State = Literal["delivering", "failing", "paused", "gone"]
 
 
 class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A subscription to make, or what an existing one shall be. `rotate_secret`: give it another secret."""
+    """A subscription to create, or the new form of an existing one. `rotate_secret` replaces its secret."""
 
     topic: str
     group: str
@@ -27,7 +27,7 @@ class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rotate_secret: bool = False
 
     def wanted(self) -> PushSubscription:
-        """Return it as the broker keeps it; raise InvalidDelay."""
+        """Convert the request to the broker's form. Raises InvalidDelay."""
         return PushSubscription(
             topic=self.topic,
             group=self.group,
@@ -41,7 +41,7 @@ class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Subscribed(msgspec.Struct, kw_only=True):
-    """A subscription, and how it goes since the broker's start. `secret`: once, when it was made."""
+    """A subscription, and its figures since the broker's start. `secret` is shown once, when it is created."""
 
     name: str
     topic: str
@@ -54,15 +54,15 @@ class Subscribed(msgspec.Struct, kw_only=True):
     timeout: str
     state: State
     in_flight: int = 0
-    delivered: int = 0  # requests that were answered 2xx
-    failed: int = 0  # requests that were not
+    delivered: int = 0  # requests with an answer 2xx
+    failed: int = 0  # requests without an answer 2xx
     failures_in_row: int = 0
     last_failure: str | None = None
     secret: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class SubscribedMany(msgspec.Struct):
-    """Subscriptions by their names."""
+    """Subscriptions, ordered by name."""
 
     subscriptions: list[Subscribed]
 
@@ -70,7 +70,7 @@ class SubscribedMany(msgspec.Struct):
 def subscribed(
     name: str, kept: PushSubscription, figures: PushFigures | None, secret: str | None = None
 ) -> Subscribed:
-    """Return a subscription as it is shown."""
+    """Build the answer that shows a subscription and its state."""
     state: State = "delivering"
     if kept.paused:
         state = "gone" if kept.paused_by == "receiver" else "paused"

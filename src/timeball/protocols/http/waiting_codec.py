@@ -1,4 +1,4 @@
-"""Parameters and answers of the read-outs of what waits: windows, pages, buckets. No I/O."""
+"""Parameters and answers of the queries for pending messages: windows of time, pages, buckets. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAGE = re.compile(r"([0-9]{1,18})-([0-9]{1,19})")
 
 
 class Waiting(msgspec.Struct, omit_defaults=True):
-    """A message that waits. `seq`: its number in the log, by which other tools name it."""
+    """A pending message. `seq` is its number in the log, by which other tools name it."""
 
     topic: str
     due: str
@@ -32,21 +32,24 @@ class Waiting(msgspec.Struct, omit_defaults=True):
 
 
 class WaitingPage(msgspec.Struct, omit_defaults=True):
-    """Messages by due time. `next_page`, as ?page=, leads to those that follow; without it these are the last."""
+    """Pending messages by due time. `next_page`, as ?page=, leads to the next ones; the last page has none."""
 
     messages: list[Waiting]
     next_page: str | None = None
 
 
 class Bucket(msgspec.Struct):
-    """A bucket, by its first instant, and how many messages are due in it."""
+    """A bucket: its begin, and the number of messages due in it."""
 
     from_ms: int
     due: int
 
 
 class Forecast(msgspec.Struct):
-    """Counts of the messages due in [from_ms, to_ms), as of `counted`. Buckets and topics with none are left out."""
+    """Numbers of messages due in [from_ms, to_ms), as of `counted`.
+
+    Buckets and topics without messages are left out.
+    """
 
     by: str
     from_ms: int
@@ -58,7 +61,7 @@ class Forecast(msgspec.Struct):
 
 
 def wanted(query: Mapping[str, str]) -> Wanted:
-    """Return what a page is to show; raise InvalidMessage, InvalidDelay, OutOfRange."""
+    """Parse the query for a page. Raises InvalidMessage, InvalidDelay and OutOfRange."""
     rows = query.get("max", str(PAGE_ROWS))
     if not (rows.isascii() and rows.isdecimal() and len(rows) < 9):
         raise OutOfRange(f"max={rows[:20]}: 1 to {limits.LISTED_ROWS_MAX}")
@@ -73,7 +76,7 @@ def wanted(query: Mapping[str, str]) -> Wanted:
 
 
 def unit(text: str) -> Unit:
-    """Return what buckets are as long as; raise OutOfRange."""
+    """Parse the length of buckets. Raises OutOfRange."""
     for each in get_args(Unit):
         if each == text:
             return cast(Unit, each)
@@ -81,14 +84,14 @@ def unit(text: str) -> Unit:
 
 
 def window(query: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return the window that ?from=&to= name, each None when it is not there; raise InvalidDelay."""
+    """Parse the window of ?from=&to=, with None for a missing end. Raises InvalidDelay."""
     ends = query.get("from"), query.get("to")
     from_ms, to_ms = (None if end is None else instants.due_ms(end) for end in ends)
     return from_ms, to_ms
 
 
 def page(found: Page) -> WaitingPage:
-    """Return a page as it is answered."""
+    """Build the answer for a page."""
     messages = [
         Waiting(
             one.topic, instant_text(one.due_ms), one.due_ms, one.seq, one.size_bytes,
@@ -100,7 +103,7 @@ def page(found: Page) -> WaitingPage:
 
 
 def forecast(found: Counted) -> Forecast:
-    """Return counts as they are answered."""
+    """Build the answer for counts."""
     buckets = [Bucket(*one) for one in found.buckets]
     return Forecast(
         found.by,

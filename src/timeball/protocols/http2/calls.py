@@ -1,4 +1,4 @@
-"""A call before it is a stream of frames: which method, with which headers, and what all calls of an edge share."""
+"""The parts of a call that do not depend on frames: its method, its headers, and the counts of all calls of an edge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from timeball.protocols.shared_limits import ByteShares, SharedLimit
 
 
 class Method(NamedTuple):
-    """A call that an edge has. `decode` raises one of `decode_errors` for bytes that are no request."""
+    """A gRPC method of an edge. `decode` raises one of `decode_errors` for bytes that are no request."""
 
     name: str
     takes_stream: bool
@@ -19,14 +19,15 @@ class Method(NamedTuple):
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
     decode_errors: tuple[type[Exception], ...] = ()
-    outlives_client: bool = False  # what it has begun is done, also for a client that has gone
+    outlives_client: bool = False  # the handler continues after its client has gone
 
 
 @dataclass(slots=True)
 class Call:
-    """Headers by lower-case name, who calls (an address without its port), and how long they wait for the answer."""
+    """The headers of a call by lower-case name, the caller, and the time it waits for the answer."""
 
     headers: Mapping[str, str]
+    # The client's address without its port.
     peer: str = ""
     remaining_s: float | None = None  # until the client's deadline; None: it has none
     caller: Caller = ANONYMOUS
@@ -34,7 +35,7 @@ class Call:
 
 @dataclass
 class Room:
-    """Bounds, and the counts of all calls of one edge."""
+    """The bounds and the counts of all calls of one edge."""
 
     received: ByteShares
     request_bytes_max: int

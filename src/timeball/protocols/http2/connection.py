@@ -1,21 +1,22 @@
-"""One client's HTTP/2 connection: bytes to streams, answers to frames, and an end for a client that breaks the rules.
+"""One client's HTTP/2 connection: decodes bytes to streams and closes the connection of a client that breaks a rule.
 
-A stream is one call; streams.py has what leaves on it, exchange.py gRPC's part of it.
+A stream is one call. streams.py contains its sending side, exchange.py its gRPC part.
 
-A client costs memory and time before it has shown that it means well, so what it may do is bounded:
+An unknown client costs memory and time, so its actions are bounded:
 
     streams     CALLS_PER_CONNECTION_MAX at once; more are refused
-    headers     a call with more than HEADERS_BYTES_MAX ends, and its connection goes on. Its block is read all the
-                same, because later blocks refer to its fields. A block of more than BLOCK_BYTES_MAX, or one that
-                unpacks to more, ends the connection
-    strain      frames that cost time and bring no call on: resets, settings, pings, empty frames, priorities, windows,
-                and headers of calls that are refused. Each DATA frame that is sent pays for some of them, and so does
-                time; STRAIN_MAX end the connection
+    headers     a call with more than HEADERS_BYTES_MAX ends, and its connection continues. Its block is read anyway,
+                because later blocks refer to its fields. A block of more than BLOCK_BYTES_MAX, or one that
+                unpacks to more than UNPACKED_BYTES_MAX, ends the connection
+    strain      counts frames that cost time without progress of a call: resets, settings, pings, empty frames,
+                priorities, windows, and headers of calls that are refused. Each DATA frame that is sent reduces the
+                strain, and so does time. More than STRAIN_MAX ends the connection
     unread      nothing is read from a client that leaves too many answers unread (streams.py)
-    pings       more often than every CLIENT_PING_S while nothing is sent to the client, a few times, end it too
-    silence     after PING_S it is pinged, and it must answer within PING_TIMEOUT_S
-    idleness    without a call for IDLE_S it is asked to come again
-    age         older than AGE_S, too: not on an edge whose calls may last for ever
+    pings       a ping less than CLIENT_PING_S after the one before, without DATA sent in between, is a strike. More
+                than PING_STRIKES_MAX strikes end the connection
+    silence     after PING_S the client is pinged, and it must answer within PING_TIMEOUT_S
+    idleness    after IDLE_S without a call the client is asked to connect again
+    age         after AGE_S too, except on an edge whose calls may last for ever
 """
 
 from __future__ import annotations
@@ -76,35 +77,36 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 4_096
 CALLS_PER_CONNECTION_MAX = 1_024  # each long poll is one
-HEADERS_BYTES_MAX = 16 * 1024  # of one call, as HTTP/2 counts them; clients are told
-UNPACKED_BYTES_MAX = 16 * HEADERS_BYTES_MAX  # beyond this the connection ends, and not the call alone
+HEADERS_BYTES_MAX = 16 * 1024  # of one call, as HTTP/2 counts them. Sent to clients as a setting
+UNPACKED_BYTES_MAX = 16 * HEADERS_BYTES_MAX  # beyond this, not only the call ends but the connection
 BLOCK_BYTES_MAX = 16 * HEADERS_BYTES_MAX
-SETTINGS_PER_STRAIN = 64  # settings in one frame that count as one more frame
-CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024  # of all its calls: what is read at once, so it never holds one up
+SETTINGS_PER_STRAIN = 64  # so many settings in one frame count as one more frame
+# The window of all calls of a connection. Its bytes are given back as soon as they are read, so it never blocks a call.
+CONNECTION_WINDOW_BYTES = 4 * 1024 * 1024
 STRAIN_MAX = 4 * CALLS_PER_CONNECTION_MAX  # a client may end all its calls at once, several times
 STRAIN_PAID, STRAIN_FORGOTTEN_PER_S = 8, 100
-# A call that is refused by its headers costs the event loop about 20 us. 128 at once end the connection: as many as
-# clients usually have open, and less than 5 ms of the loop. uvloop accepts one connection in each turn of the loop, so
-# each waits for one such turn of every connection before it.
+# A call that is refused by its headers costs the event loop about 20 us. 128 of them at once end the connection. That
+# is as many as clients usually have open, and takes less than 5 ms of the loop. uvloop accepts one new connection per
+# turn of the loop. So each new connection waits for one such turn of every connection before it.
 STRAIN_REFUSED = 32
 PREFACE_S = 10.0  # from the connection to the first bytes of HTTP/2
 CLIENT_PING_S, PING_STRIKES_MAX = 5.0, 2
 PING_S, PING_TIMEOUT_S = 60.0, 20.0
-IDLE_S = 120.0  # without any call; an open Telemetry stream is one
+IDLE_S = 120.0  # without any call. An open Telemetry stream is one
 AGE_S, AGE_GRACE_S = 12 * 3_600.0, 600.0
-LEAVE_S = 1.0  # for calls that were on their way when the client was asked to come again
-GOODBYE_S = 5.0  # to take what was written before a close
+LEAVE_S = 1.0  # time for calls already sent when the client was asked to connect again
+GOODBYE_S = 5.0  # to read the bytes written before a close
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of one edge. `ages`: whether its connections have an end, however long a call lasts."""
+    """Bounds of one edge. `ages`: whether its connections have a maximum age, even if a call lasts longer."""
 
     frame_bytes_max: int = (
-        FRAME_BYTES_MAX  # of DATA and headers; other frames, and padded ones, have FRAME_BYTES_MAX
+        FRAME_BYTES_MAX  # of DATA and headers. Other frames, and padded ones, have FRAME_BYTES_MAX
     )
     ages: bool = True
-    edge: str = "grpc"  # as the log names it
+    edge: str = "grpc"  # the edge's name in the log
 
     def greeting(self) -> bytes:
         """Return the frames that a connection begins with."""
@@ -126,7 +128,7 @@ Begin = Callable[[Streams, int, Headers, int, float, bool], Stream | None]
 
 
 class Connection(asyncio.Protocol):
-    """The asyncio protocol of one client. `begin` makes the call of a new stream, or answers it by itself."""
+    """The asyncio protocol of one client. `begin` creates the call of a new stream, or answers it itself."""
 
     def __init__(
         self,
@@ -135,19 +137,19 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         bounds: Bounds = Bounds(),  # it is frozen
         decoder: Callable[[int], HeaderDecoder] = Jh2Decoder,
-        flushes: Flushes | None = None,  # of its edge; None: of its own
+        flushes: Flushes | None = None,  # shared by the edge; None: not shared
     ) -> None:
         self._begin, self._opened, self._loop, self._bounds = begin, opened, loop, bounds
         self._transport: asyncio.Transport | None = None
         self._decoder = decoder(UNPACKED_BYTES_MAX)
         self._reader = FrameReader(bounds.frame_bytes_max)
         self._block: tuple[int, int, bytearray] | None = (
-            None  # stream, flags, beginning of headers that go on
+            None  # stream, flags and beginning of an incomplete header block
         )
         self.streams = Streams(flushes or Flushes(loop))
         self._last_stream = 0
         self._receive_window = CONNECTION_WINDOW_BYTES
-        self._strain = self._paid_frames = 0  # and the DATA frames that have paid for some of it
+        self._strain = self._paid_frames = 0  # and the DATA frames that have reduced the strain already
         self._strikes, self._client_ping_s, self._client_ping_frames = 0, -CLIENT_PING_S, 0
         self.since_s = self.heard_s = self.busy_s = self._looked_s = loop.time()
         self._pinged_s: float | None = None
@@ -158,7 +160,7 @@ class Connection(asyncio.Protocol):
     # -- asyncio's side --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
+        """Register the connection and send the greeting, or abort it if there are too many. See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
         peer = (transport.get_extra_info("peername") or ("",))[0]
         self.streams.opened(self._transport, peer)
@@ -170,13 +172,13 @@ class Connection(asyncio.Protocol):
         self.streams.write(self._bounds.greeting())
 
     def _is_one_too_many(self, peer: str) -> bool:
-        # The addresses are looked at once half of all places are taken.
+        # The shares of the addresses count only from half of CONNECTIONS_MAX on.
         if len(self._opened) < CONNECTIONS_MAX // 2:
             return False
         return exceeds_share(peer, (each.streams.peer for each in self._opened), CONNECTIONS_MAX)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """End all streams. See asyncio.Protocol."""
         self._opened.discard(self)
         self._transport = None
         self.streams.lost()
@@ -185,7 +187,7 @@ class Connection(asyncio.Protocol):
             self.closed.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Handle the frames that `data` completes. See asyncio.Protocol."""
         self.heard_s = self._loop.time()
         if self._closed_s is not None:
             return
@@ -200,17 +202,17 @@ class Connection(asyncio.Protocol):
             self.close(error.fault, str(error))
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol: the client has many answers to take."""
+        """Stop sending DATA, because the client has many answers to read. See asyncio.Protocol."""
         self.streams.pause(True)
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
+        """Continue to send DATA. See asyncio.Protocol."""
         self.streams.pause(False)
 
     # -- frames that come ------------------------------------------------------------------------------------
 
     def _receive(self, kind: int, flags: int, number: int, payload: Payload) -> None:
-        """Take in one frame; raise BrokenRule."""
+        """Handle one frame. Raises BrokenRule."""
         if self._closed_s is not None:
             return
         if self._block is not None and (kind != CONTINUATION or number != self._block[0]):
@@ -218,7 +220,7 @@ class Connection(asyncio.Protocol):
         if kind == DATA:
             self._receive_data(flags, number, payload)
             return
-        payload = bytes(payload)  # a view, if it is a large part of headers
+        payload = bytes(payload)  # a large part of headers is a view
         if kind == HEADERS:
             if number and flags & PRIORITISED and depends_on(flags, payload) == number:
                 raise BrokenRule(Fault.PROTOCOL_ERROR, f"stream {number} depends on itself")
@@ -233,7 +235,7 @@ class Connection(asyncio.Protocol):
             self._count_strain()
             _RECEIVERS[kind](self, flags, number, payload)
         else:
-            self._count_strain()  # an extension that we do not know
+            self._count_strain()  # an unknown extension
 
     def _receive_data(self, flags: int, number: int, payload: Payload) -> None:
         size_bytes = len(payload)
@@ -266,7 +268,7 @@ class Connection(asyncio.Protocol):
     def _receive_headers(self, flags: int, number: int, block: bytes) -> None:
         if len(block) > BLOCK_BYTES_MAX:
             raise BrokenRule(Fault.ENHANCE_YOUR_CALM, f"a header block of more than {BLOCK_BYTES_MAX} bytes")
-        # Also of a stream that is refused below: later blocks refer to the fields of earlier ones.
+        # Also for a stream that is refused below: later blocks refer to the fields of earlier ones.
         headers, size_bytes = self._decoder.decode(block)
         stream = self.streams.open.get(number)
         if stream is not None:
@@ -299,7 +301,7 @@ class Connection(asyncio.Protocol):
             if begun := self._begin(self.streams, number, headers, size_bytes, self.heard_s, is_heard):
                 self.streams.open[number] = begun
             else:
-                self._paid_frames += self.streams.data_frames - frames  # such an answer pays for nothing
+                self._paid_frames += self.streams.data_frames - frames  # a refusal reduces no strain
                 self._count_strain(STRAIN_REFUSED)
 
     def _check_begun(self, number: int, frame_name: str) -> None:
@@ -307,7 +309,7 @@ class Connection(asyncio.Protocol):
             raise BrokenRule(Fault.PROTOCOL_ERROR, f"{frame_name} of stream {number}, which is not open")
 
     def _end_stream(self, number: int, fault: Fault) -> None:
-        """End a stream that has broken a rule; the others go on."""
+        """End a stream that has broken a rule. The other streams continue."""
         self.streams.write(rst_stream(number, fault))
         stream = self.streams.open.get(number)
         if stream is not None:
@@ -357,7 +359,7 @@ class Connection(asyncio.Protocol):
                 raise BrokenRule(Fault.PROTOCOL_ERROR, f"ENABLE_PUSH of {value}")
         streams.write(frame(SETTINGS, ACK, 0))
         if streams.first_window > earlier_window and streams.narrow:
-            # Each costs a look, so a client that widens and narrows many windows in turn pays for it.
+            # Each of these streams costs a look, so a client that widens and narrows many windows in turn adds strain.
             self._count_strain(len(streams.narrow) // SETTINGS_PER_STRAIN)
             streams.move(streams.narrow)
 
@@ -397,7 +399,7 @@ class Connection(asyncio.Protocol):
             self._check_begun(number, "WINDOW_UPDATE")
 
     def _receive_priority(self, flags: int, number: int, payload: bytes) -> None:
-        """Check what says nothing to us."""
+        """Check a frame that has no other effect here."""
         if not number:
             raise BrokenRule(Fault.PROTOCOL_ERROR, "PRIORITY of no stream")
         if len(payload) != PRIORITY_BYTES:
@@ -406,7 +408,7 @@ class Connection(asyncio.Protocol):
             self._end_stream(number, Fault.PROTOCOL_ERROR)
 
     def _receive_goaway(self, flags: int, number: int, payload: bytes) -> None:
-        """Check the client's word that it will open no streams; it closes the connection by itself."""
+        """Check the frame only: a client that opens no more streams closes the connection itself."""
         if number:
             raise BrokenRule(Fault.PROTOCOL_ERROR, "GOAWAY of a stream")
 
@@ -423,13 +425,13 @@ class Connection(asyncio.Protocol):
     # -- its end ---------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Ask the client to make its next calls over another connection; those under way go on."""
+        """Ask the client to send its next calls over another connection. Pending calls continue."""
         if self._leaving_s is None and self._transport is not None and self._closed_s is None:
             self._leaving_s = self._loop.time()
             self.streams.write(goaway(LAST_STREAM, Fault.NO_ERROR))
 
     def close(self, fault: Fault = Fault.NO_ERROR, reason: str = "") -> None:
-        """End the connection and its calls; answers already written still leave, if they are taken."""
+        """End the connection and its calls. Answers already written still leave, if the client reads them."""
         if self._transport is not None and self._closed_s is None:
             self.streams.write(goaway(self._last_stream, fault, reason))
             self.streams.flush()
@@ -438,12 +440,12 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection at once; bytes that have not left are lost."""
+        """End the connection at once. Bytes that have not left are lost."""
         if self._transport is not None:
             self._transport.abort()
 
     def check(self, now_s: float) -> None:
-        """Look at all that has a time; called some times a second."""
+        """Check all deadlines of the connection and its streams. Called several times a second."""
         self._strain = max(0, self._strain - int(STRAIN_FORGOTTEN_PER_S * (now_s - self._looked_s)))
         self._looked_s = now_s
         for stream in list(self.streams.open.values()):
@@ -476,7 +478,7 @@ class Connection(asyncio.Protocol):
 
 
 def _is_request(headers: Headers) -> bool:
-    """Return whether these are the headers of a request, as HTTP/2 has them (RFC 9113, 8.2 and 8.3)."""
+    """Return whether these are the headers of a request, as HTTP/2 defines them (RFC 9113, 8.2 and 8.3)."""
     return (
         ":method" in headers
         and ":scheme" in headers

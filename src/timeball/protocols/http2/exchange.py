@@ -1,11 +1,13 @@
-"""One call on its stream: requests as they come in, responses as they leave, and exactly one status at its end.
+"""One call on its stream: incoming requests, outgoing responses, and exactly one status at its end.
 
     request     counts in the bytes of all requests from the moment its length is known (ByteShares). Without room it
-                waits, and HTTP/2 holds its client back; a compressed one counts as the largest until it is unpacked
-    responses   each is a DATA frame or some, which leave as far as the client lets them
-    end         trailers with gRPC's status; `OK` unless the edge says otherwise, or nothing of it has seen the call
+                waits, and HTTP/2 holds its client back. A compressed request counts with the maximum size until it is
+                unpacked
+    responses   one or more DATA frames each, which leave as far as the client allows
+    end         trailers with gRPC's status: `OK`, unless the edge ends with another or has not seen the call
 
-A call of one request begins when that has come whole, one of many with its headers; as a task, if its edge wants one.
+A call with one request begins when the request is complete. A call with a stream of requests begins with its headers.
+It runs as a task if its edge returns a coroutine.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from timeball.protocols.http2.frames import (
 from timeball.protocols.http2.packing import Unpackable, unpack
 from timeball.protocols.http2.streams import WINDOW_BYTES, Stream, Streams
 
-WAITING_MAX = 4_096  # calls without room; each holds what its first window has brought
+WAITING_MAX = 4_096  # calls that wait for room. Each holds the bytes of its first window
 
 
 Serve = Callable[["Exchange", Any], Coroutine[Any, Any, None] | None]  # None: answered later, without a task
 
 
 class Exchange(Stream):
-    """A call of gRPC. `serve` is run with its request, or with the stream of them."""
+    """A gRPC call. `serve` is run with its request, or with the stream of requests."""
 
     __slots__ = (
         "_account",
@@ -63,9 +65,9 @@ class Exchange(Stream):
     )
 
     READ_S: float = (
-        10.0  # from the headers, or from the moment there is room for a request, until it has come whole
+        10.0  # from the headers, or from the moment there is room for a request, until it is complete
     )
-    TAKEN_S: float | None = 60.0  # for a client to take a part of a response; None: for ever
+    TAKEN_S: float | None = 60.0  # for a client to read a part of a response; None: forever
 
     def __init__(
         self,
@@ -83,20 +85,20 @@ class Exchange(Stream):
         self._packing = call.headers.get("grpc-encoding", "identity")
         self._parts: list[Payload] = []
         self._held_bytes = 0
-        self._awaited_bytes = 0  # of the message that has begun, with its prefix
-        self._asked_bytes = self._counted_bytes = 0  # room that is waited for, or held
-        self._request: Any = None  # of a stream of them: the one that its handler has not read
+        self._awaited_bytes = 0  # of the begun message, with its prefix
+        self._asked_bytes = self._counted_bytes = 0  # room that it waits for, or holds
+        self._request: Any = None  # of a stream of requests: the one that its handler has not read
         self._wanted: asyncio.Future[None] | None = None
         self._has_begun = self._has_answered = self._is_over = self._is_released = False
         self._over: asyncio.Future[None] | None = None  # for `under_way`
-        self._account = ""  # for which the call counts, too
-        self._since_s: float | None = now_s  # since when its client owes the rest of a request
+        self._account = ""  # the account that the call counts for, in addition to its address
+        self._since_s: float | None = now_s  # time from which its client is late with the rest of a request
         self.deadline_s = None if call.remaining_s is None else now_s + call.remaining_s
         room.calls.taken += 1
         room.calls.by_address[call.peer] += 1
 
     def begin(self, method: Method) -> Exchange | None:
-        """Await the request, or begin with the stream of them; return None when the call has ended already."""
+        """Wait for the request, or begin with the stream of requests, or return None if the call has ended already."""
         self.method = method
         if method.takes_stream:
             self._begin_stream()
@@ -110,15 +112,15 @@ class Exchange(Stream):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the call has its status, or no client any more."""
+        """Return whether the call has its status, or its client has gone."""
         return self._is_over
 
     # -- requests --------------------------------------------------------------------------------------------
 
     def received(self, payload: Payload) -> None:
-        """See Stream."""
+        """Handle DATA from the client. See Stream."""
         if self._is_over or (self._has_begun and not self.method.takes_stream):
-            return  # there is one request, and it has come
+            return  # the one request is complete
         if not self._parts and self._took_whole(payload):
             return
         self._parts.append(payload)
@@ -127,7 +129,7 @@ class Exchange(Stream):
             self._read()
 
     def _took_whole(self, payload: Payload) -> bool:
-        """Begin a call whose request is all of one frame, as most are; return False for any other, to be read on."""
+        """Begin a call whose request is exactly one frame, as usual, or return False if it must be read in parts."""
         size_bytes = len(payload) - PREFIX.size
         if size_bytes < 0 or self.method.takes_stream or size_bytes > self._room.request_bytes_max:
             return False
@@ -142,7 +144,7 @@ class Exchange(Stream):
         return True
 
     def _read(self) -> None:
-        """Read on in what has come."""
+        """Read further in the bytes that have arrived."""
         if not self._awaited_bytes and not self._read_prefix():
             return
         if self._held_bytes < self._awaited_bytes:
@@ -163,7 +165,7 @@ class Exchange(Stream):
             self._start(request)
 
     def _read_prefix(self) -> bool:
-        """Read a message's length and have room for it; false when it has to be waited for, or is refused."""
+        """Read a message's length and reserve room for it, or return False if it must wait or is refused."""
         if self._held_bytes < PREFIX.size:
             if self.is_heard:
                 self._ended()
@@ -173,7 +175,7 @@ class Exchange(Stream):
         is_packed, size_bytes = PREFIX.unpack_from(self._parts[0])
         bytes_max = self._room.request_bytes_max
         if size_bytes > bytes_max:
-            # As gRPC's own servers say it: clients know it by these words.
+            # The text of gRPC's own servers, by which clients recognise it.
             self.fail(
                 GrpcStatus.RESOURCE_EXHAUSTED,
                 f"Received message larger than max ({size_bytes} vs. {bytes_max})",
@@ -183,14 +185,14 @@ class Exchange(Stream):
         return self._reserve(bytes_max if is_packed else size_bytes)
 
     def _ended(self) -> None:
-        """End, or let the handler end: the client has ended its side, and no message has begun."""
+        """End the call, or wake its handler: the client has ended its side, and no message has begun."""
         if self._held_bytes or not self.method.takes_stream:
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
         else:
             self._wake()
 
     def _reserve(self, size_bytes: int) -> bool:
-        """Count a request; false when it has to wait for room, or is refused."""
+        """Count a request, or return False if it must wait for room or is refused."""
         received = self._room.received
         if received.reserve(self.call.peer, size_bytes, self._granted):
             self._counted_bytes = size_bytes
@@ -207,7 +209,7 @@ class Exchange(Stream):
     def _granted(self) -> None:
         self._counted_bytes, self._asked_bytes = self._asked_bytes, 0
         self._since_s = (loop := asyncio.get_running_loop()).time()
-        # Not from within the call that has made room: it may be one of thousands, and each makes room for the next.
+        # Deferred: this may run inside one of thousands of calls that each make room for the next.
         loop.call_soon(self._read_granted)
 
     def _read_granted(self) -> None:
@@ -216,17 +218,17 @@ class Exchange(Stream):
             self._read()
 
     def _cut(self) -> tuple[bool, list[Payload]]:
-        """Cut off the message that has come whole; return whether it is compressed, and its parts."""
+        """Cut off the complete message, and return whether it is compressed, and its parts."""
         parts, left_bytes = self._parts, self._awaited_bytes
         self._held_bytes -= left_bytes
         is_packed = bool(parts[0][0])
-        if len(parts[0]) == left_bytes:  # as most come
+        if len(parts[0]) == left_bytes:  # the usual case
             self._parts = parts[1:]
             return is_packed, [parts[0][PREFIX.size :]]
         message: list[Payload] = []
         for at, part in enumerate(parts):
             if len(part) >= left_bytes:
-                # A view of the rest: one part may hold a thousand small messages.
+                # The rest is a view, because one part may contain a thousand small messages.
                 rest = memoryview(part)[left_bytes:]
                 self._parts = [rest, *parts[at + 1 :]] if len(rest) else parts[at + 1 :]
                 message.append(part[:left_bytes])
@@ -237,7 +239,7 @@ class Exchange(Stream):
         return is_packed, message
 
     def _decoded(self, is_packed: bool, parts: list[Payload]) -> Any:
-        """The request; None when the call has been ended for it."""
+        """Decode the request, or return None if the call was ended because of an error."""
         data = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
         if is_packed:
             unpacked = self._unpacked(data)
@@ -253,7 +255,7 @@ class Exchange(Stream):
             return None
 
     def _unpacked(self, data: bytes) -> bytes | None:
-        """Unpack a message; None when the call has been ended for it."""
+        """Unpack a message, or return None if the call was ended because of an error."""
         try:
             return unpack(data, self._packing, self._room.request_bytes_max)
         except Unpackable as error:
@@ -261,7 +263,7 @@ class Exchange(Stream):
             return None
 
     async def _requests(self) -> AsyncIterator[Any]:
-        """The requests of a stream: while one is handled the next is not read, and its client is held back."""
+        """Yield the requests of a stream. While one is handled, the next is not read, and its client is held back."""
         while True:
             if self._request is not None:
                 yield self._request
@@ -288,7 +290,7 @@ class Exchange(Stream):
             self.task = asyncio.get_running_loop().create_task(serving)
 
     def under_way(self) -> asyncio.Future[None] | None:
-        """See Stream."""
+        """Return a future for the end of the call. See Stream."""
         if self.task is None and self._has_begun and not self._is_over:
             self._over = self._over or asyncio.get_running_loop().create_future()
         return self.task or self._over
@@ -296,12 +298,12 @@ class Exchange(Stream):
     # -- responses -------------------------------------------------------------------------------------------
 
     def respond(self, response: Any) -> bool:
-        """Send a response; false when it waits, or when others should have their turn: then await `sent`."""
+        """Send a response. If it waits or other streams should have a turn, return False: then await `sent`."""
         data = self.method.encode(response)
         return self.send_messages(PREFIX.pack(0, len(data)) + data)
 
     def send_messages(self, data: Payload) -> bool:
-        """Send encoded responses, each with its prefix; false as of `respond`. To a client that has gone, nothing."""
+        """Send encoded responses, each with its prefix; return as `respond`. Send nothing if the client has gone."""
         if self._is_over:
             return True
         if not self._has_answered:
@@ -310,7 +312,7 @@ class Exchange(Stream):
         return self.send(data)
 
     def answer(self, message: bytes) -> None:
-        """Send the one response of a call, encoded, and end the call behind it."""
+        """Send the encoded response of a call with one response, and end the call behind it."""
         if not (self._has_answered or self._is_over) and self.send_whole(message):
             self._is_over = self._has_answered = True
             self.release()
@@ -326,7 +328,7 @@ class Exchange(Stream):
             self.end(TRAILERS_OK if self._has_answered else RESPONSE + TRAILERS_OK)
 
     def fail(self, status: GrpcStatus, text: str, more: bytes = b"") -> None:
-        """End the call with a status of gRPC's, also one that has begun to answer. `more`: further trailers."""
+        """End the call with a gRPC status, even after it has begun to answer. `more`: further trailers."""
         self.drop_unsent()
         if self._is_over:
             self.streams.reset(self, Fault.NO_ERROR)
@@ -337,12 +339,12 @@ class Exchange(Stream):
         self._stop()
 
     def gone(self) -> None:
-        """See Stream."""
+        """End the call without an answer. See Stream."""
         self._is_over = True
         self._stop()
 
     def check(self, now_s: float) -> None:
-        """See Stream."""
+        """End the call if a deadline has passed. See Stream."""
         if self.deadline_s is not None and now_s > self.deadline_s:
             self.fail(GrpcStatus.DEADLINE_EXCEEDED, "the call's deadline has passed")
         elif self._since_s is not None and now_s - self._since_s > self.READ_S:
@@ -362,7 +364,7 @@ class Exchange(Stream):
     # -- its end ---------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back what the call holds of what all share."""
+        """Give back the call's part of the shared bounds."""
         if not self._is_released:
             self._is_released = True
             self._give_back()
@@ -379,7 +381,7 @@ class Exchange(Stream):
         task.cancel()
 
     def _give_back(self) -> None:
-        """Give back the room of a request, or wait for it no longer."""
+        """Give back the room of a request, or stop waiting for it."""
         if self._asked_bytes:
             self._room.received.withdraw(self.call.peer, self._granted)
         self._room.received.remove(self.call.peer, self._counted_bytes)

@@ -3,8 +3,8 @@
     frame      length (3 bytes), kind (1), flags (1), stream (4), payload
     message    compressed or not (1 byte), length (4), a protobuf message: gRPC's, within the DATA of a stream
 
-The header blocks of requests are read in header_blocks.py. Answers need no encoder: each field is a literal that no
-table keeps (RFC 7541, 6.2.2), so the blocks of nearly all answers are the same bytes.
+header_blocks.py reads the header blocks of requests. Answers need no encoder: each field is a literal without indexing
+(RFC 7541, 6.2.2), so nearly all answers have the same header blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from struct import Struct
 from urllib.parse import quote
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-FRAME_BYTES_MAX = 16_384  # of a payload: what every peer takes, and all that is taken here
-# A part of what was read at once is kept as a view of it from this size on: a view keeps all of it in memory.
+FRAME_BYTES_MAX = 16_384  # of a payload: the size that every peer accepts, and the maximum here by default
+# From this size on, a part of the bytes read is kept as a view instead of a copy. A view keeps all the bytes of its
+# read in memory.
 VIEW_BYTES_MIN = 64 * 1024
 WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX = 65_535, 2**31 - 1
 LAST_STREAM = 2**31 - 1
@@ -25,15 +26,15 @@ PING_BYTES, PRIORITY_BYTES = 8, 5
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
     range(10)
 )
-_LARGE = (DATA, HEADERS, CONTINUATION)  # kinds of frames that may be
+_LARGE = (DATA, HEADERS, CONTINUATION)  # kinds of frames that may be larger than FRAME_BYTES_MAX
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
 ENABLE_PUSH, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADERS = 2, 3, 4, 5, 6  # settings
 
-HEAD = Struct(">HBBBI")  # the length is two of them: its upper 16 bits, and its lower 8
+HEAD = Struct(">HBBBI")  # the length is two fields: its upper 16 bits, and its lower 8
 PREFIX = Struct(">BI")
 _SETTING = Struct(">HI")
 _GOAWAY = Struct(">II")
-_STATUS_200 = b"\x88"  # of HPACK's static table
+_STATUS_200 = b"\x88"  # from HPACK's static table
 
 
 Payload = bytes | memoryview
@@ -41,7 +42,7 @@ Frame = tuple[int, int, int, Payload]  # kind, flags, stream, payload
 
 
 class Fault(IntEnum):
-    """HTTP/2's error codes, as far as they are sent."""
+    """The HTTP/2 error codes that are sent."""
 
     NO_ERROR = 0x0
     PROTOCOL_ERROR = 0x1
@@ -54,7 +55,7 @@ class Fault(IntEnum):
 
 
 class GrpcStatus(IntEnum):
-    """gRPC's statuses, as far as they are sent."""
+    """The gRPC statuses that are sent."""
 
     OK = 0
     UNKNOWN = 2
@@ -66,7 +67,7 @@ class GrpcStatus(IntEnum):
 
 
 class BrokenRule(Exception):
-    """The peer has broken a rule of HTTP/2 or a bound of ours; its connection ends with this code."""
+    """The peer has broken a rule of HTTP/2 or a bound of Timeball. Its connection ends with this code."""
 
     def __init__(self, fault: Fault, reason: str) -> None:
         super().__init__(reason)
@@ -74,23 +75,26 @@ class BrokenRule(Exception):
 
 
 class FrameReader:
-    """The frames of one connection, out of bytes that come in pieces of any size.
+    """The frames of one connection, from bytes that arrive in pieces of any size.
 
-    A large frame of DATA or headers is given out as it comes, in parts, so that no piece of it is copied with each
-    further one. The further parts of headers are given out as CONTINUATION.
+    A large frame of DATA or headers is passed on in parts as it arrives. So no part of it is copied again with each
+    further piece. The further parts of headers are passed on as CONTINUATION.
     """
 
     def __init__(self, data_bytes_max: int) -> None:
-        """`data_bytes_max`: of DATA and headers without padding; every other frame has FRAME_BYTES_MAX."""
+        """Begin before the preface.
+
+        `data_bytes_max` bounds DATA and headers without padding. Every other frame is bounded by FRAME_BYTES_MAX.
+        """
         self._data_bytes_max = data_bytes_max
-        self._held = b""  # the half frame at the end of what was read
-        # Of a large frame: kind, stream, flags, bytes that are still to come.
+        self._held = b""  # the incomplete frame at the end of the bytes read
+        # Of a large frame: kind, stream, flags, bytes that have not arrived yet.
         self._rest: tuple[int, int, int, int] | None = None
-        self.is_greeted = False  # the preface has come
-        self.broken: BrokenRule | None = None  # the rule that the peer has broken; nothing is read any more
+        self.is_greeted = False  # the preface has arrived
+        self.broken: BrokenRule | None = None  # the rule that the peer has broken. Nothing is read afterwards
 
     def read(self, data: bytes) -> list[Frame]:
-        """Return the frames that have come whole. Behind the last of them `broken` may say why there is no next one."""
+        """Return the frames that are complete. If the bytes behind them break a rule, set `broken`."""
         found: list[Frame] = []
         try:
             self._read(data, found)
@@ -117,6 +121,7 @@ class FrameReader:
             if payload_bytes > FRAME_BYTES_MAX:
                 if kind not in _LARGE or flags & PADDED or payload_bytes > self._data_bytes_max:
                     raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"a frame of {payload_bytes} bytes")
+                # The first part of HEADERS must contain the priority, because `unpadded` removes it from that part.
                 if end > size_bytes > begin + (0 if kind == DATA else PRIORITY_BYTES):
                     number &= LAST_STREAM
                     first_flags = 0 if kind == DATA else flags & ~END_HEADERS
@@ -130,7 +135,7 @@ class FrameReader:
         self._held = data[at:]
 
     def _read_rest(self, rest: tuple[int, int, int, int], data: bytes, found: list[Frame]) -> int:
-        """Take what of `data` belongs to the frame that has begun; return how much that is."""
+        """Take the part of `data` that belongs to the begun frame, and return its size."""
         kind, number, flags, rest_bytes = rest
         size_bytes = min(rest_bytes, len(data))
         is_last = size_bytes == rest_bytes
@@ -155,14 +160,14 @@ def settings(values: dict[int, int]) -> bytes:
 
 
 def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Return the settings of a peer; raise BrokenRule."""
+    """Return the settings of a peer. Raises BrokenRule."""
     if len(payload) % _SETTING.size:
         raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     return _SETTING.iter_unpack(payload)
 
 
 def window_update(stream: int, size_bytes: int) -> bytes:
-    """Return a WINDOW_UPDATE: so many bytes more may be sent to us."""
+    """Return a WINDOW_UPDATE, which allows the peer to send `size_bytes` more."""
     return frame(WINDOW_UPDATE, 0, stream, size_bytes.to_bytes(4, "big"))
 
 
@@ -177,20 +182,20 @@ def goaway(last_stream: int, fault: Fault, reason: str = "") -> bytes:
 
 
 def number_of(payload: bytes) -> int:
-    """Return the 31 bits of a RST_STREAM or WINDOW_UPDATE; raise BrokenRule."""
+    """Return the 31 bits of a RST_STREAM or WINDOW_UPDATE. Raises BrokenRule."""
     if len(payload) != 4:
         raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"{len(payload)} bytes where 4 belong")
     return int.from_bytes(payload, "big") & 0x7FFF_FFFF
 
 
 def depends_on(flags: int, payload: bytes) -> int:
-    """Return the stream that a PRIORITY, or HEADERS with a priority, puts its own below."""
+    """Return the stream on which a PRIORITY, or HEADERS with a priority, makes its own stream depend."""
     at = 1 if flags & PADDED else 0
     return int.from_bytes(payload[at : at + 4], "big") & LAST_STREAM
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Return the payload of DATA or HEADERS without padding and priority; raise BrokenRule."""
+    """Return the payload of DATA or HEADERS without padding and priority. Raises BrokenRule."""
     at, end = 0, len(payload)
     if flags & PADDED:
         at, end = 1, end - (payload[0] if payload else 0)
@@ -203,16 +208,16 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 # ---- gRPC's answers ------------------------------------------------------------------------------------------
 
-_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # all else is written as %XX
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # all other characters are written as %XX
 
 
 def literal(name: str, value: str) -> bytes:
-    """Return a header field that no table keeps."""
+    """Return a header field that is not added to a table."""
     return b"\x00" + _text(name) + _text(value)
 
 
 def _text(text: str) -> bytes:
-    """Return HPACK's string, unpacked. Its length has seven bits, or more bytes of seven bits each."""
+    """Return an HPACK string without Huffman coding. Its length takes 7 bits, or more bytes of 7 bits each."""
     data = text.encode("latin-1")
     rest, size = len(data) - 127, b""
     if rest < 0:
@@ -228,11 +233,12 @@ TRAILERS_OK = literal("grpc-status", "0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Return the trailers of a call that ends with this status of gRPC."""
+    """Return the trailers of a call that ends with this gRPC status."""
     return literal("grpc-status", str(status)) + literal("grpc-message", quote(message, safe=_PRINTABLE))
 
 
-# An answer with one message: its HEADERS, the head of its DATA and gRPC's prefix, and behind the message its trailers.
+# An answer with one message: HEADERS, the head of DATA and gRPC's prefix in front of the message, and the trailers
+# behind.
 _BEFORE = Struct(f">HBBBI{len(RESPONSE)}sHBBBIBI")
 _BEHIND = Struct(f">HBBBI{len(TRAILERS_OK)}s")
 

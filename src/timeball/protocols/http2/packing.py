@@ -1,6 +1,6 @@
-"""gRPC's compressed messages: unpacked whole, into no more bytes than a request may have.
+"""Unpack gRPC's compressed messages, each as a whole and within the maximum size of a request.
 
-What cannot be unpacked is no fault of ours and none of HTTP/2's: the call ends with a status that says why.
+A message that cannot be unpacked breaks no rule of HTTP/2. Its call ends with a status that contains the reason.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import zlib
 
 from timeball.protocols.http2.frames import GrpcStatus
 
-# zlib's word for the form: a gzip stream, or its own.
+# The `wbits` argument of zlib: for a gzip stream, and for zlib's own format.
 PACKINGS = {"gzip": 31, "deflate": 15}
 
 
 class Unpackable(Exception):
-    """The message cannot be unpacked; the call ends with this status."""
+    """The message cannot be unpacked. The call ends with this status."""
 
     def __init__(self, status: GrpcStatus, text: str) -> None:
         super().__init__(text)
@@ -22,7 +22,7 @@ class Unpackable(Exception):
 
 
 def unpack(data: bytes, packing: str, bytes_max: int) -> bytes:
-    """Return a message that was compressed as `packing` says; raise Unpackable."""
+    """Unpack a message that was compressed with `packing`. Raises Unpackable."""
     form = PACKINGS.get(packing)
     if form is None:
         known = ", ".join(PACKINGS)

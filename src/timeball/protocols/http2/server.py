@@ -1,7 +1,7 @@
-"""The server of an edge that is gRPC: listens, makes a call of each new stream, and looks at all that has a time.
+"""The server of a gRPC edge: listens, creates a call for each new stream, and checks all deadlines.
 
-Nothing is decided here: the connection says what a client may do (connection.py), the exchange what a call may take
-(exchange.py), and the edge which methods there are and what they do. Decision 0041 says why HTTP/2 is our own.
+It decides nothing itself. connection.py bounds a client, exchange.py bounds a call, and the edge provides the methods.
+Decision 0041 explains why Timeball has its own HTTP/2.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
 LOOK_S = 0.25
-LAST_ANSWERS_S = 0.5  # at a stop: long polls that wait then end without one
+LAST_ANSWERS_S = 0.5  # seconds at a stop. Long polls that still wait then end without an answer
 
 TIMEOUT_DIGITS_MAX = 8
 _UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_NOT_GRPC = literal(":status", "415")  # to what is HTTP/2, and no call of gRPC
+_NOT_GRPC = literal(":status", "415")  # the answer to an HTTP/2 request that is no gRPC call
 
 
 class Service(Protocol):
-    """The side of an edge that the server asks: its methods, its bounds, its calls."""
+    """The interface of an edge that the server uses: its methods, its bounds, its calls."""
 
     @property
     def methods(self) -> Mapping[str, Method]:
@@ -52,20 +52,20 @@ class Service(Protocol):
 
     @property
     def room(self) -> Room:
-        """Return what all calls share."""
+        """Return the bounds and counts of all calls."""
 
     @property
     def call(self) -> type[Call]:
-        """Return what makes the calls that `open` is given."""
+        """Return the class of the calls that `open` gets."""
 
     def open(
         self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Any, now_s: float
     ) -> Exchange:
-        """Return the call of a new stream; None is a method that there is not."""
+        """Return the call of a new stream. `method` is None if the edge does not have it."""
 
 
 class Server:
-    """Carries the calls of one edge. Belongs to the broker's event loop."""
+    """Serves the calls of one edge. Belongs to the broker's event loop."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Server:
     async def start(
         self, host: str, port: int, tls: Tls | None, option: str, *, plain_from: PlainFrom = "nobody"
     ) -> int:
-        """Listen; return the port. Raise SetupError, which names the `option` that the port is of.
+        """Listen, and return the port. Raises SetupError, which names the `option` of the port.
 
-        `plain_from`: who may connect without TLS although there is a certificate.
+        `plain_from`: the clients that may connect without TLS although there is a certificate.
         """
         loop = asyncio.get_running_loop()
         flushes = Flushes(loop)
@@ -102,7 +102,7 @@ class Server:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def watch(self) -> None:
-        """Look at all that has a time, over and over."""
+        """Check the deadlines of all connections and calls, every LOOK_S."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -111,7 +111,7 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """Return how many clients are connected."""
+        """Return the number of connected clients."""
         return len(self._connections)
 
     def open_streams(self) -> list[Stream]:
@@ -119,7 +119,7 @@ class Server:
         return [stream for each in self._connections for stream in each.streams.open.values()]
 
     async def close(self) -> None:
-        """Take no more connections, end the calls that wait, and let the connections go."""
+        """Accept no more connections, end the calls that wait, and close the connections."""
         if self._server is None:
             return
         self._server.close()
@@ -140,7 +140,7 @@ class Server:
     def _begin(
         self, streams: Streams, number: int, headers: Headers, size_bytes: int, now_s: float, is_heard: bool
     ) -> Stream | None:
-        """Return the call of a new stream; None when it has been refused."""
+        """Return the call of a new stream, or None if it was refused."""
         if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
             "application/grpc"
         ):
@@ -169,7 +169,7 @@ class Server:
 
 
 def seconds_of(timeout: str) -> float | None:
-    """Return what a grpc-timeout says, in seconds; None when it is none."""
+    """Parse a grpc-timeout to seconds, or None if it has another form."""
     digits, unit_s = timeout[:-1], _UNIT_S.get(timeout[-1:])
     if unit_s is None or len(digits) > TIMEOUT_DIGITS_MAX or not (digits.isascii() and digits.isdigit()):
         return None

@@ -1,17 +1,17 @@
-"""What leaves on one HTTP/2 connection: its streams, their windows, and the frames of one turn of the event loop.
+"""The sending side of one HTTP/2 connection: its streams, their windows, and the frames of one turn of the event loop.
 
-Frames that are written within one turn leave in one write. DATA leaves as far as the client's windows and its socket
-let it; the rest waits in its stream, and holds up that stream alone:
+All frames of one turn leave in one write. DATA leaves as far as the client's windows and its socket allow. The rest
+waits in its stream and blocks only that stream, in one of three lists:
 
-    waiting    the socket takes no more: they go on in turn when it does
-    blocked    the connection's window is used up: they go on in turn when it grows
-    narrow     the stream's own window is used up: each goes on when its own grows
+    waiting    the socket accepts no more: they continue in turn when it does
+    blocked    the connection's window is used up: they continue in turn when it grows
+    narrow     the stream's own window is used up: each continues when its window grows
 
-What the socket does not take is OUT_BYTES_MAX of DATA, and small frames. Those of a client that sends and does not read
-would have no bound, so nothing is read from it while UNTAKEN_BYTES_MAX wait.
+At most OUT_BYTES_MAX of DATA wait for the socket, and any number of small frames. A client that sends and does not read
+would make these grow without bound. So nothing is read from it while more than UNTAKEN_BYTES_MAX wait.
 
-The client's setting for the first window changes the windows of all open streams. A stream therefore keeps only how far
-its window is from that setting, so that a change costs the same with one stream and with a thousand.
+The client's setting for the initial window changes the windows of all open streams. Each stream therefore stores only
+the difference between its window and that setting. A change then costs the same for one stream as for a thousand.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ logger = logging.getLogger(__name__)
 
 OUT_BYTES_MAX = 256 * 1024
 UNTAKEN_BYTES_MAX = 4 * OUT_BYTES_MAX
-CUT_MAX = 4_096  # streams of a connection that are remembered as ended before their clients had
-WINDOW_BYTES = 16 * 1024  # of a call: what its client may send before there is room for its request
-LARGE_FRAME_BYTES_MAX = (
-    128 * 1024
-)  # that is sent to a client that takes as much: the streams have their turns
-_SMALL_BYTES = 4_096  # to copy so much costs less than another part of a write
-# Of a stream whose DATA has never waited, as most: a queue of its own costs more than to open the stream.
+CUT_MAX = 4_096  # streams of a connection that are remembered as ended by the server first
+WINDOW_BYTES = 16 * 1024  # of a call: its client may send this much before there is room for its request
+LARGE_FRAME_BYTES_MAX = 128 * 1024  # sent to a client that accepts this size, not larger: streams take turns
+_SMALL_BYTES = 4_096  # a copy of this size costs less than a further part of a write
+# The queue of a stream whose DATA has never waited, as for most: a queue per stream would cost more than its opening.
 _NOTHING: deque[Payload] = deque(maxlen=0)
-_FRAME_BYTES_LIMIT = 2**24 - 1  # HTTP/2's own
+_FRAME_BYTES_LIMIT = 2**24 - 1  # HTTP/2's own limit
 
 
 class Flushes:
-    """Connections with frames to send: all of them hand theirs to their sockets at the end of this turn of the loop.
+    """Connections with frames to send, which are handed to their sockets at the end of this turn of the loop.
 
-    A commit answers clients of many connections, and a turn's end of its own for each would cost as much as an answer.
+    A commit answers clients of many connections. A callback per connection at the end of the turn would cost as much as
+    an answer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -64,7 +63,7 @@ class Flushes:
         self._waiting: list[Streams] = []
 
     def add(self, streams: Streams) -> None:
-        """Flush these too."""
+        """Flush these streams at the end of this turn."""
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.append(streams)
@@ -74,7 +73,7 @@ class Flushes:
         for streams in waiting:
             try:
                 streams.flush()
-            except Exception as error:  # of any kind, and of this connection alone
+            except Exception as error:  # of any kind. It concerns this connection only
                 logger.exception("answers not sent peer=%s reason=%s", streams.peer, error)
 
 
@@ -89,10 +88,10 @@ class Streams:
         self.waiting: dict[int, Stream] = {}
         self.blocked: dict[int, Stream] = {}
         self.narrow: dict[int, Stream] = {}
-        self._cut: dict[int, None] = {}  # streams that ended here first: frames of theirs may be on their way
+        self._cut: dict[int, None] = {}  # streams that the server ended first: frames may still arrive
         self.first_window = self.send_window = WINDOW_BYTES_DEFAULT
-        self.data_frames = 0  # that were sent
-        self.frame_bytes = FRAME_BYTES_MAX  # of DATA, at most
+        self.data_frames = 0  # sent so far
+        self.frame_bytes = FRAME_BYTES_MAX  # maximum size of DATA frames
         self._out: list[Payload] = []
         self._out_bytes, self._is_flushing, self._is_paused = 0, False, False
         self._is_reading = True
@@ -103,7 +102,7 @@ class Streams:
         transport.set_write_buffer_limits(OUT_BYTES_MAX)
 
     def allow_frames(self, size_bytes: int) -> None:
-        """Send frames of DATA of this size from now on, or smaller ones; raise BrokenRule."""
+        """Send DATA frames of at most this size from now on. Raises BrokenRule."""
         if not FRAME_BYTES_MAX <= size_bytes <= _FRAME_BYTES_LIMIT:
             raise BrokenRule(Fault.PROTOCOL_ERROR, f"frames of {size_bytes} bytes")
         self.frame_bytes = min(size_bytes, LARGE_FRAME_BYTES_MAX)
@@ -115,11 +114,11 @@ class Streams:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the socket takes no more for now."""
+        """Return whether the socket accepts no more at the moment."""
         return self._is_paused or self._out_bytes > OUT_BYTES_MAX
 
     def pause(self, is_paused: bool) -> None:
-        """Stop or go on sending DATA: the client has many answers to take, or has taken them."""
+        """Stop sending DATA, or continue: the client has many answers to read, or has read most of them."""
         self._is_paused = is_paused
         if not is_paused:
             if not self._is_reading and self._transport is not None and not self._transport.is_closing():
@@ -128,7 +127,7 @@ class Streams:
             self.move(self.waiting)
 
     def write(self, data: Payload) -> None:
-        """Send frames at the end of this turn of the loop, with all others that leave by then."""
+        """Send frames at the end of this turn of the loop, together with all other frames of the turn."""
         if self._transport is None:
             return
         self._out.append(data)
@@ -152,13 +151,14 @@ class Streams:
 
     def write_whole(self, stream: Stream, message: bytes) -> None:
         """Send an answer of one message, from its headers to its trailers, and forget the stream."""
+        # Only the connection's window shrinks: the stream ends with this answer and needs its own no more.
         self.send_window -= len(message) + PREFIX.size
         self.data_frames += 1
         self.write(answer(stream.number, message))
         self._ended(stream)
 
     def write_end(self, stream: Stream, block: bytes) -> None:
-        """Send trailers, and forget the stream. A client that is not done with its side is told to stop."""
+        """Send trailers, and forget the stream. A client that has not ended its side is told to stop."""
         self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream.number, block))
         self._ended(stream)
 
@@ -169,20 +169,20 @@ class Streams:
         self.forget(stream.number)
 
     def reset(self, stream: Stream, fault: Fault) -> None:
-        """End a stream whose client does not take what there is for it."""
+        """End a stream whose client does not read its DATA."""
         self.write(rst_stream(stream.number, fault))
         if not stream.is_heard:
             self.cut(stream.number)
         self.forget(stream.number)
 
     def cut(self, number: int) -> None:
-        """Remember a stream that ended before its client had ended it."""
+        """Remember a stream that the server ended before its client did."""
         self._cut[number] = None
         if len(self._cut) > CUT_MAX:
             del self._cut[next(iter(self._cut))]
 
     def is_cut(self, number: int, *, ends: bool) -> bool:
-        """Return whether a frame for this ended stream may have been on its way; `ends`: it is the last one."""
+        """Return whether a frame may still arrive for this ended stream. `ends`: this frame is the last one."""
         if number not in self._cut:
             return False
         if ends:
@@ -210,7 +210,7 @@ class Streams:
             self.move(self.waiting)
 
     def _stop_reading(self) -> None:
-        """Read nothing while the client leaves too much unread; a client that never reads answers no ping either."""
+        """Stop reading from a client with too much unread. If it never reads, it misses a ping and is closed."""
         transport = self._transport
         if transport is None or not self._is_reading or transport.is_closing():
             return
@@ -219,19 +219,19 @@ class Streams:
             transport.pause_reading()
 
     def move(self, streams: dict[int, Stream]) -> None:
-        """Give each of these its turn; those that go on waiting stand behind the others afterwards."""
+        """Give each of these streams a turn. Those that still wait are behind the others afterwards."""
         for number in list(streams):
             stream = streams.pop(number, None)
             if stream is not None:
                 stream.move()
 
     def move_blocked(self) -> None:
-        """Let streams go on in turn while the connection's window lasts."""
+        """Let blocked streams continue in turn while the connection's window lasts."""
         while self.blocked and self.send_window > 0:
             self.blocked.pop(next(iter(self.blocked))).move()
 
     def end_all(self) -> None:
-        """End the calls of all streams: their client takes no answers any more."""
+        """End the calls of all streams: their client reads no more answers."""
         streams, self.open = self.open, {}
         self.waiting.clear()
         self.blocked.clear()
@@ -241,7 +241,7 @@ class Streams:
 
 
 class Stream:
-    """One stream: its two windows, and what waits to leave. A call derives from it (exchange.py)."""
+    """One stream: its two windows, and its DATA that waits to leave. A call derives from it (exchange.py)."""
 
     __slots__ = (
         "_end",
@@ -257,42 +257,42 @@ class Stream:
     )
 
     def __init__(self, streams: Streams, number: int, is_heard: bool) -> None:
-        """`is_heard`: the client has ended its side."""
+        """Open a stream. `is_heard`: the client has ended its side."""
         self.streams, self.number, self.is_heard = streams, number, is_heard
         self.receive_window = WINDOW_BYTES
-        self.window_change = 0  # of the client's window for this stream, since it began with the setting
-        self._unsent = _NOTHING  # of DATA
+        self.window_change = 0  # the client's window for this stream, minus the setting `first_window`
+        self._unsent = _NOTHING  # DATA that waits to leave
         self._end = b""  # the block of trailers that waits behind it
         self._sent: asyncio.Future[None] | None = None
-        self.stuck_s: float | None = None  # since when nothing of it leaves, once it has been seen to
+        self.stuck_s: float | None = None  # when DATA was first seen waiting, None after any of it leaves
         self.task: asyncio.Task[None] | None = None
 
     @property
     def send_window(self) -> int:
-        """Return how much may be sent; less than nothing after the client has lowered its setting."""
+        """Return how many bytes may be sent, negative after the client has lowered its setting."""
         return self.streams.first_window + self.window_change
 
     def received(self, payload: Payload) -> None:
-        """Read on in what the client sends; called when it ends its side, too."""
+        """Handle DATA from the client. Also called when it ends its side."""
         raise NotImplementedError
 
     def gone(self) -> None:
-        """End the call: its client takes no answer any more."""
+        """End the call: its client reads no answer any more."""
         raise NotImplementedError
 
     def check(self, now_s: float) -> None:
-        """End the call when its client, or its deadline, has been waited for long enough."""
+        """End the call if its client is too slow or its deadline has passed."""
         raise NotImplementedError
 
     def allow(self, size_bytes: int) -> None:
-        """Let the client send so much from now on, if it may not yet."""
+        """Let the client send this many bytes from now on, if it may not yet."""
         more_bytes = size_bytes - self.receive_window
         if more_bytes > 0:
             self.receive_window = size_bytes
             self.streams.write(window_update(self.number, more_bytes))
 
     def send(self, data: Payload) -> bool:
-        """Send DATA; return False when it waits, or when others should have their turn: then await `sent`."""
+        """Send DATA. If it waits or other streams should have a turn, return False: then await `sent`."""
         streams, size_bytes = self.streams, len(data)
         if not (self._unsent or streams.is_full) and size_bytes <= min(
             streams.first_window + self.window_change, streams.send_window, streams.frame_bytes
@@ -301,12 +301,12 @@ class Stream:
         elif size_bytes:
             if self._unsent is _NOTHING:
                 self._unsent = deque()
-            self._unsent.append(memoryview(data))  # cut without copies as it leaves
+            self._unsent.append(memoryview(data))  # a view, so that no copy is made when parts of it leave
             self.move()
         return not (self._unsent or streams.is_full)
 
     def send_whole(self, message: bytes) -> bool:
-        """Send the headers, the one message and the trailers of an answer; return False when they have to wait."""
+        """Send headers, message and trailers of an answer with one message, or return False if they have to wait."""
         streams, size_bytes = self.streams, len(message) + PREFIX.size
         if streams.is_full or size_bytes > min(
             streams.first_window + self.window_change, streams.send_window, streams.frame_bytes
@@ -316,7 +316,7 @@ class Stream:
         return True
 
     def under_way(self) -> asyncio.Future[None] | None:
-        """Return a future of the end of a call that has begun; None: it has not, or it is over."""
+        """Return a future for the end of a call that has begun, or None if it has not begun or is over."""
         return self.task
 
     def end(self, block: bytes) -> None:
@@ -331,18 +331,18 @@ class Stream:
         return bool(self._unsent)
 
     def drop_unsent(self) -> None:
-        """Forget the DATA that has not left."""
+        """Drop the DATA that has not left."""
         self._unsent.clear()
 
     async def sent(self) -> None:
-        """Return when all DATA of this stream has left and the socket takes more."""
+        """Wait until all DATA of this stream has left and the socket accepts more."""
         self._sent = asyncio.get_running_loop().create_future()
         if not self._unsent:
             self.streams.waiting[self.number] = self
         await self._sent
 
     def move(self) -> None:
-        """Send what windows and socket let leave."""
+        """Send as much as windows and socket allow."""
         streams, unsent = self.streams, self._unsent
         while unsent:
             data = unsent[0]

@@ -1,6 +1,7 @@
-"""The edge that calls out: a subscription's messages go to its URL by HTTP POST (docs/push.md).
+"""The push edge: it sends a subscription's messages to the URL of their receiver by HTTP POST (docs/push.md).
 
-Receives: messages, as any consumer of a group does, each leased in the log.
-Keeps: of each subscription the requests under way, how its receiver has done, and its connections.
-Hands on: a request for each message; to the engine, the message as acknowledged or as an attempt that failed.
+Receives: messages, like any consumer of a group, each with a lease that is stored in the log.
+Keeps: per subscription, the requests under way, the receiver's successes and failures, and its connections.
+Hands on: a request for each message to the receiver, and its outcome to the engine, as an acknowledgement or a
+    failed attempt.
 """

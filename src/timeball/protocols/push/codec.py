@@ -1,8 +1,9 @@
-"""A message as a request: its headers, and the signature over it. No I/O.
+"""A message as a request: its headers and its signature. No I/O.
 
-The scheme is Standard Webhooks 1.0: `webhook-id` names the message, the same in each attempt; the signature is
-HMAC-SHA256 over id, timestamp and body, with dots between, one for each secret that signs now. What a header cannot
-carry is written as %XX, also blanks, double quotes and percent signs, as CloudEvents has it.
+The scheme is Standard Webhooks 1.0. `webhook-id` identifies the message and is the same in each attempt. The signature
+is HMAC-SHA256 over id, timestamp and body, joined with dots. There is one signature for each secret that is valid at
+the moment. Characters that a header cannot contain are written as %XX, and also blanks, double quotes and percent
+signs, as CloudEvents defines it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from timeball.message import decode_properties
 from timeball.monitoring.push_figures import Outcome
 from timeball.trace_context import TRACEPARENT, TRACESTATE
 
-# To receivers whose servers take 8 KiB of headers in all, what stands besides, and their proxies' own.
+# Common servers accept 8 KiB of headers in total. The rest is for the other headers, and for those that proxies add.
 PROPERTIES_CHARACTERS_MAX = 6 * 1024
 BINARY = "application/octet-stream"
 _SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '%"')
-_SAFE_IN_NAMES = "!#$&'*+-.^_`|~"  # what a header's name may have besides letters and digits, but for %
+# the characters that a header's name may contain besides letters, digits and %
+_SAFE_IN_NAMES = "!#$&'*+-.^_`|~"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# What RocketMQ's clients and the broker keep among a message's properties, and say in headers of its own here.
+# Properties that RocketMQ's clients and the broker add to a message. Push sends them in headers of their own, or not at
+# all.
 _OWN = SPENT | {
     "TAGS", "KEYS", "UNIQ_KEY", "WAIT", "ORIGIN_GROUP", "ORIGIN_MESSAGE_ID", "RETRY_TOPIC", "1ST_POP_TIME", "POP_CK",
 }  # fmt: skip
@@ -42,16 +45,19 @@ Headers = list[tuple[str, str]]
 
 
 class Delivery(NamedTuple):
-    """One attempt at one message: all of its request but for the signature."""
+    """One attempt at one message: its request without the signature."""
 
-    message_id: str  # as webhook-id
+    message_id: str  # the value of the header webhook-id
     body: bytes
     headers: Headers
     attempt: int
 
 
 class Answer(NamedTuple):
-    """The end of a request. `words`: for people; `retry_after_ms`: what the receiver has asked for."""
+    """The outcome of a request. `words` is for people.
+
+    `retry_after_ms` is the pause that the receiver has requested.
+    """
 
     outcome: Outcome
     status: int = 0
@@ -60,18 +66,18 @@ class Answer(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the receiver says that there is nothing any more (Standard Webhooks: stop sending)."""
+        """True if the receiver answered 410, which means: stop sending (Standard Webhooks)."""
         return self.status == 410
 
 
 def deliveries(rows: pa.RecordBatch, name: str, topic: str) -> Iterator[Delivery]:
-    """Yield the attempts at READ_SCHEMA rows that subscription `name` has been handed of a topic."""
+    """Yield an attempt for each row in READ_SCHEMA that subscription `name` received from a topic."""
     columns = [rows.column(column).to_pylist() for column in _COLUMNS]
     for row in zip(*columns, strict=True):
         stands_in, body, tag, keys, unique_key, text, born_ms, born_host, store_ms, times, due_ms = row
         properties, body = decode_properties(text or ""), body or b""
         known = unique_key or properties.get("UNIQ_KEY") or _made_id(topic, body, keys, born_ms, born_host)
-        message_id = quote(known, safe=_SAFE).replace(".", "%2E")  # a dot ends the id in what is signed
+        message_id = quote(known, safe=_SAFE).replace(".", "%2E")  # a dot would end the id in the signed text
         attempt = 1 + (times or 0)
         headers: Headers = [
             ("webhook-id", message_id),
@@ -81,14 +87,14 @@ def deliveries(rows: pa.RecordBatch, name: str, topic: str) -> Iterator[Delivery
             ("timeball-attempt", str(attempt)),
             ("timeball-released", _instant(store_ms)),
         ]
-        # A row of the retry topic was due when a lease ended, which is not what its sender has asked for.
+        # A row of the retry topic was due when its lease ended, and that is not the due time that the sender chose.
         if due_ms is not None and stands_in == topic:
             headers.append(("timeball-due", _instant(due_ms)))
         if tag:
             headers.append(("timeball-tag", _written(tag)))
         if keys:
             headers.append(("timeball-key", " ".join(map(_written, keys.split()))))
-        # By their own names, so that the receiver's request is part of the message's trace.
+        # Trace contexts keep their names, so that the receiver's request becomes part of the message's trace.
         for context in (TRACEPARENT, TRACESTATE):
             if value := properties.pop(context, ""):
                 headers.append(
@@ -99,7 +105,7 @@ def deliveries(rows: pa.RecordBatch, name: str, topic: str) -> Iterator[Delivery
 
 
 def signed(delivery: Delivery, secrets: Sequence[bytes], now_ms: int) -> Headers:
-    """Return the headers of one attempt, signed at an instant."""
+    """Build the headers of one attempt, with its signatures at the time `now_ms`."""
     seconds = str(now_ms // 1_000)
     content = b".".join((delivery.message_id.encode(), seconds.encode(), delivery.body))
     signatures = ["v1," + b64encode(hmac.digest(secret, content, "sha256")).decode() for secret in secrets]
@@ -111,12 +117,12 @@ def signed(delivery: Delivery, secrets: Sequence[bytes], now_ms: int) -> Headers
 
 
 def retry_after_ms(value: str | None, now_ms: int) -> int:
-    """Return how long a receiver asks to wait, in seconds or until a date; 0 when it does not say, or not so."""
+    """Parse Retry-After, a number of seconds or a date, to milliseconds from now. 0 if it is missing or malformed."""
     if value is None:
         return 0
     text = value.strip()
     if text.isascii() and text.isdecimal():
-        return int(text[:9]) * 1_000  # nine digits are thirty years; the caller has a bound
+        return int(text[:9]) * 1_000  # nine digits are thirty years, and the caller applies a limit
     try:
         at = parsedate_to_datetime(text)
     except (ValueError, TypeError, IndexError):
@@ -126,7 +132,7 @@ def retry_after_ms(value: str | None, now_ms: int) -> int:
 
 
 def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield a header for each property; a CloudEvent's attributes under their own names, as they came."""
+    """Yield a header for each property. The attributes of a CloudEvent keep their names."""
     is_event, left, omitted = "ce-specversion" in properties, PROPERTIES_CHARACTERS_MAX, 0
     for name, value in properties.items():
         if name in _OWN:
@@ -143,7 +149,7 @@ def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _made_id(topic: str, body: bytes, keys: str | None, born_ms: int | None, born_host: str | None) -> str:
-    """Return an id for a message that was sent without one: of what stays the same when it comes again."""
+    """Derive an id for a message that was sent without one, from content that is the same in each attempt."""
     parts = (topic.encode(), (keys or "").encode(), str(born_ms).encode(), str(born_host).encode(), body)
     return blake2b(b"\n".join(parts), digest_size=16).hexdigest()
 

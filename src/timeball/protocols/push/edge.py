@@ -1,7 +1,7 @@
-"""The edge for push: a worker for each subscription that is not paused, exchanged when the subscription changes.
+"""The push edge: a worker for each subscription that is not paused, replaced when the subscription changes.
 
-The library that sends costs a broker a fifth of a second and 9 MB, so it is imported with the first subscription: in
-another thread, since the event loop has messages to release.
+The HTTP client library takes a fifth of a second and 9 MB. So it is imported when the first subscription exists, and in
+another thread, because the event loop has messages to release.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOP_S = 5.0  # for requests under way when the broker stops
 
 
 class _Library(NamedTuple):
-    """What sends, made once. `trust`: all roots of the system, which take 30 ms to read."""
+    """The objects of the sending library, made once. `trust` has the system's roots, which take 30 ms to read."""
 
     receiver: type[Receiver]
     trust: ssl.SSLContext
@@ -39,22 +39,24 @@ class _Library(NamedTuple):
 
     @classmethod
     def load(cls) -> _Library:
-        """Import and make it (any thread)."""
+        """Import the library and make its objects. Runs in any thread."""
         from timeball.protocols.push import sender
 
         return cls(sender.Receiver, ssl.create_default_context(), sender.Names())
 
 
 class PushEdge:
-    """Starts and stops the workers. Belongs to the broker's event loop; `figures` are shown by others."""
+    """Starts and stops the workers. Belongs to the broker's event loop. Other parts show the `figures`."""
 
     def __init__(self, broker: Broker, figures: dict[str, PushFigures]) -> None:
         self._broker, self._figures = broker, figures
         self._allowed = Allowed.parse(broker.parts.settings.push_allow)
-        self._workers: dict[str, Worker] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._workers: dict[str, Worker] = {}  # by subscription
+        self._ending: set[asyncio.Task[None]] = set()  # the ends of workers that were replaced
         self._bytes_held, self._filters = ByteShares(BYTES_MAX, limits.POP_BYTES_MAX), FiltersKept()
+        # of the sending library, once a subscription needs it
         self._loading: asyncio.Future[_Library] | None = None
+        # by subscription: workers that wait for the library
         self._starting: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -64,7 +66,7 @@ class PushEdge:
             self._exchange(name)
 
     async def close(self) -> None:
-        """Deliver nothing more; give back what does not end soon."""
+        """Stop delivering. Messages whose requests do not end soon are given back."""
         for starting in self._starting.values():
             starting.cancel()
         workers = list(self._workers.values())
@@ -73,7 +75,7 @@ class PushEdge:
             worker.halt()
         late = [asyncio.create_task(worker.end(STOP_S)) for worker in workers]
         if self._ending:
-            # Of subscriptions that were changed: they have had their time.
+            # Workers of changed subscriptions have had time to finish already.
             await asyncio.wait(self._ending, timeout=STOP_S)
             for task in self._ending:
                 task.cancel()
@@ -82,13 +84,13 @@ class PushEdge:
             (await self._loading).names.close()
 
     def _exchange(self, name: str) -> None:
-        """End the worker of a subscription, and start one by what the subscription is now."""
+        """End the worker of a subscription, and start one for the current state of the subscription."""
         if (starting := self._starting.pop(name, None)) is not None:
             starting.cancel()
         before = self._workers.pop(name, None)
         if before is not None:
             before.halt()
-            # Its requests end by themselves, beside those of its successor.
+            # Its requests finish by themselves, in parallel to those of the new worker.
             task = asyncio.create_task(before.end(None))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -104,7 +106,7 @@ class PushEdge:
     async def _start(self, name: str, subscription: PushSubscription, figures: PushFigures) -> None:
         if self._loading is None:
             self._loading = asyncio.ensure_future(asyncio.to_thread(_Library.load))
-        # Shielded: others wait for it too.
+        # Shielded, because other subscriptions wait for the same import.
         library = await asyncio.shield(self._loading)
         del self._starting[name]
         try:
@@ -117,7 +119,7 @@ class PushEdge:
                 timeout_ms=subscription.timeout_ms,
             )
         except RequestError as error:
-            # It was allowed when it was put, by settings that have been changed since.
+            # The URL was allowed when the subscription was made, but the settings have changed since.
             figures.last_failure = str(error)
             logger.warning("push not started subscription=%s reason=%s", name, error)
             return

@@ -1,10 +1,10 @@
-"""One request to one receiver, and what came of it.
+"""One request to one receiver, and its outcome.
 
-Each receiver has a pool of connections of its own. A name is resolved, what may not be connected to is taken out of
-the answer, and the connection goes to an address that was left: there is no second resolution between check and
-connection, so a name that changes its answer gains nothing. The socket itself is made by a function that checks its
-address once more. Redirects are not followed, proxies of the environment are not asked, cookies are not kept, and of
-an answer only the status and Retry-After count.
+Each receiver has its own pool of connections. A host name is resolved, forbidden addresses are removed from the answer,
+and the connection goes to one of the remaining addresses. No second resolution happens between check and connection, so
+a name that changes its answer gains nothing. The function that makes the socket checks the address once more. Redirects
+are not followed, the proxies of the environment are not used, and cookies are not stored. Of an answer only the status
+and Retry-After count.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from timeball.addresses import Allowed, Target, parse_address
 from timeball.errors import InvalidMessage
 from timeball.protocols.push.codec import Answer, Headers, retry_after_ms
 
-ANSWER_BYTES_MAX = 64 * 1024  # read, so that the connection can be used again; one with more is closed
-HEADER_BYTES_MAX = 8 * 1024  # of one line of an answer
+ANSWER_BYTES_MAX = 64 * 1024  # read, so that the connection can be reused; a longer answer closes it
+HEADER_BYTES_MAX = 8 * 1024  # of one header line of an answer
 CONNECT_S_MAX = 10.0
-# Below the 5 s after which common servers close a connection that is idle: a request must not meet that.
+# Common servers close an idle connection after 5 s. The shorter time avoids a request on a connection that closes.
 IDLE_S = 4.0
-NAMES_KEPT_S = 10  # with the addresses that were checked
-LOOK_UPS_MAX = 8  # a name server that does not answer holds one for half a minute
-LARGE_BODY_BYTES = 256 * 1024
+NAMES_KEPT_S = 10  # names with their checked addresses
+LOOK_UPS_MAX = 8  # a look-up at a name server that does not answer takes half a minute
+LARGE_BODY_BYTES = 256 * 1024  # larger bodies are sent in pieces
 
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class ForbiddenAddress(OSError):
-    """The name leads to no address that may be connected to."""
+    """None of the name's addresses may be connected to."""
 
 
 class Names:
-    """Resolves names in threads of its own: those of others must not wait for a name server that is slow."""
+    """Resolves names in separate threads, so that a slow name server blocks no threads of other work."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(LOOK_UPS_MAX, thread_name_prefix="push-names")
 
     async def look_up(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a name; raise OSError."""
+        """Look up the addresses of a name. Raises OSError."""
         found = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
         return list(dict.fromkeys(str(each[4][0]) for each in found))
 
     def close(self) -> None:
-        """Wait for none of them."""
+        """Stop the threads without waiting for look-ups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Checked(AbstractResolver):
-    """Gives the connector the addresses that may be connected to."""
+    """A resolver for the connector that only returns allowed addresses."""
 
     def __init__(self, name: str, look_up: LookUp, allowed: Allowed) -> None:
         self._name, self._look_up, self._allowed = name, look_up, allowed
@@ -69,7 +69,7 @@ class _Checked(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return what is left of a name's addresses; raise ForbiddenAddress when that is nothing."""
+        """Look up the allowed addresses of a name. Raises ForbiddenAddress if there are none."""
         reasons, found = list[str](), list[ResolveResult]()
         for text in await self._look_up(self._name, port):
             address = parse_address(text)
@@ -87,11 +87,11 @@ class _Checked(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Leave the threads to their owner."""
+        """Do nothing: the threads belong to the owner of `look_up`."""
 
 
 class Receiver:
-    """Sends to one URL. Belongs to the event loop; `close` ends its connections."""
+    """Sends to one URL. Belongs to the event loop. `close` ends its connections."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Receiver:
     ) -> None:
         self._allowed = allowed
         self._target: Target = allowed.check_url(url)
-        # As it stands: a URL that was written anew might not be the one that was checked.
+        # The URL is used unchanged, because a rewritten one might differ from the one that was checked.
         self._url = URL(url, encoded=True)
         if (self._url.raw_host or "").lower() != self._target.host:
             raise InvalidMessage(f"url: host {self._target.host!r} is written in an unusual way")
@@ -125,14 +125,14 @@ class Receiver:
             skip_auto_headers=["accept-encoding"],
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
-            auto_decompress=False,  # nothing of it is read
+            auto_decompress=False,  # the bodies of answers are not read
             max_line_size=HEADER_BYTES_MAX,
             max_field_size=HEADER_BYTES_MAX,
         )
 
     async def post(self, body: bytes, headers: Headers, now_ms: int) -> Answer:
-        """Send a message; return how it went, and raise nothing."""
-        # A long one in pieces: written whole, it would hold the event loop.
+        """Send a message and return the outcome. Raises no errors of the network."""
+        # A large body is sent in pieces, because a single write would block the event loop.
         data: Any = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
         try:
             async with self._session.post(
@@ -155,9 +155,9 @@ class Receiver:
         await self._session.close()
 
     def _open_socket(self, info: Any) -> socket.socket:
-        """Return a socket for an address that is connected to next; raise ForbiddenAddress."""
+        """Make a socket for the next address to connect to. Raises ForbiddenAddress."""
         family, kind, protocol, _, place = info
-        # Addresses that stand in the URL are connected to without a resolver.
+        # For an address that is part of the URL, no resolver is used, so this is its only check.
         reason = self._allowed.refusal(self._target.host, parse_address(str(place[0])))
         if reason is not None:
             raise ForbiddenAddress(reason)
@@ -175,7 +175,7 @@ def _answer(response: aiohttp.ClientResponse, now_ms: int) -> Answer:
 
 
 async def _discard(response: aiohttp.ClientResponse) -> None:
-    """Read the rest of an answer, if that is little; its status counts however it goes on."""
+    """Read the rest of a short answer, or close the connection. The status counts in every case."""
     left = ANSWER_BYTES_MAX
     try:
         async for part in response.content.iter_any():

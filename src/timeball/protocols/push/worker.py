@@ -1,12 +1,13 @@
-"""One subscription: receives as a member of its group, sends, and settles each lease by what the receiver said.
+"""One subscription: it receives as a member of its group, sends, and settles each lease by the receiver's answer.
 
     2xx                            acknowledged
-    410                            given back, no attempt; the subscription is paused
-    anything else, or no answer    an attempt that failed: it comes again by the group's retry policy, or later if
-                                   the receiver asks for that; after the last attempt it is a dead letter
+    410                            given back without counting an attempt; the subscription is paused
+    anything else, or no answer    a failed attempt: the message is delivered again by the group's retry policy, or
+                                   later if the receiver requests that; after the last attempt it is a dead letter
 
-A lease lasts longer than a request may, so it need not be extended: what is sent at most waits for this broker's own
-log after that. After a crash the leases end by themselves, as they stand in the log, and the messages are sent again.
+A lease lasts longer than a request may, so it need not be extended. After its request, a message waits at most for this
+broker's log. After a crash the leases end by themselves, because they are stored in the log, and the messages are sent
+again.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ if TYPE_CHECKING:  # the library behind it is imported with the first subscripti
 
 logger = logging.getLogger(__name__)
 
-LEASE_SLACK_MS = 30_000  # of a lease beyond a request's time: to write down how it ended
-WAIT_MS = 30_000  # for messages, before it is asked anew whether the group may consume
+LEASE_SLACK_MS = 30_000  # the time of a lease after a request's time limit, for storing the outcome
+WAIT_MS = 30_000  # the longest wait for messages before the group's permission is checked again
 ROWS_MAX = 256  # received at once
-AGAIN_S = 2.0  # after a refusal of the broker's own, as of a topic that is not there yet
-# Received nothing of what is there: another member was first, or all of it is leased. Not to ask in circles.
+AGAIN_S = 2.0  # after a refusal by this broker, for example when the topic does not exist yet
+# The pause after a receive without messages, although some are pending: another member was first, or all are leased. It
+# avoids a busy loop.
 TURN_S = 0.01
 
 
@@ -66,7 +68,7 @@ class Worker:
         self._filters, self._clock = filters, broker.parts.clock.clock
         self._pace = Pace(self._clock, subscription.in_flight_max, subscription.rate_per_s)
         self._changed = asyncio.Event()
-        self._requests: set[asyncio.Task[None]] = set()
+        self._requests: set[asyncio.Task[None]] = set()  # requests under way
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,14 +76,17 @@ class Worker:
         self._running = asyncio.create_task(self._run())
 
     def halt(self) -> None:
-        """Receive nothing more; requests under way go on."""
+        """Stop receiving. Requests under way go on."""
         if self._running is not None:
             self._running.cancel()
 
     async def end(self, wait_s: float | None) -> None:
-        """Return when the requests have ended; give back what has not by then."""
+        """Wait for the requests to end, and give back the messages of those that do not.
+
+        `wait_s` is the longest time to wait, in seconds. None means no limit.
+        """
         if self._running is not None:
-            # First: a receive that is cut short gives back what it has leased.
+            # The receive ends first: a cancelled receive gives back the messages that it has leased.
             await asyncio.gather(self._running, return_exceptions=True)
         if self._requests:
             _, late = await asyncio.wait(self._requests, timeout=wait_s)
@@ -100,7 +105,7 @@ class Worker:
                 self._figures.last_failure = str(error)
                 logger.info("push waits subscription=%s reason=%s", self._name, error)
                 await asyncio.sleep(AGAIN_S)
-            except Exception as error:  # of any kind: one subscription must not end, or end the broker
+            except Exception as error:  # of any kind: it must end neither this subscription nor the broker
                 self._figures.last_failure = f"{type(error).__name__}; the broker's log says more"
                 logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
                 await asyncio.sleep(AGAIN_S)
@@ -110,13 +115,14 @@ class Worker:
         try:
             request = self._request(rows)
         except NotFound as error:
-            # Its first message makes the topic; an operator may, too, which wakes no consumer.
+            # The first message creates the topic. An operator may create it too, which wakes no consumer, so look
+            # again.
             self._figures.last_failure = str(error)
             await self._broker.waiters.wait(self._subscription.topic, AGAIN_S)
             return
         if not await consuming.wait_for_some(request, WAIT_MS):
             return
-        # Before they are received: the bodies of all subscriptions together have a bound.
+        # Reserve the bytes before receiving, because the bodies of all subscriptions together have a limit.
         await self._bytes_held.room(self._name, limits.POP_BYTES_MAX)
         rows = self._pace.room()
         try:
@@ -132,7 +138,7 @@ class Worker:
             await asyncio.sleep(TURN_S)
 
     async def _room(self) -> int:
-        """Return how many requests may begin, once that is one or more."""
+        """Wait until at least one request may begin, and return their number."""
         while not (rows := self._pace.room()):
             self._changed.clear()
             try:
@@ -144,14 +150,14 @@ class Worker:
 
     def _request(self, rows: int) -> ReceiveRequest:
         wanted, consuming = self._subscription, self._broker.consuming
-        # Asked each time: a topic may be made, a group switched off or made an orderly one meanwhile.
+        # Looked up each time: the topic may have been created, or the group disabled or made ordered.
         found = consuming.join(wanted.group, wanted.topic, ANONYMOUS)
         bit_mask = found.topic.filter_type == "MULTI_TAG"
         in_order = found.group.consume_message_orderly
         return ReceiveRequest(
             wanted.group,
             wanted.topic,
-            # In order a queue gives nothing while one of its messages is leased: so no two of it are under way.
+            # In order, a queue hands out nothing while one of its messages is leased. So no two of them are under way.
             rows=1 if in_order else min(rows, ROWS_MAX),
             invisible_ms=wanted.timeout_ms + LEASE_SLACK_MS,
             wanted=self._filters.get(wanted.filter, EXPRESSION_TYPES[wanted.filter_type], bit_mask=bit_mask),
@@ -175,7 +181,7 @@ class Worker:
             try:
                 answer = await self._post(one.delivery)
             except asyncio.CancelledError:
-                # The receiver may have it or not; this broker stops, which is no fault of the message.
+                # The receiver may have the message or not. The broker is stopping, so the attempt does not count.
                 self._broker.consuming.not_seen([one.receipt])
                 raise
             finally:
@@ -185,7 +191,7 @@ class Worker:
             self._count(answer)
             await self._settle(one, answer)
         except TimeballError as error:
-            # Its lease ends by itself, and it is sent again.
+            # The lease ends by itself, and the message is sent again.
             logger.warning("push outcome not kept subscription=%s reason=%s", self._name, error)
 
     async def _post(self, delivery: Delivery) -> Answer:
@@ -193,17 +199,17 @@ class Worker:
         try:
             secrets = self._broker.parts.push_subscriptions.secrets(self._name, now_ms)
             return await self._receiver.post(delivery.body, signed(delivery, secrets, now_ms), now_ms)
-        except Exception as error:  # of any kind: its lease is to be settled as that of other failures
+        except Exception as error:  # of any kind: the message is settled like other failures
             logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
             return Answer("failed", words=type(error).__name__)
 
     def _count(self, answer: Answer) -> None:
-        """Tell the pace and the figures how a request has ended."""
+        """Record the end of a request in the pace and the figures."""
         was_open = self._pace.is_open
         if answer.outcome == "delivered":
             self._pace.succeeded()
         else:
-            asks = answer.status in (429, 503)  # the receiver is overloaded: not this message's fault
+            asks = answer.status in (429, 503)  # the receiver is overloaded, which the message did not cause
             self._pace.failed(_bounded(answer.retry_after_ms) if asks else 0)
             self._figures.last_failure = f"{answer.outcome}: {answer.words}"[:300]
         self._figures.failures, self._figures.is_held = self._pace.failures, self._pace.is_open
@@ -228,7 +234,8 @@ class Worker:
         else:
             group = self._broker.parts.groups.find_group(self._subscription.group)
             policy = group.group_retry_policy if group is not None else None
-            # Never sooner than the group says: a receiver that asks for a second would use up all attempts in a minute.
+            # The group's delay is the minimum: a receiver that requests a second would use up all attempts within a
+            # minute.
             delay_ms = max(retry_delay_ms(policy, one.delivery.attempt), _bounded(answer.retry_after_ms))
             await consuming.nack(one.receipt, delay_ms, f"push: {answer.outcome}: {answer.words}")
 

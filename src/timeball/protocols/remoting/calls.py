@@ -1,14 +1,13 @@
-"""One request of a client, what may be answered, and what all rooms of this edge know: the vocabulary they share.
+"""The vocabulary that all handlers of this edge share: a client's request, the possible answers and common helpers.
 
-A handler takes a `Call` and returns its answer, now or as a coroutine; None means that no answer is due, or that
-it has been sent already. What it raises becomes an answer too (error_codes.py), so no handler translates errors
-itself.
+A handler takes a `Call` and returns its answer, now or as a coroutine. None means that no answer is due, or that it was
+sent already. An error that a handler raises becomes an answer too (error_codes.py), so no handler translates errors.
 
-Clients are told addresses to dial, in routes and in message ids. Without `--advertise` that is the address that their
-connection came in by: over that one the client reached the broker, so it can reach it again.
+Routes and message ids contain the address that clients connect to. Without `--advertise` it is the local address of the
+client's own connection. The client reached the broker at that address, so it can do so again.
 
-Tables by queue have keys that are objects, which is what fastjson makes of a Java map, and no JSON; no other reader
-takes it, but all of RocketMQ's tools expect it:
+Some tables are keyed by queue: their keys are JSON objects, as fastjson writes a Java map. That is not valid JSON and
+no other reader accepts it, but all of RocketMQ's tools expect it:
 
     {{"brokerName":"b0","queueId":0,"topic":"t"}:{"maxOffset":7,"minOffset":0},…}
 """
@@ -45,20 +44,20 @@ _ENTRY = re.compile(rb"\s*(\{[^{}]*\})\s*:\s*(-?[0-9]{1,19})\s*,?")
 
 Reply = Command | None
 
-# Header fields of RocketMQ 5.5 that give a request another meaning, and the values that do not. A request with another
-# value is refused: to do what it would mean without the field is wrong. tests/protocols/remoting/test_header_fields.py
-# lists all fields of 5.5 and what becomes of each.
+# Header fields of RocketMQ 5.5 that change the meaning of a request, and the values that do not. A request with another
+# value is refused, because to ignore the field would do the wrong thing. All fields of 5.5 and their treatment are
+# listed in tests/protocols/remoting/test_header_fields.py.
 NEW_FIELDS: dict[str, frozenset[str]] = {
     "liteTopic": frozenset({""}),
-    "suspend": frozenset({"", "false"}),  # of a lite topic's consumer
-    "indexType": frozenset({"", "K", "U"}),  # keys, ids; and "T", tags
-    "lastKey": frozenset({""}),  # a page of a query, behind this key
+    "suspend": frozenset({"", "false"}),  # of the consumer of a lite topic
+    "indexType": frozenset({"", "K", "U"}),  # keys, ids; "T" (tags) is refused
+    "lastKey": frozenset({""}),  # continue a query behind this key
 }
 _NEW_NAMES = frozenset(NEW_FIELDS)
 
 
 class Call:
-    """A request, the connection it came by, and typed access to its fields."""
+    """A request, the connection that it arrived on, and typed access to its fields."""
 
     __slots__ = ("caller", "command", "connection", "counted_bytes")
 
@@ -66,11 +65,11 @@ class Call:
         self.connection, self.command = connection, command
         self.caller: Caller = (
             connection.caller
-        )  # who has signed it: the connection's next request may be another's
-        self.counted_bytes = 0  # of a large body: see connection.py
+        )  # the signer of this request. The next request of the connection may have another
+        self.counted_bytes = 0  # size of a large body, counted by the connection's Flow
 
     def fields(self, kind: type[T]) -> T:
-        """The extFields as a msgspec Struct; unknown ones are ignored. Raises Refused."""
+        """Convert the extFields to a msgspec Struct, ignoring unknown ones. Raises Refused."""
         try:
             return msgspec.convert(self.command.ext, kind, strict=False)
         except msgspec.ValidationError as error:
@@ -79,7 +78,7 @@ class Call:
             ) from error
 
     def body(self, kind: type[T]) -> T:
-        """The JSON body as a msgspec Struct; numbers may be text and the other way round. Raises Refused."""
+        """Decode the JSON body as a msgspec Struct. Numbers may be text and vice versa. Raises Refused."""
         try:
             return msgspec.json.decode(self.command.body, type=kind, strict=False)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -95,7 +94,10 @@ class Call:
         ext: dict[str, str] | None = None,
         body: bytes = b"",
     ) -> Command:
-        """A response to this request. `ext` is never absent on the wire: Java reads from it without a look."""
+        """Create a response to this request.
+
+        `ext` is never absent on the wire, because Java reads it without a null check.
+        """
         return Command(
             code=code,
             opaque=self.command.opaque,
@@ -108,12 +110,12 @@ class Call:
         )
 
     def answer_json(self, value: Any) -> Command:
-        """A response whose body is JSON."""
+        """Create a response with a JSON body."""
         return self.answer(body=msgspec.json.encode(value))
 
 
 def check_new_fields(command: Command) -> None:
-    """Raise Refused for a field of newer clients that asks for something that the broker does not do."""
+    """Raise Refused if a field of newer clients asks for something that the broker does not do."""
     if _NEW_NAMES.isdisjoint(command.ext):
         return
     for name in _NEW_NAMES & command.ext.keys():
@@ -129,7 +131,7 @@ Handlers = dict[int, Handler]
 
 
 def response_code(error: BaseException) -> int:
-    """RocketMQ's code for an error; SYSTEM_ERROR for what it has no word for."""
+    """Return RocketMQ's code for an error, SYSTEM_ERROR for an error without a code of its own."""
     if isinstance(error, Refused):
         return error.protocol_code
     if isinstance(error, BadHeader):
@@ -137,18 +139,18 @@ def response_code(error: BaseException) -> int:
     return ResponseCode[codes_of(error).remoting]
 
 
-# What the handlers of this edge are given.
+# The context that each handler of this edge gets.
 RemotingContext = EdgeContext[Connection, Member]
 
 
 def address(context: RemotingContext, connection: Connection) -> str:
-    """Return host:port at which the client of this connection reaches the broker."""
+    """Return the host:port at which the client of this connection reaches the broker."""
     host, port = _host_port(context, connection)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def store_host(context: RemotingContext, connection: Connection) -> Host:
-    """Return the same as bytes, as it stands in stored messages and message ids."""
+    """Return the broker's address as bytes, for stored messages and message ids."""
     host = connection.store_host
     if host is None:
         host = connection.store_host = _as_bytes(*_host_port(context, connection))
@@ -156,7 +158,7 @@ def store_host(context: RemotingContext, connection: Connection) -> Host:
 
 
 def check_advertised(advertise: str) -> None:
-    """Raise SetupError when the name that clients are to dial is none: every answer to a send has it as bytes."""
+    """Raise SetupError if the advertised host cannot be resolved. Answers to sends contain its address as bytes."""
     host, _ = advertised(advertise)
     if host:
         try:
@@ -168,7 +170,7 @@ def check_advertised(advertise: str) -> None:
 def _host_port(context: RemotingContext, connection: Connection) -> tuple[str, int]:
     host, port = advertised(context.settings.advertise)
     if port is None:
-        # Either port answers everything, so the one there is will do.
+        # Both ports answer every request, so the name server's port is good enough if there is no other.
         port = context.port if context.port >= 0 else context.name_server_port
     return host or str(connection.local[0]), port
 
@@ -183,12 +185,12 @@ def _packed(host: str) -> bytes:
     try:
         return ip_address(host.partition("%")[0]).packed
     except ValueError:
-        # A name: once per name and process, at the start.
+        # A host name: resolved once per process, at the start.
         return ip_address(socket.gethostbyname(host)).packed
 
 
 def compiled(filters: FiltersKept, expression: str, kind: str, topic: Topic) -> Filter:
-    """Return the filter of a subscription to this topic; raise Refused."""
+    """Return the filter of a subscription to this topic. Raises Refused."""
     try:
         return filters.get(expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
     except InvalidFilter as error:
@@ -197,7 +199,7 @@ def compiled(filters: FiltersKept, expression: str, kind: str, topic: Topic) -> 
 
 
 def illegal_queue(code: ResponseCode, queue_id: int, topic: Topic) -> Refused:
-    """Return the refusal of a queue that a consumer names and the topic has not."""
+    """Return the refusal for a queue that the topic does not have."""
     return Refused(
         code,
         f"queueId[{queue_id}] is illegal, topic:[{topic.name}] topicConfig.readQueueNums:[{topic.read_queues}]",
@@ -205,21 +207,21 @@ def illegal_queue(code: ResponseCode, queue_id: int, topic: Topic) -> Refused:
 
 
 def by_object(entries: Iterable[tuple[Any, Any]]) -> msgspec.Raw:
-    """The entries as one value, to stand inside a structure that is encoded as JSON."""
+    """Encode a table whose keys are objects, to be placed inside a structure that is encoded as JSON."""
     encode = msgspec.json.encode
     return msgspec.Raw(b"{" + b",".join(encode(key) + b":" + encode(value) for key, value in entries) + b"}")
 
 
 async def by_name(items: Iterable[T], entry: Callable[[T], tuple[str, object]]) -> msgspec.Raw:
-    """The entries of all topics or groups as one value; encoded in shares, since there may be many (shares.py)."""
+    """Encode the entries of all topics or groups as one object, in shares, because there may be many (shares.py)."""
     parts = [msgspec.json.encode(dict(map(entry, some)))[1:-1] async for some in shares(items)]
     return msgspec.Raw(b"{" + b",".join(parts) + b"}")
 
 
 def entries_by_object(body: bytes, name: str) -> Iterator[tuple[Any, int]]:
-    """Yield key and number of a table with objects as keys, `name` in a structure; nothing where there is none.
+    """Yield key and number of each entry in the table `name`, whose keys are objects. Nothing if there is no table.
 
-    Clients answer with such tables. What stands behind an entry of another shape is not read.
+    Clients answer with such tables. Reading stops at the first entry of another shape.
     """
     begin = re.search(rb'"%s"\s*:\s*\{' % re.escape(name.encode()), body)
     at = begin.end() if begin else len(body)
@@ -233,5 +235,5 @@ def entries_by_object(body: bytes, name: str) -> Iterator[tuple[Any, int]]:
 
 
 def data_version(counter: int, since_ms: int) -> dict[str, int]:
-    """RocketMQ's DataVersion: how often a table has changed since an instant."""
+    """Return RocketMQ's DataVersion: how often a table has changed since a time in ms."""
     return {"stateVersion": 0, "timestamp": since_ms, "counter": counter}

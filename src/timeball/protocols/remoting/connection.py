@@ -1,17 +1,18 @@
-"""One client's connection: bytes to frames, answers to bytes, and an end for a client that breaks the rules.
+"""One client's connection: decodes bytes to frames, encodes answers, and closes the connection of a bad client.
 
-A client that sends half a frame, nothing at all, or takes no answers costs memory: each has a deadline or a
-bound (`limits` below, after reliability's table of attacks), and past it the connection is closed. Answers
-may leave in any order; clients match them by `opaque`.
+A client that sends half a frame, sends nothing, or reads no answers costs memory. Each of these has a deadline or a
+bound (the constants below). Past it, the connection is closed. Answers may leave in any order, because clients match
+them by `opaque`.
 
-Of the memory that all connections of the edge share, each may hold a part:
+All connections of the edge share two amounts of memory, and each may use a part of them:
 
-    received   a frame that has begun counts whole from the moment its length is known, so that what was begun can
-               end; a large request counts until it is answered. Without room the socket is not read.
-    unread     answers that the client has not taken. With many of its own it is not read from until it has taken
-               them; when its address has used up its share, it is told to come later, and at last cut off.
+    received   a frame counts with its full size from the moment its length is known, so that a frame that was begun
+               can end. A large request counts until it is answered. Without room the socket is not read.
+    unread     answers that the client has not read. A client with many of its own is not read from until it has read
+               them. When its address has used up its share, its requests are refused for now (SYSTEM_BUSY), and
+               finally its connection is closed.
 
-Small requests under way are not counted one by one: they are bounded where they are gathered and written.
+Small pending requests are not counted one by one. They are bounded where they are batched and written.
 """
 
 from __future__ import annotations
@@ -43,54 +44,54 @@ from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)
 
-HALF_FRAME_S = 10.0  # from the first byte of a frame to its last
-UNSIGNED_S = 10.0  # where requests are signed: from the connection to the first that is
-IDLE_S = 240.0  # clients beat every 30 s; RocketMQ closes after 120 s, we after two of those
-OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers a client has not taken
+HALF_FRAME_S = 10.0  # seconds from the first byte of a frame to its last
+UNSIGNED_S = 10.0  # seconds from the connection to its first signed request, where requests must be signed
+IDLE_S = 240.0  # clients send heartbeats every 30 s. RocketMQ closes after 120 s, Timeball after twice that
+OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers of one connection that its client has not read
 CONNECTIONS_MAX = 4_096
-EXPIRY_MS = 120_000  # RocketMQ's CHANNEL_EXPIRED_TIMEOUT; clients beat every 30 s
-GOODBYE_S = 5.0  # to take the answers written before a close; who takes nothing would never be gone
-CALLS_MAX = 8_192  # requests of one connection that wait for their answer; a pull per queue is usual
+EXPIRY_MS = 120_000  # RocketMQ's CHANNEL_EXPIRED_TIMEOUT. Clients send heartbeats every 30 s
+GOODBYE_S = 5.0  # to read the answers written before a close. A client that reads nothing would never be gone
+CALLS_MAX = 8_192  # pending requests of one connection. One pull per queue is usual
 
-RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # each byte is several while it is on its way to the log
+RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # each byte has several copies on its way to the log
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
 GATHERED_BYTES_MAX = 64 * 1024  # of answers that are written together
-LARGE_BYTES = 64 * 1024  # a body from this size on counts while its request is under way
-WAITING_MAX = 1_024  # connections without room; each holds what one read of its socket has brought, 256 KiB
-UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024  # of one connection: two answers of a pull
-UNREAD_LEFT_BYTES = 64 * 1024  # a connection with less of its own is not cut off for others of its address
+LARGE_BYTES = 64 * 1024  # a body of this size or more counts while its request is pending
+WAITING_MAX = 1_024  # connections that wait for room. Each holds one read of its socket, up to 256 KiB
+UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024  # of one connection: two answers to pulls
+UNREAD_LEFT_BYTES = 64 * 1024  # a connection with less is not closed for others of its address
 
 Receiver = Callable[["Connection", list[Any]], None]
 
 
 @dataclass
 class Room:
-    """The bounds that all connections of an edge share."""
+    """The memory bounds that all connections of an edge share."""
 
     received: ByteShares = field(default_factory=lambda: ByteShares(RECEIVED_BYTES_MAX, 2 * FRAME_BYTES_MAX))
     unread: ByteShares = field(default_factory=lambda: ByteShares(UNREAD_BYTES_MAX))
 
 
 class Flow:
-    """One connection's part. Belongs to the event loop."""
+    """The share of one connection in the memory of its edge. Belongs to the event loop."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
         self._transport: asyncio.Transport | None = None
         self._address = ""
-        self._frame_bytes = 0  # counted for the frame that has begun
-        self._asked_bytes = 0  # more of it, that is waited for
-        self.unread_bytes = 0  # that the client has not taken yet
-        self.waits = False  # for room, through no fault of the client's
-        self._is_slow = False  # the client has many answers to take
+        self._frame_bytes = 0  # counted for the incomplete frame
+        self._asked_bytes = 0  # further bytes of that frame, for which it waits
+        self.unread_bytes = 0  # answers that the client has not read yet
+        self.waits = False  # for room in `received`: the socket is not read, and the client cannot help it
+        self._is_slow = False  # the client has many answers to read
 
     def opened(self, transport: asyncio.Transport, address: str) -> None:
-        """Begin; `address` is what has a share."""
+        """Begin to count for this transport. Shares are given per `address`."""
         self._transport, self._address = transport, address
         transport.set_write_buffer_limits(UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES)
 
     def lost(self) -> None:
-        """Give back all but requests under way, which are given back when they end."""
+        """Give back everything except pending requests, which are given back when they end."""
         if self.waits:
             self._room.received.withdraw(self._address, self._granted)
         self._room.received.remove(self._address, self._frame_bytes)
@@ -100,7 +101,7 @@ class Flow:
     # -- what has come ---------------------------------------------------------------------------------------
 
     def has_read(self, awaited_bytes: int) -> bool:
-        """Count the frame that has begun, of this size; false when the connection is one too many without room."""
+        """Count the incomplete frame of this size, and return False if too many connections wait for room already."""
         received, more = self._room.received, awaited_bytes - self._frame_bytes
         if more <= 0:
             if more:
@@ -117,14 +118,14 @@ class Flow:
         return received.waiting <= WAITING_MAX
 
     def begins(self, size_bytes: int) -> int:
-        """Count a request with a body of this size as under way; return the argument for `ends`."""
+        """Count a request with a body of this size as pending, and return the argument for `ends`."""
         if size_bytes < LARGE_BYTES:
             return 0
         self._room.received.add(self._address, size_bytes)
         return size_bytes
 
     def ends(self, counted_bytes: int) -> None:
-        """It has been answered."""
+        """Give back the bytes of a request that has been answered."""
         self._room.received.remove(self._address, counted_bytes)
 
     def _granted(self) -> None:
@@ -136,11 +137,11 @@ class Flow:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the client, or others at its address, have too many answers to take."""
+        """Return whether this client has unread answers and its address has used up its share."""
         return self.unread_bytes > 0 and not self._room.unread.fits(self._address, 0)
 
     def has_written(self) -> bool:
-        """Count bytes that the client has not taken yet; false when there is no room for them."""
+        """Count the bytes that the client has not read yet, and return False if there is no room for them."""
         if self._transport is None:
             return True
         now_bytes, unread = self._transport.get_write_buffer_size(), self._room.unread
@@ -151,7 +152,7 @@ class Flow:
         return now_bytes <= UNREAD_LEFT_BYTES or unread.fits(self._address, 0)
 
     def slow(self, is_slow: bool) -> None:
-        """The client has many answers to take, or has taken them."""
+        """Note whether the client has many answers to read, and stop or resume reading its requests."""
         self._is_slow = is_slow
         self.has_written()
         self._read_or_not()
@@ -177,15 +178,16 @@ class Connection(asyncio.Protocol):
         cut: Cut = cut,
         edge: str = "remoting",
     ) -> None:
-        """`room`: the memory that it shares with the others of its edge. `cut` makes what `receiver` gets.
+        """Prepare for a transport.
 
-        `edge`: as the log names it.
+        `room` is the memory shared with the other connections of the edge. `cut` creates the frames or runs that
+        `receiver` gets. `edge` is the name of the edge in the log.
         """
         self._edge = edge
         self._receiver, self._opened, self._loop = receiver, opened, loop
         self.flow = Flow(room or Room())
         self._splitter = Splitter(cut=cut)
-        self._gathers = False  # while the requests of one read are handled: their answers go together
+        self._gathers = False  # the requests of one read are handled: their answers go together
         self._gathered: list[bytes | bytearray] = []
         self._gathered_bytes = 0
         self._transport: asyncio.Transport | None = None
@@ -198,16 +200,16 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = loop.create_future()
         self._waiting: set[asyncio.Task[None]] = set()
         self.calls = 0
-        self.caller: Caller = ANONYMOUS  # who has signed the last request
+        self.caller: Caller = ANONYMOUS  # the signer of the last request
         self.peer = self.local = ("", 0)
-        self.name = ":0"  # the far side, for people and as a message's born host
-        self.store_host: Host | None = None  # where it reaches us, as bytes; made when first asked for
-        self.id_prefix = ""  # the same, of the ids of messages sent over it; made for its first answer
+        self.name = ":0"  # the client's address, for log lines and as a message's born host
+        self.store_host: Host | None = None  # the broker's address for this client. Computed at first use
+        self.id_prefix = ""  # the same, as the beginning of message ids. Computed for the first answer
 
     # -- asyncio's side --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
+        """Register the connection, or abort it if there are too many. See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
         self.peer = tuple((transport.get_extra_info("peername") or ("", 0))[:2])
         self.local = tuple((transport.get_extra_info("sockname") or ("", 0))[:2])
@@ -220,13 +222,13 @@ class Connection(asyncio.Protocol):
         self.flow.opened(self._transport, self.peer[0])
 
     def _is_one_too_many(self) -> bool:
-        # The addresses are looked at once half of all places are taken.
+        # The shares of the addresses count only from half of CONNECTIONS_MAX on.
         if len(self._opened) < CONNECTIONS_MAX // 2:
             return False
         return exceeds_share(self.peer[0], (each.peer[0] for each in self._opened), CONNECTIONS_MAX)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Fail the broker's own requests to this client and call `on_close`. See asyncio.Protocol."""
         self._opened.discard(self)
         self.flow.lost()
         if not self.closed.done():
@@ -242,7 +244,7 @@ class Connection(asyncio.Protocol):
         self.on_close.clear()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Handle the frames that `data` completes. See asyncio.Protocol."""
         self.heard_s = self._loop.time()
         try:
             frames = self._splitter.feed(data)
@@ -263,7 +265,7 @@ class Connection(asyncio.Protocol):
             self._frame_since_s = self.heard_s
 
     def _receive(self, frames: list[Any]) -> None:
-        """Handle what one read has brought, and write the answers that are there at once together."""
+        """Handle the frames of one read, and write the answers that are ready at once together."""
         if len(frames) == 1:
             self._receiver(self, frames)
             return
@@ -275,11 +277,11 @@ class Connection(asyncio.Protocol):
             self._write_gathered()
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol: the client has many answers to take."""
+        """Note that the client has many answers to read. See asyncio.Protocol."""
         self.flow.slow(True)
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
+        """Note that the client has read most of its answers. See asyncio.Protocol."""
         self.flow.slow(False)
 
     # -- our side --------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes; a client that takes nothing any more loses its connection instead of our memory."""
+        """Send bytes. A client that reads too little loses its connection, so that memory stays bounded."""
         if not self._gathers:
             self._write(data)
             return
@@ -307,30 +309,30 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes | bytearray) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
-            return  # one dead client must not cost the others of a commit their acknowledgements
+            return  # no error: it would cost the other sends of the commit their acknowledgements
         transport.write(data)
         waiting_bytes = transport.get_write_buffer_size()
         if not (waiting_bytes or self.flow.unread_bytes):
-            return  # mostly a client takes at once what it has asked for
+            return  # a client mostly reads at once what it has asked for
         if not self.flow.has_written() or waiting_bytes > OUTBOUND_BYTES_MAX:
             logger.warning(
                 "connection closed, answers are not read peer=%s waiting_bytes=%d", self.name, waiting_bytes
             )
             transport.abort()
-            self.flow.lost()  # at once: until the transport is closed others would go without its share
+            self.flow.lost()  # now: until the transport is closed, the address could not use its share
 
     def send(self, command: Command) -> None:
         """Send an answer, or a request that needs no answer."""
         self.write(encode(command))
 
     def push(self, command: Command) -> None:
-        """Send a request of ours, one-way."""
+        """Send a one-way request of the broker."""
         command.opaque, command.version = next(self._opaques), BROKER_VERSION
         command.flag |= CommandFlag.ONE_WAY
         self.send(command)
 
     async def request(self, command: Command, timeout_s: float) -> Command:
-        """Send a request of ours and wait for its answer; raises Unavailable."""
+        """Send a request of the broker and wait for its answer. Raises Unavailable."""
         if not self.is_open:
             raise Unavailable(f"{self.name} has gone away")
         command.opaque, command.version = next(self._opaques), BROKER_VERSION
@@ -347,7 +349,7 @@ class Connection(asyncio.Protocol):
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Around a wait that ends when the client goes. Never around work that others are part of, such as a commit."""
+        """Surround a wait that is cancelled when the client goes. Never use it for shared work such as a commit."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._waiting.add(task)
         try:
@@ -356,18 +358,19 @@ class Connection(asyncio.Protocol):
             self._waiting.discard(task)
 
     def answered(self, command: Command) -> None:
-        """Hand an answer to the request of ours that waits for it; ignore one without a request."""
+        """Pass an answer to the broker's request that waits for it. Ignore an answer without a request."""
         future = self._asked.get(command.opaque)
         if future is not None and not future.done():
             future.set_result(command)
 
     def check_deadlines(self, now_s: float, *, must_sign: bool = False) -> None:
-        """Close when a frame takes too long or the client has fallen silent; called about once a second.
+        """Close the connection if a frame takes too long or the client is silent. Called about once a second.
 
-        `must_sign`: also when it has not shown who it is, or strangers could take all the connections there are.
+        `must_sign`: also close it if the client has signed no request in time. Otherwise unknown clients could take all
+        connections.
         """
         self.flow.has_written()
-        if self.flow.waits:  # it is us who do not read
+        if self.flow.waits:  # the client must not pay for a broker that does not read
             self.heard_s = now_s
             self._frame_since_s = None if self._frame_since_s is None else now_s
         if self._closed_s is not None:
@@ -386,26 +389,26 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """End the connection; answers already written still leave, if they are taken."""
+        """End the connection. Answers already written still leave, if the client reads them."""
         if self._transport is not None and self._closed_s is None:
             self._write_gathered()
             self._closed_s = self._loop.time()
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection at once; bytes that have not left are lost."""
+        """End the connection at once. Bytes that have not left are lost."""
         if self._transport is not None:
             self._transport.abort()
 
 
 @dataclass(eq=False)
 class Member(Session[Connection]):
-    """The client of a connection, as its last heartbeat has it."""
+    """The client of a connection, as described by its last heartbeat."""
 
     language: int = 0
     version: int = 0
 
     @property
     def connection(self) -> Connection:
-        """Return the connection that the client beats by."""
+        """Return the connection on which the client sends its heartbeats."""
         return self.key

@@ -1,8 +1,8 @@
-"""From a frame to its handler and from what comes of it to an answer.
+"""Call the handler of each request and send its answer.
 
-The table of handlers is made of those of each room; a code without a handler is answered with
-REQUEST_CODE_NOT_SUPPORTED, which every client survives. An answer is always given, once, unless the request
-was one-way: a handler that fails for a reason of ours says SYSTEM_ERROR to the client and the reason to the log.
+The table of handlers joins the tables of all handler classes. A code without a handler is answered with
+REQUEST_CODE_NOT_SUPPORTED, which every client survives. Every request gets exactly one answer, unless it is one-way. If
+a handler fails because of a fault in the broker, the client gets SYSTEM_ERROR and the log gets the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Dispatch:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def receive(self, connection: Connection, frame: Frame) -> None:
-        """Handle one frame; raises BadFrame when it is none."""
+        """Handle one frame. Raises BadFrame if it contains no command."""
         command = codec.decode(frame)
         if command.is_response:
             connection.answered(command)
@@ -45,12 +45,12 @@ class Dispatch:
         return code in self._handlers
 
     def refuse(self, connection: Connection, command: Command, error: Exception) -> None:
-        """Answer a request that is not to be handled."""
+        """Answer a request with an error, without a call of its handler."""
         call = Call(connection, command)
         self._reply(call, failure(call, error))
 
     def handle(self, connection: Connection, command: Command) -> None:
-        """Call the handler of a request and see that it is answered."""
+        """Call the handler of a request, and send its answer now or when it is ready."""
         call = Call(connection, command)
         handler = self._handlers.get(command.code)
         if handler is None:
@@ -67,7 +67,7 @@ class Dispatch:
         try:
             check_new_fields(command)
             reply = handler(call)
-        except Exception as error:  # of any kind: the client gets an answer, and we go on
+        except Exception as error:  # of any kind: the client gets an answer, and the broker continues
             self._reply(call, failure(call, error))
             return
         if reply is None or isinstance(reply, Command):
@@ -94,14 +94,14 @@ class Dispatch:
             call.connection.send(reply)
 
     async def close(self) -> None:
-        """End what still waits for an answer."""
+        """Cancel the requests that still wait for an answer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def failure(call: Call, error: Exception) -> Command:
-    """The answer to a request that could not be granted."""
+    """Return the answer to a request that failed, and log the failure."""
     log_failure(logger, str(call.command.code), error)
     return call.answer(response_code(error), sentence(error))
 

@@ -1,9 +1,9 @@
 """The edge for RocketMQ's clients: two ports, one table of requests.
 
-A name server and a broker are two programs in RocketMQ and two ports here; either port answers everything, since
-the request codes of the two do not overlap. Sends go to `Sends`, whose batches are what the throughput is made of;
-all else goes to the table (dispatch.py). With an access file each request is decoded whole first, and what was checked
-is what is handled: two readers of one header might read two things in it.
+In RocketMQ, name server and broker are two programs. Here they are two ports. Both ports answer every request, since
+the two sets of request codes do not overlap. Sends go to `Sends`, whose batches give the throughput. All other requests
+go to the table (dispatch.py). With an access file, each request is decoded completely first, and the decoded command is
+both checked and handled. Two readers of one header could read it differently.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 DEADLINES_LOOK_S = 1.0
 BACKLOG = 1_024
-LAST_ANSWERS_S = 2.0  # at a stop, for clients that are slow to take them
+LAST_ANSWERS_S = 2.0  # time at a stop for slow clients to read their last answers
 
 
 class RemotingEdge:
-    """Builds the handlers, listens on both ports. Belongs to the broker's event loop."""
+    """Builds the handlers and listens on both ports. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, security: Security = OPEN) -> None:
         settings = broker.parts.settings
@@ -93,7 +93,7 @@ class RemotingEdge:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen; raises SetupError when a port is taken, or the advertised name is none."""
+        """Listen. Raises SetupError if a port is taken or the advertised host cannot be resolved."""
         settings = self._settings
         check_advertised(settings.advertise)
         self.context.name_server_port = await self._listen("name_server", settings.name_server_port)
@@ -105,7 +105,7 @@ class RemotingEdge:
             return port
         loop, access, tls = asyncio.get_running_loop(), self._security.access, self._security.tls
         receive = self._receive if access is None else partial(self._receive_signed, access)
-        cuts = self.codec.cut if access is None else cut  # each frame alone, to see who has signed it
+        cuts = self.codec.cut if access is None else cut  # no runs: the signer of each frame is checked
 
         def connection() -> Connection:
             return Connection(receive, self._connections, loop, self._room, cuts, edge)
@@ -146,7 +146,7 @@ class RemotingEdge:
     def _answers(self, connection: Connection, pull: PlainPull) -> bool:
         try:
             return self._pulls.answer(connection, pull)
-        # A fault of ours: the client gets its answer the other way, and the log a trace.
+        # A fault of the broker: the log gets a trace, and the reference answers the client.
         except Exception:
             logger.exception("plain pull failed topic=%s queue=%d", pull.topic, pull.queue_id)
             return False
@@ -185,7 +185,7 @@ class RemotingEdge:
             self._make_room()
 
     def _make_room(self) -> None:
-        """When nearly all connections are taken, close those that have been silent the longest: clients beat."""
+        """Close the most silent connections if nearly CONNECTIONS_MAX are open: live clients send heartbeats."""
         crowd = len(self._connections) - (CONNECTIONS_MAX - CONNECTIONS_MAX // 32)
         if crowd > 0:
             idle = sorted(
@@ -199,16 +199,16 @@ class RemotingEdge:
 
     @property
     def pulls(self) -> dict[str, int]:
-        """Return how many pulls were answered plainly, and how many went the way of the reference."""
+        """Return how many pulls were answered plainly, and how many by the reference."""
         return self._pulls.answered
 
     @property
     def connections(self) -> int:
-        """Return how many clients are connected."""
+        """Return the number of connected clients."""
         return len(self._connections)
 
     async def close(self) -> None:
-        """Stop listening, end the requests that wait, and let the connections go."""
+        """Stop listening, end the waiting requests and close the connections."""
         for server in self._servers:
             server.close()
         if self._watch is not None:
@@ -223,7 +223,7 @@ class RemotingEdge:
         self._servers.clear()
 
     async def _let_go(self) -> None:
-        """Give the last answers a moment to leave: from Python 3.12 on a server waits for its clients without end."""
+        """Let the last answers leave, for LAST_ANSWERS_S: since Python 3.12 a server waits for its clients forever."""
         if self._connections:
             await asyncio.wait([each.closed for each in self._connections], timeout=LAST_ANSWERS_S)
         for connection in list(self._connections):

@@ -1,10 +1,10 @@
-"""A name server for all groups of a cluster: it asks each group's leader, and joins what they say.
+"""A name server for all groups of a cluster: it asks the leader of each group and joins the answers.
 
-RocketMQ's clients look here for the route of a topic: the queues that each group has of it, and where each group's
-leader is. A group is a broker to them, its name the broker's. While a group has no leader its queues stay in the route,
-as they were last told, without an address: producers then leave it out, and its consumers ask again.
+RocketMQ's clients ask it for the route of a topic: the queues of the topic in each group, and the address of each
+group's leader. To clients, a group is a broker with the group's name. While a group has no leader, its last known
+queues stay in the route, without an address. Producers then leave these queues out, and consumers ask again.
 
-Other requests are a broker's business: each goes to the first group that has a leader.
+Every other request is for a broker and goes to the first group that has a leader.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from timeball.protocols.remoting.dispatch import failure
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
-ASK_S = 3.0  # a leader has for its answer; RocketMQ's clients wait as long for theirs
+ASK_S = 3.0  # seconds for a leader's answer. RocketMQ's clients wait as long for theirs
 REMEMBERED_MAX = 20_000  # answers, for groups that have no leader for a while
 MASTER_ID = "0"
 TOPIC_LISTS = (RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER, RequestCode.GET_TOPICS_BY_CLUSTER)
@@ -39,7 +39,7 @@ Address = tuple[str, int]
 
 
 class GroupPlace(NamedTuple):
-    """A group, and where its leader's broker listens; None while it has no leader."""
+    """A group, and the address of its leader's broker (None while it has no leader)."""
 
     name: str
     leader: Address | None
@@ -64,7 +64,7 @@ class NameServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port; raises SetupError."""
+        """Listen, and return the port. Raises SetupError."""
         loop = asyncio.get_running_loop()
         try:
             self._server = await first_byte.listen(
@@ -78,7 +78,7 @@ class NameServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening, and let the connections go."""
+        """Stop listening, cancel pending requests and close the connections."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -178,7 +178,7 @@ class NameServer:
     # -- the leaders -------------------------------------------------------------------------------------------------
 
     async def _ask_all(self, call: Call) -> dict[GroupPlace, Command | None]:
-        """Ask all leaders at once; None for a group without one, or whose leader does not answer."""
+        """Ask all leaders at once. The answer of a group is None if it has no leader, or its leader does not answer."""
         groups = sorted(self._groups(), key=lambda group: group.name)
 
         async def asked(group: GroupPlace) -> Command | None:
@@ -194,8 +194,9 @@ class NameServer:
         return dict(zip(groups, answers, strict=True))
 
     async def _ask(self, address: Address, command: Command) -> Command:
-        """Ask one broker the same; raises Unavailable."""
+        """Send the request to one broker and return its answer. Raises Unavailable."""
         connection = await self._connect(address)
+        # Without the flags of the client: the leader must answer even a one-way request, or `request` would time out.
         request = msgspec.structs.replace(command, flag=0)
         return await connection.request(request, ASK_S)
 

@@ -1,12 +1,13 @@
-"""Which request needs what of an account, and who has signed it.
+"""Check the signature of a request and the permissions that it requires.
 
 A request is signed with the ACL signature of RocketMQ's clients:
 
     Signature = base64(HMAC-SHA1(secret, the values of all other extFields in the order of their names, then the body))
 
-`NEEDS` is the table from a code to what an account needs for it, told by fields of the header. Where the body, or the
-row that a number stands for, says what is meant, an account is enough to get there, and the handler asks for the rest
-(`Policy.allow`): what is checked must be what is done. A code that the table does not have is for administrators.
+`NEEDS` maps a request code to the required permission. Header fields name its topic and group. If only the body, or the
+row behind a sequence number, names the topic, the table requires just an account. The handler then asks for the rest
+(`Policy.allow`), because the object that is checked must be the object that is used. A code without an entry is for
+administrators.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
 
 ACCESS_KEY, SIGNATURE = "AccessKey", "Signature"
-# Clients up to 4.9.3 add this one behind the signature's back.
+# Clients up to 4.9.3 add this field after they have computed the signature.
 UNSIGNED_ONCE, UNSIGNED_UP_TO = "_UNIQUE_KEY_QUERY", 399  # MQVersion.V4_9_3
 
 _LEFT_OUT, _LEFT_OUT_ONCE = frozenset({SIGNATURE}), frozenset({SIGNATURE, UNSIGNED_ONCE})
 
 
 class Need(NamedTuple):
-    """A verb, and the header's fields that name its topic and its group."""
+    """A verb, and the header fields that name its topic and its group."""
 
     verb: Verb
     topic: str | None = None
@@ -63,7 +64,7 @@ NEEDS: dict[int, Need] = {
     RequestCode.GET_MIN_OFFSET: _ENDS,
     RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: _ENDS,
     RequestCode.GET_EARLIEST_MSG_STORETIME: _ENDS,
-    # The handler asks for the rest: of the body, or of the row.
+    # For these, the handler checks the topic or group named in the body or the row.
     RequestCode.HEART_BEAT: _LOOK,
     RequestCode.UNREGISTER_CLIENT: _LOOK,
     RequestCode.LOCK_BATCH_MQ: _LOOK,
@@ -72,7 +73,7 @@ NEEDS: dict[int, Need] = {
     RequestCode.QUERY_ASSIGNMENT: _LOOK,
     RequestCode.END_TRANSACTION: _LOOK,
     RequestCode.VIEW_MESSAGE_BY_ID: _LOOK,
-    # Every client asks these, of names that are no topics too.
+    # Every client sends these, also for names that are no topics.
     RequestCode.GET_ROUTEINFO_BY_TOPIC: _LOOK,
     RequestCode.GET_BROKER_CLUSTER_INFO: _LOOK,
     RequestCode.CHECK_CLIENT_CONFIG: _LOOK,
@@ -82,19 +83,19 @@ NEEDS: dict[int, Need] = {
 
 
 def signer(access: Access, command: Command) -> Caller:
-    """Whose signature a request bears; raises Unauthorized."""
+    """Return the account that signed a request. Raises Unauthorized."""
     key = command.ext.get(ACCESS_KEY)
     if not key:
         raise access.refusal(ASK)
     try:
         signature = base64.b64decode(command.ext.get(SIGNATURE, ""), validate=True)
-    except (binascii.Error, ValueError):  # also text that is not ASCII
+    except (binascii.Error, ValueError):  # ValueError: also text that is not ASCII
         signature = b""
     return access.verify(key, content(command), signature)
 
 
 def content(command: Command) -> bytes:
-    """Return the bytes that the signature is made of."""
+    """Return the bytes that the signature covers."""
     ext = command.ext
     left_out = _LEFT_OUT_ONCE if command.version <= UNSIGNED_UP_TO else _LEFT_OUT
     values = "".join(ext[name] for name in sorted(ext) if name not in left_out)
@@ -102,7 +103,7 @@ def content(command: Command) -> bytes:
 
 
 def check(caller: Caller, command: Command) -> None:
-    """Have the policy decide about a request; raises Forbidden, and Refused when it does not say what it means."""
+    """Check a request against the policy. Raises Forbidden, or Refused if a required header field is missing."""
     need = NEEDS.get(command.code, _ADMIN)
     names = [command.ext.get(field) for field in (need.topic, need.group) if field is not None]
     if None in names:

@@ -1,9 +1,9 @@
-"""Frames of the log as the source of stored messages: what pulls are answered with is written from them each time.
+"""Frames of the log as the source of stored messages: each answer to a pull is written from them.
 
-A frame is opened once, its checksum compared, and kept open for the pulls of other queues and groups. That happens on
-the loop when its rows were written a moment ago and it is not large; in the reader thread otherwise, since it may have
-to come from the disk. The thread opens what follows, too: a consumer that is behind goes on there, and so do those
-of the other queues, which wait for one stretch together.
+A frame is opened and its checksum compared once. It stays open for the pulls of other queues and groups. A small frame
+with rows written a moment ago is opened on the event loop. Any other frame is opened in the reader thread, because it
+may have to come from the disk. The thread also opens the frames behind it. A consumer that lags continues there, and so
+do the consumers of other queues that wait for the same frames.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from timeball.log.segment import Segment
 from timeball.protocols.remoting.codec.implementation import PYTHON, Codec, StoredFrame
 from timeball.protocols.remoting.codec.records import Host
 
-FRESH_ROWS = 65_536  # of the log's end: in the page cache, since they were written a moment ago
-LOOP_BYTES_MAX = 1024 * 1024  # of a frame that is opened on the loop: some 100 us
+FRESH_ROWS = 65_536  # rows at the log's end that are in the page cache, since they were written a moment ago
+LOOP_BYTES_MAX = 1024 * 1024  # of a frame that is opened on the loop, which takes about 100 us
 AHEAD_BYTES = 1024 * 1024  # that the reader thread opens at once
 
-Messages = tuple[int, bytes]  # how many of those asked for, and their bytes
+Messages = tuple[int, bytes]  # number of messages, and their bytes
 Opened = dict[Place, StoredFrame]
 
 
 class _Closed(NamedTuple):
-    """A frame that is to be opened in the reader thread."""
+    """A frame that is not open yet and must be opened in the reader thread."""
 
     segment: Segment
     position: int
 
 
 class StoredFrames:
-    """Opened frames of the log. Belongs to the event loop; only `_open_from` runs in the reader thread."""
+    """Opened frames of the log. Belongs to the event loop. Only `_open_from` runs in the reader thread."""
 
     def __init__(self, parts: Components, codec: Codec = PYTHON) -> None:
         self._parts, self._codec = parts, codec
         self._frames: FrameCache[StoredFrame] = FrameCache(parts.reader.segments, CACHE_FRAMES_MAX)
         self._opening: dict[Place, asyncio.Future[Opened]] = {}
-        self._last: StoredFrame | None = None  # that was used; mostly the next pull is of the same commit
+        self._last: StoredFrame | None = None  # the last used, mostly also by the next pull
         parts.reader.segments.on_drop.append(self._forget_last)
 
     def _forget_last(self, _: list[Segment]) -> None:
         self._last = None
 
     def get_now(self, seqs: list[int], host: Host, bytes_max: int) -> Messages | None:
-        """Return as many of these messages as go into an answer, at least one; None when that takes the disk.
+        """Return as many of these messages as fit into an answer, at least one, or None if that requires the disk.
 
         `seqs` ascend. Raises OutOfRange.
         """
@@ -58,12 +58,12 @@ class StoredFrames:
         return None if isinstance(count, _Closed) else (count, bytes(body))
 
     def put_now(self, out: bytearray, entries: EntryArray, host: Host, bytes_max: int) -> int:
-        """Append the messages of these entries to `out` while it stays within `bytes_max`, and return how many.
+        """Append the messages of these entries to `out` while it stays within `bytes_max`, and return their number.
 
-        None where that takes the disk: what was appended counts for nothing then. Raises OutOfRange.
+        Returns 0 if that requires the disk: messages appended until then are not to be used. Raises OutOfRange.
         """
         at, count, last = 0, len(entries), self._last
-        # Mostly all are in the frame of the pull before.
+        # Mostly all messages are in the frame that the previous pull used.
         if last is not None:
             at = last.put(out, entries, 0, host, bytes_max)
         while at < count:
@@ -72,12 +72,12 @@ class StoredFrames:
                 return 0
             begin, at = at, frame.put(out, entries, at, host, bytes_max)
             if at == begin:
-                break  # there is no room for this one
+                break  # no room for this message
         return at
 
     async def get(self, seqs: list[int], host: Host, bytes_max: int) -> Messages:
-        """Return what `get_now` does, from the disk if need be."""
-        opened: Opened = {}  # held: others may push them out of the cache meanwhile
+        """Return the same as `get_now`, from the disk if necessary."""
+        opened: Opened = {}  # kept here, because other pulls may push them out of the cache meanwhile
         while True:
             body = bytearray()
             found = self._put(body, seqs, host, bytes_max, opened)
@@ -95,11 +95,11 @@ class StoredFrames:
                 return frame
             at = frame.put(out, seqs, at, host, bytes_max)
             if at < len(seqs) and frame.first_seq <= seqs[at] < frame.end_seq:
-                break  # there is no room for this one
+                break  # no room for this message
         return at
 
     def _frame(self, seq: int, opened: Opened) -> StoredFrame | _Closed:
-        """Return the frame that holds a row; raises OutOfRange when the log does not have it."""
+        """Return the frame that contains a row. Raises OutOfRange if the log does not have the row."""
         last = self._last
         if last is not None and last.first_seq <= seq < last.end_seq:
             return last
@@ -126,7 +126,7 @@ class StoredFrames:
             opening = in_thread(self._parts.reader_thread, self._open_from, closed)
             self._opening[place] = opening
             opening.add_done_callback(lambda _: self._opening.pop(place))
-        # Shielded: one of those that wait for it may be cancelled, when its client goes.
+        # Shielded: if one waiting pull is cancelled because its client goes, the others still need the frame.
         return await asyncio.shield(opening)
 
     def _open_from(self, closed: _Closed) -> Opened:
@@ -144,7 +144,7 @@ class StoredFrames:
                     frame = self._parts.reader.open_frame(segment, position, self._codec.open_frame)[1]
                 except Corrupt:
                     if opened:
-                        break  # those who ask for this one are told
+                        break  # a pull that asks for the corrupt frame gets the error
                     raise
                 self._frames.keep(place, frame)
             opened[place] = frame

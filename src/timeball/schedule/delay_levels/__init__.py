@@ -1,6 +1,7 @@
-"""`delay_levels`: one FIFO a level, as RocketMQ 4 has it; the scan is a search for now.
+"""`delay_levels`: one FIFO per level, as in RocketMQ 4. A search replaces RocketMQ's scan.
 
-The queues of the topic SCHEDULE_TOPIC_XXXX are the FIFOs, and their index is all there is of them: an entry
-holds the due time where others hold a tag's hash. What waits here costs no memory. A level's offset is where its
-unsettled entries begin, and a release record names the promise it keeps, so that a restart repeats nothing.
+The queues of the topic SCHEDULE_TOPIC_XXXX are the FIFOs. They exist only as their index, where an entry contains the
+due time in place of a tag's hash. Pending messages take no memory here. The offset of a level is the position of its
+first entry that is not settled (released or cancelled). A release record refers to the scheduled message that it
+settles, so a restart repeats no release.
 """

@@ -1,12 +1,12 @@
-"""The backlog `delay_levels`: RocketMQ's levels, a queue of the schedule topic each.
+"""The backlog `delay_levels`: RocketMQ's levels, with one queue of the schedule topic per level.
 
-A promise is an entry of its queue's index, which the log's own code has written when `add` is called; there is
-nothing else to keep. Opened are the heads of all queues, and promises added for the next seconds to a queue in which
-none waits before them.
+A message is an entry in the index of its queue. The log has written that entry before `add` is called, so nothing else
+is stored. Opening takes entries from the heads of all queues. An added message counts as opened at once if it is due in
+the next seconds and its queue has no unopened entries before it.
 
-A level is a duration: when the clock is set, its entries are due earlier or later by the step. Each queue is looked
-through from its offset on, so all that is loaded of this backlog is opened again. After a restart no entry waits longer
-than its level is long.
+A level is a duration: when the clock is set, its entries are due earlier or later by the step. Then each queue is
+scanned from its offset on, so all loaded messages of this backlog are opened again. After a restart no entry waits
+longer than the duration of its level.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import KINDS, Waiting, as_promises
 from timeball.schedule.outcomes import Outcomes, Settled
 
-OPEN_ROWS = 131_072  # entries of a queue opened in one go: the loop reads them, some milliseconds
+OPEN_ROWS = 131_072  # entries of a queue opened at a time; the event loop reads them in a few ms
 
 _NONE = np.empty(0, np.int64)
 
 
 class LevelsState(msgspec.Struct):
-    """How far each queue is settled."""
+    """The offset of each queue, in a checkpoint."""
 
     levels: dict[int, LevelFacts]
 
@@ -53,23 +53,25 @@ class DelayLevels(Backlog):
         *,
         ahead_ms: int,
     ) -> None:
-        """Take the schedule topic's queues from `indexes`, at every call."""
+        """Take the queues of the schedule topic from `indexes` with every call."""
         self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
         self._ahead_ms = ahead_ms
         self._queues: dict[int, LevelQueue] = {}
-        # The earliest instant of entries that a step has made due later, and the ends of the queues then.
+        # The earliest original due time of entries that a clock step has made due later, and the ends of the queues at
+        # that step.
         self._late_ms, self._late_until = FAR_MS, dict[int, int]()
 
     # -- the five questions ----------------------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Take note of what the queues' indexes have got."""
+        """Read the new entries from the indexes of all queues."""
         opened = []
         for number, index in enumerate(self._indexes()):
             queue = self._queues.get(number)
             if queue is not None or index.max_offset > index.min_offset:
                 queue = queue or self._queue(number, index)
-                # All queues are asked, not only those of `waiting`: the index is written first, and says what is new.
+                # All queues are read, not only those of `waiting`: the index is written first and contains all new
+                # entries.
                 seq = queue.add_new(now_ms + self._ahead_ms)
                 if seq is not None:
                     opened.append(seq)
@@ -79,7 +81,7 @@ class DelayLevels(Backlog):
         return np.isin(waiting.seq, np.concatenate(opened))
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Open the heads of all queues; settled promises are left out here, by the instant they were promised for."""
+        """Open the heads of all queues. Skip settled ones (released or cancelled), by their original due times."""
         parts = [part for queue in self._queues.values() for part in queue.open(until_ms, OPEN_ROWS)]
         self._keep_first()
         if not parts:
@@ -89,29 +91,30 @@ class DelayLevels(Backlog):
         return Opened.near(released[waits], seq[waits], seq[waits])
 
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Return the oldest row that a queue's offset stands at."""
+        """Find the oldest row at the offset of a queue. None if there is none."""
         self._advance()
         return min((seq for q in self._queues.values() if (seq := q.needed_seq()) is not None), default=None)
 
     def state(self, settled_ms: int) -> LevelsState:
-        """Return every queue's offset, with all durable releases accounted for."""
+        """Build the offsets of all queues. They include all durable releases."""
         self._advance()
         return LevelsState({number: LevelFacts(queue.low) for number, queue in self._queues.items()})
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Look through the queues from their offsets on; what lies outside of a queue as it is now is put right."""
+        """Scan the queues from their saved offsets on. Move an offset that is outside its queue into it."""
         assert state is None or isinstance(state, LevelsState)
         for number, index in enumerate(self._indexes()):
             if index.max_offset > index.min_offset:
                 queue = self._queue(number, index)
                 offset = state.levels[number].offset if state is not None and number in state.levels else 0
-                # The offset is from a checkpoint, and the index may have been rebuilt since: retention may have moved
+                # The offset is from a checkpoint. The index may have been rebuilt since, and retention may have moved
                 # its start.
                 queue.low = min(max(offset, index.min_offset), index.max_offset)
                 due = queue.find_entries(settled.seq)
-                # Released at once by a clock that was set back, it is named by another instant.
+                # A message may have been released under another due time, because the clock was set. It is settled
+                # under its original due time as well.
                 other = (due >= 0) & (due != settled.due_ms)
                 self._outcomes.add_settled(due[other], settled.seq[other])
                 queue.rebuild()
@@ -123,7 +126,7 @@ class DelayLevels(Backlog):
     # -- what it is besides ----------------------------------------------------------------------------------
 
     def read_bodies(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
-        """Return the messages in these rows (reader thread); rows that are no promises are left out.
+        """Read the messages in these rows (reader thread). Skip rows that are no scheduled messages.
 
         Those were sent to this topic before the broker reserved it, and are in its queue already.
         """
@@ -132,12 +135,12 @@ class DelayLevels(Backlog):
         return restored(as_promises(rows if ours.all() else rows.filter(pa.array(ours))))
 
     def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
-        """Return promises with the topics and queues that they are for."""
+        """Restore the topics and queues to which the messages were sent."""
         return restored(promises)
 
     @property
     def missing_due_ms(self) -> int:
-        """Return the earliest instant of what is due later than it says: until then it must not count as settled."""
+        """The earliest original due time of unsettled entries that are due later. The mark must not pass it."""
         if self._late_ms < FAR_MS:
             self._advance()
             if all(self._queues[number].low >= end for number, end in self._late_until.items()):
@@ -145,7 +148,7 @@ class DelayLevels(Backlog):
         return self._late_ms
 
     def clock_stepped(self, now_ms: int, shift_of: ShiftOf) -> bool:
-        """Look through all queues again, and say that all of it is to be opened again."""
+        """Scan all queues again. Return True: all loaded messages of this backlog must be opened again."""
         self._advance()
         for queue in self._queues.values():
             queue.rebuild(shift_of)
@@ -156,19 +159,19 @@ class DelayLevels(Backlog):
         return True
 
     def holds(self, seq: Int64Array) -> Bools:
-        """Return which of these numbers stand in a queue."""
+        """Return a mask of the numbers that are in a queue."""
         found = np.zeros(len(seq), np.bool_)
         for queue in self._queues.values():
             found |= queue.find_entries(seq) >= 0
         return found
 
     def statistics(self) -> dict[str, int]:
-        """Return what waits, cancelled ones included until their turn comes."""
+        """Count the pending messages. Cancelled ones are included until their turn comes."""
         self._advance()
         return {"waiting_rows": sum(queue.waiting_rows for queue in self._queues.values())}
 
     def offsets(self) -> dict[int, tuple[int, int]]:
-        """Return (offset, end of its queue) by level, for administrators."""
+        """List (offset, end of the queue) by level, for administrators."""
         self._advance()
         return {
             number + 1: (queue.low, queue.index.max_offset) for number, queue in sorted(self._queues.items())
@@ -190,9 +193,9 @@ class DelayLevels(Backlog):
             queue.advance(self._outcomes)
 
     def _remember_waits(self, queue: LevelQueue) -> None:
-        """Remember how long what waits was to wait: a table that has become shorter must not make that less."""
+        """Record how long the entries were to wait, since a table that has become shorter must not shorten that."""
         for stretch in queue.stretches:
             entry = queue.index.read(stretch.next, 1)
             row = self.reader.read_rows(entry["seq"].astype(np.int64))
-            # One row a stretch is enough: all of its messages were accepted for the same level, in order.
+            # One row per stretch is enough: all its messages were accepted for the same level, in order.
             queue.longest_wait(stretch.head_ms - int(int64(row.column("store_ms"))[0]))

@@ -1,19 +1,19 @@
-"""The level table: a line of text, as RocketMQ's `messageDelayLevel` has it, and what it says of each level.
+"""The level table: parse RocketMQ's `messageDelayLevel`, and convert messages while they wait for a level.
 
     1s 5s 10s 30s 1m …      level n is the nth item; one blank between; units s, m, h, d
 
-Refuses what RocketMQ does not start with (two blanks, an unknown unit, no number), and what no level may be:
-negative, or beyond the maximum delay. Levels need not ascend. There are no levels at run time but these: to
-change the table is to start again, and a message that waits keeps the instant it was accepted for.
+Texts with which RocketMQ does not start are refused: two blanks, an unknown unit, no number. So are durations that are
+negative or longer than the maximum delay. Levels need not ascend. The table is fixed at run time. To change it, restart
+the broker. A pending message keeps the due time with which it was accepted.
 
-While it waits for a level a message has RocketMQ's disguise, put on and taken off by the column:
+While a message waits for a level it is stored as RocketMQ stores it. The conversion works on columns:
 
     waiting      topic SCHEDULE_TOPIC_XXXX, queue level - 1,
                  properties … DELAY \\x01 level \\x02 REAL_TOPIC \\x01 topic \\x02 REAL_QID \\x01 queue \\x02
     released     topic and queue as they were; the three properties stay, as consumers of RocketMQ see them
 
-What a client sent under these names is taken out first, so that there is one of each and it is ours; so are the
-timer properties, which a level overrules.
+Properties that a client sent under these names are removed first, so that each name occurs once, with the broker's
+value. The timer properties are removed as well, since a level overrules them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from timeball.message import (
     byte_lengths,
 )
 
-# RocketMQ's SCHEDULE_TOPIC_QUEUE_NUM: the topic has so many queues however few levels there are.
+# RocketMQ's SCHEDULE_TOPIC_QUEUE_NUM: the topic has this many queues, even with fewer levels.
 SCHEDULE_QUEUES_MIN = 18
 
 _UNIT_MS = {"s": limits.SECOND_MS, "m": limits.MINUTE_MS, "h": limits.HOUR_MS, "d": limits.DAY_MS}
@@ -43,7 +43,7 @@ _ITEM = re.compile(r"([+]?[0-9]{1,18})([smhd])")
 
 
 class LevelTable:
-    """How long each level waits; level n at index n - 1."""
+    """The duration of each level in ms. Level n is at index n - 1."""
 
     def __init__(self, durations_ms: tuple[int, ...]) -> None:
         self.durations_ms = durations_ms
@@ -51,7 +51,7 @@ class LevelTable:
 
     @classmethod
     def parse(cls, text: str) -> LevelTable:
-        """Read the text of --delay-levels; raise SetupError naming the option and the item."""
+        """Parse the text of --delay-levels. Raise SetupError with the name of the option and the item."""
         items = text.rstrip(" ").split(" ")
         if len(items) > limits.QUEUES_PER_TOPIC_MAX:
             raise SetupError(f"--delay-levels: {len(items)} levels; at most {limits.QUEUES_PER_TOPIC_MAX}")
@@ -62,15 +62,15 @@ class LevelTable:
 
     @property
     def queues(self) -> int:
-        """Return how many queues the schedule topic has."""
+        """The number of queues of the schedule topic."""
         return max(SCHEDULE_QUEUES_MIN, len(self))
 
     def clamp(self, level: Int64Array) -> Int64Array:
-        """Return these levels, those above the last as the last, as in RocketMQ: no send is refused for its level."""
+        """Replace levels above the last one by the last, as RocketMQ does. No send is refused for its level."""
         return np.minimum(level, len(self))
 
     def delay_ms(self, level: Int64Array) -> Int64Array:
-        """Return how long messages of these levels (1 to len) wait."""
+        """Return the durations of these levels (1 to len), in ms."""
         return np.asarray(self._array[level - 1])
 
 
@@ -92,6 +92,8 @@ def _duration_ms(number: int, item: str) -> int:
 LEVEL, REAL_TOPIC, REAL_QUEUE = "DELAY", "REAL_TOPIC", "REAL_QID"
 OVERRULED = ("TIMER_DELIVER_MS", "TIMER_DELAY_MS", "TIMER_DELAY_SEC")
 
+# `_OURS` matches one property of these names with the separator before it. `_REAL` matches the two properties that the
+# broker restores, at the end of a text.
 _NAMES = "|".join((LEVEL, REAL_TOPIC, REAL_QUEUE, *OVERRULED))
 _OURS = f"{PROPERTY_END}(?:{_NAMES}){PROPERTY_NAME_END}[^{PROPERTY_END}]*"
 _REAL = (
@@ -103,11 +105,11 @@ _REAL = (
 def disguised_properties(
     properties: pa.Array, level: Int64Array, topic: pa.Array, queue_id: pa.Array
 ) -> pa.Array:
-    """Return the properties text of messages that are to wait; raise InvalidMessage where it becomes too long."""
+    """Add the three properties of messages that are to wait. Raise InvalidMessage if a text becomes too long."""
     text = pc.binary_join_element_wise(
         "", pc.utf8_rtrim(properties.fill_null(""), PROPERTY_END), PROPERTY_END
     )
-    # Taken out before ours are added: a client must not choose the topic that the broker restores later.
+    # Removed before the broker's are added: a client must not choose the topic that the broker restores later.
     text = pc.replace_substring_regex(text, _OURS, "")
     ours = [
         part
@@ -118,7 +120,7 @@ def disguised_properties(
         )
         for part in (name + PROPERTY_NAME_END, value, PROPERTY_END)
     ]
-    # Each entry began with a separator, so that each could be matched by itself; the first one goes again.
+    # Each entry was given a leading separator, so that each could be matched by itself. The first separator is removed.
     text = pc.binary_join_element_wise(text, PROPERTY_END, *ours, "")
     text = pc.utf8_ltrim(text, PROPERTY_END)
     lengths = byte_lengths(text)
@@ -131,7 +133,7 @@ def disguised_properties(
 
 
 def restored(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return READ_SCHEMA rows of the schedule topic as any other promises."""
+    """Convert READ_SCHEMA rows of the schedule topic to messages with their own topics and queues."""
     real = pc.extract_regex(rows.column("properties"), _REAL)
     if real.null_count:
         seq = rows.column("seq")[pc.index(real.is_null(), True).as_py()]

@@ -1,14 +1,15 @@
-"""One level's queue: what waits in it, as stretches of the consume queue; no memory for what waits.
+"""The queue of one level: its pending messages, as stretches of the consume queue, which take no memory per message.
 
-An entry of the consume queue holds the sequence number and, in its tag field, the due time, so that the scan
-opens no message. All messages of a level wait equally long: the queue is sorted by due time, and due entries are found
-by a search. A clock that is set breaks that, once a step; so does a level that got shorter. Then the queue is several
-*stretches*, each sorted by itself, and none blocks another. Entries wait for a duration, so a stretch may be due
-earlier or later than its entries say: by its shift (schedule/durations.py).
+An entry of the consume queue contains the sequence number and, in its tag field, the due time. So a scan reads no
+messages. All messages of a level wait equally long, so the queue is sorted by due time, and due entries are found by a
+search. A clock step breaks this order once, and so does a level that became shorter. Then the queue consists of several
+*stretches*. Each is sorted, and none blocks another. The entries wait for a duration, so a stretch may be due earlier
+or later than its entries state: by its shift (schedule/durations.py).
 
     … settled … | low … opened, or settled out of turn … | stretch: next … end | stretch: next … end |
 
-`low` is the level's offset, the first entry not known to be settled: that is what a checkpoint saves.
+`low` is the offset of the level: the first entry that is not known to be settled (released or cancelled). A checkpoint
+saves it.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from timeball.schedule.columns import CHUNK, leading
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Outcomes
 
-Columns = tuple[Int64Array, Int64Array, Int64Array]  # when to release, when it was promised for, number
-ShiftOf = Callable[[Int64Array], Int64Array]  # by number, how much later than it says an entry is due
+Columns = tuple[Int64Array, Int64Array, Int64Array]  # release times, original due times, sequence numbers
+# Maps sequence numbers to the ms by which entries are due later than they state.
+ShiftOf = Callable[[Int64Array], Int64Array]
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Entries [next, end) that have not been opened, sorted by due time."""
+    """The entries [next, end), which are not opened. They are sorted by due time."""
 
     next: int
     end: int
-    head_ms: int  # due time of entry `next`
-    last_ms: int  # and of entry `end - 1`
-    shift_ms: int = 0  # so much later than they say the entries count as due; negative: earlier
+    head_ms: int  # the due time of entry `next`
+    last_ms: int  # the due time of entry `end - 1`
+    shift_ms: int = 0  # ms by which the entries are due later than they state; negative: earlier
 
     @property
     def first_due_ms(self) -> int:
-        """Return when the first entry counts as due."""
+        """The time at which the first entry is due, with the shift."""
         return self.head_ms + self.shift_ms
 
 
@@ -49,7 +51,7 @@ class LevelQueue:
     """The entries of one level. `number` is the queue in the schedule topic, level - 1."""
 
     def __init__(self, number: int, index: QueueIndex, duration_ms: int | None) -> None:
-        """Begin at the index's first entry; `duration_ms` None: the table has no such level any more."""
+        """Start at the first entry of the index. `duration_ms` is None if the table no longer has this level."""
         self.number, self.index = number, index
         self._duration_ms = duration_ms
         self.low = self.known = index.min_offset  # entries before `known` have been added
@@ -57,20 +59,21 @@ class LevelQueue:
 
     @property
     def waiting_rows(self) -> int:
-        """Return how many entries from `low` on there are, some of which may be settled out of turn."""
+        """The number of entries from `low` on. Some of them may be settled out of turn."""
         return self.known - self.low
 
     def longest_wait(self, wait_ms: int) -> None:
-        """Count the level as at least this long: a shorter table must not release an accepted message early."""
+        """Treat the level as at least `wait_ms` long: a shorter table must not release an accepted message early."""
         if self._duration_ms is not None:
             self._duration_ms = max(self._duration_ms, wait_ms)
 
     # -- coming ----------------------------------------------------------------------------------------------
 
     def add_new(self, near_ms: int) -> Int64Array | None:
-        """Keep the entries that the index has got; return the numbers of those that count as opened.
+        """Add the new entries of the index. Return the numbers of those that count as opened, or None.
 
-        Only entries due up to `near_ms` may, and none behind a stretch: an offset passes both in order.
+        These are the first entries due up to `near_ms`, and only if the queue has no stretch. The reason is that the
+        offset of the level passes entries in order.
         """
         if self.known == self.index.max_offset:
             return None
@@ -83,7 +86,7 @@ class LevelQueue:
         return _seq(entries[:near]) if near else None
 
     def rebuild(self, shift_of: ShiftOf | None = None) -> None:
-        """Count all entries from `low` on as not opened; those that are settled are left out later."""
+        """Treat all entries from `low` on as unopened. Settled ones are skipped when they are opened."""
         self.stretches, offset, self.known = [], self.low, self.index.max_offset
         while offset < self.known:
             entries = self.index.read(offset, min(CHUNK, self.known - offset))
@@ -94,12 +97,12 @@ class LevelQueue:
         if not len(due):
             return
         shift_ms = np.zeros(len(due), np.int64) if shift_ms is None else shift_ms
-        # Wherever the instants go back, or count otherwise, another stretch begins.
+        # A new stretch begins where due times go back, or where the shift changes.
         begins = np.concatenate(([0], np.flatnonzero((np.diff(due) < 0) | (np.diff(shift_ms) != 0)) + 1))
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(due)], strict=True):
             last, head_ms = self.stretches[-1] if self.stretches else None, int(due[begin])
             shift, last_ms = int(shift_ms[begin]), int(due[end - 1])
-            # The usual case: the new entries go on where the last stretch ends, and no stretch is added.
+            # In the usual case the new entries continue the last stretch, and no stretch is added.
             if last and last.shift_ms == shift and last.end == offset + begin and last.last_ms <= head_ms:
                 last.end, last.last_ms = offset + end, last_ms
             else:
@@ -108,11 +111,11 @@ class LevelQueue:
     # -- going -----------------------------------------------------------------------------------------------
 
     def first_due_ms(self) -> int | None:
-        """Return when the first entry of a stretch counts as due."""
+        """Find the time at which the first entry of a stretch is due. None if there are no stretches."""
         return min((stretch.first_due_ms for stretch in self.stretches), default=None)
 
     def open(self, until_ms: int, rows_max: int) -> list[Columns]:
-        """Take up to `rows_max` entries of each stretch that count as due before `until_ms`."""
+        """Open up to `rows_max` entries of each stretch that are due before `until_ms`, with the shift."""
         found = []
         for stretch in [stretch for stretch in self.stretches if stretch.first_due_ms < until_ms]:
             end = min(stretch.end, stretch.next + rows_max)
@@ -123,7 +126,7 @@ class LevelQueue:
             else:
                 stretch.head_ms = int(_due(self.index.read(stretch.next, 1))[0])
             due = _due(entries)
-            # `due` goes along: outcomes know a promise by the instant that it was accepted for.
+            # `due` is returned as well, because outcomes identify a message by its original due time.
             found.append((due + stretch.shift_ms if stretch.shift_ms else due, due, _seq(entries)))
         return found
 
@@ -133,10 +136,11 @@ class LevelQueue:
     # -- clocks ----------------------------------------------------------------------------------------------
 
     def notice_set_back(self, now_ms: int) -> None:
-        """Let no entry wait longer than the level is long: one that would was accepted before the clock was set back.
+        """Shift stretches so that no entry waits longer than the level.
 
-        By how much it was set back while no broker ran is not known. The last entry of such a stretch waits for the
-        whole duration, and those before it for as much less as they were accepted earlier.
+        An entry that would wait longer was accepted before the clock was set back. The size of a step while no broker
+        ran is not known. So the last entry of such a stretch waits for the whole duration, and each earlier one for as
+        much less as it was accepted earlier.
         """
         if self._duration_ms is None:
             return
@@ -146,7 +150,7 @@ class LevelQueue:
     # -- what is settled -------------------------------------------------------------------------------------
 
     def first_late_ms(self) -> int:
-        """Return the earliest instant of entries that count as due later; FAR_MS when none does."""
+        """Find the earliest original due time of entries that are due later. FAR_MS if there are none."""
         late = (stretch.head_ms for stretch in self.stretches if stretch.shift_ms > 0)
         return min(late, default=FAR_MS)
 
@@ -156,18 +160,18 @@ class LevelQueue:
         while self.low < end:
             entries = self.index.read(self.low, min(CHUNK, end - self.low))
             settled = outcomes.is_settled(_due(entries), _seq(entries))
-            # Up to the first that is not settled: those settled out of turn behind it wait for it.
+            # Only up to the first unsettled entry. Entries behind it that were settled out of turn wait for it.
             count = int(np.argmin(np.append(settled, False)))
             self.low += count
             if count < len(entries):
                 return
 
     def needed_seq(self) -> int | None:
-        """Return the oldest row of the log that is needed, as of the last `advance`."""
+        """Return the oldest row of the log that is needed, as of the last `advance`. None if no row is needed."""
         return int(_seq(self.index.read(self.low, 1))[0]) if self.low < self.known else None
 
     def find_entries(self, seq: Int64Array) -> Int64Array:
-        """Return the due times of rows with these numbers among those from `low` on; -1 for others."""
+        """Find the original due times of these numbers among the entries from `low` on. -1 for other numbers."""
         low, high = np.full(len(seq), self.low), np.full(len(seq), self.index.max_offset)
         while (open_ := low < high).any():
             middle = (low + high) // 2

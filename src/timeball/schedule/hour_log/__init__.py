@@ -1,12 +1,12 @@
-"""`hour_log`: an LSM tree over due time, the default schedule for any instant.
+"""`hour_log`: an LSM tree over due time, and the default strategy for any due time.
 
-    log tail      promises since the watermark W: two int64 per row in memory
+    log tail      messages since the watermark W: two int64 per row in memory
     pending table immutable Parquet files sorted by due time; complete for all rows before W
 
-Every promise that has not been opened is in exactly one place, the tail or a file. Moving W is an attach, which copies
-no promise from one place to two.
+Every unopened message is in exactly one of these, the tail or a file. An attach moves W, so no message is in both.
 
-With the scheduler it is the two-level wheel over hourly delay logs, with sorted files where that chains messages by the
-second: files are open within two hours of now, a heap of used slots (`due_wheel.py`) takes the place of turning, and
-what a successor starts from, the tick and the local index, is in the release records (`outcomes.py`).
+Together with the scheduler this is a two-level timing wheel over hourly delay logs. Sorted files replace the chains of
+messages by the second. Files are open within two hours of now. A heap of used slots (`due_wheel.py`) replaces the
+turning of the wheel. The tick and the local index, from which a successor starts, are in the release records
+(`outcomes.py`).
 """

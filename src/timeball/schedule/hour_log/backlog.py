@@ -1,11 +1,11 @@
-"""The backlog `hour_log`: the tail of the log in memory, and the files that promises were moved to from there.
+"""The backlog `hour_log`: the tail of the log in memory, and the files to which its messages are moved.
 
-    add    -> tail: two int64 a promise          attach: files take the place of the tail's promises
-    open   <- tail, and files whose next instant has come near
+    add    -> tail: two int64 a message          attach: files replace the tail's messages
+    open   <- tail, and files whose next due time has come near
 
-Both are open up to `opened_ms`: a promise due before it that comes later counts as opened at once. A file has a next
-instant of its own (pending.py), so that the promises that a bulk job attaches behind that are opened like all others.
-This backlog keeps the pending table under every strategy.
+Both are open up to `opened_ms`: a message that arrives later with an earlier due time counts as opened at once. Each
+file has a next due time of its own (pending.py), so messages that a bulk job attaches behind `opened_ms` are opened
+like all others. This backlog serves the pending table under every strategy.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ class HourLog(Backlog):
         ahead_ms: int,
         is_local: Callable[[str], bool] | None = None,
     ) -> None:
-        """`is_local`: as PendingFiles has it."""
+        """`is_local` is passed on to PendingFiles."""
         self.reader, self._thread, self._ahead_ms = reader, reader_thread, ahead_ms
         self.pending = PendingFiles(files, entries, is_local)
         self._tail = DueIndex()
-        self._locations = Locations()  # of promises in the tail that do not lie in their first row
-        self._opened_ms = -FAR_MS  # the tail has given up all that is due before
+        self._locations = Locations()  # of messages in the tail that are not in their first row
+        self._opened_ms = -FAR_MS  # all messages of the tail with earlier due times have been opened
         self._keep_first()
 
     # -- the five questions ----------------------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Keep two numbers a promise, and of one that does not lie in its first row two more."""
+        """Store two numbers per message, and two more if it is not in its first row."""
         ahead_ms = now_ms + self._ahead_ms
         if self.first_due_ms >= ahead_ms:
-            self._opened_ms = max(self._opened_ms, ahead_ms)  # nothing is there to be opened
+            self._opened_ms = max(self._opened_ms, ahead_ms)  # nothing before this time has to be opened
         opened = np.asarray(waiting.due_ms < self._opened_ms)
-        # Counted once: `all` and `any` are Python's code each, which for one row costs more than the rest.
+        # Counted only once: for one row, `all` and `any` would cost more than the rest, as they run Python code.
         opened_rows = np.count_nonzero(opened)
         if opened_rows < len(opened):
             far = waiting.part(~opened) if opened_rows else waiting
             self._tail.add(far.due_ms, far.seq)
-            if waiting.row_seq is not waiting.seq:  # else they lie where they got their instants
+            if waiting.row_seq is not waiting.seq:  # else each message is in the row of its version
                 self._locations.add(far.seq, far.row_seq)
             self.first_due_ms = min(self.first_due_ms, self._tail.first_due_ms)
         return opened
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Give up due promises in the files, without bodies, and in the tail."""
+        """Open the due messages of the files, without bodies, and of the tail."""
         files, until_ms = self.pending.to_open(until_ms)
         window = Window(until_ms, _NONE, _NONE, {}, [])
         if files:
@@ -80,10 +80,10 @@ class HourLog(Backlog):
             self.pending.opened(window.next_ms)
             self.pending.miss(window.missing)
         else:
-            self.pending.look_again()  # what came first may have made room for others
-        # No pause from here on: what is added meanwhile goes to the tail, until the bound has moved.
-        # `window.until_ms` and not `until_ms`: the files may have allowed less, and both must be open to the same
-        # instant.
+            self.pending.look_again()  # files that were not local may be local by now
+        # No pause from here on: messages added meanwhile must stay in the tail until the bound has moved.
+        # `window.until_ms` counts, not `until_ms`: the files may have allowed less, and tail and files must be open up
+        # to the same time.
         due, seq = self._tail.pop_before(window.until_ms, 0)
         self._opened_ms = max(self._opened_ms, window.until_ms)
         self._keep_first()
@@ -94,19 +94,19 @@ class HourLog(Backlog):
         )
 
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Return None: the watermark of the table already keeps the rows of the tail."""
+        """Return None: the watermark of the table already protects the rows of the tail."""
         return None
 
     def state(self, settled_ms: int) -> None:
-        """Return None: the list of files and the log say it all."""
+        """Return None: the list of files and the log contain all that a restart needs."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Begin with the tail's promises, and with files of which the mark covers the beginnings."""
+        """Start with the messages of the tail, and with the files. File parts that the mark covers are skipped."""
         self.pending.skip_settled(settled)
         self._keep_first()
-        # As if they came now: those whose instants are near are returned, the others stay in the tail.
+        # As if they arrived now: near messages are returned, the others stay in the tail.
         near = waiting.part(self.add(waiting, now_ms))
         return Opened.near(near.due_ms, near.seq, near.row_seq)
 
@@ -114,48 +114,52 @@ class HourLog(Backlog):
 
     @property
     def missing_due_ms(self) -> int:
-        """See Backlog."""
+        """The earliest due time in files that cannot be opened now."""
         return self.pending.missing_due_ms
 
     @property
     def opened_ms(self) -> int:
-        """Return the instant up to which it has been opened."""
+        """The time up to which the backlog is open."""
         return self._opened_ms
 
     def may_attach(self, attachment: Attachment) -> bool:
-        """Return whether all that the files to be removed hold of the opened time has been opened."""
+        """Check whether all messages due before `opened_ms` in the files to be removed have been opened."""
         return not self.pending.has_unopened(attachment.removes, self._opened_ms)
 
     def attach(self, attachment: Attachment, now_ms: int = 0) -> None:
-        """Take files in and out; the tail gives up what they hold. `now_ms`: see PendingFiles."""
+        """Add and remove files. After a compaction their messages leave the tail.
+
+        `now_ms` is passed on to `PendingFiles.attach`.
+        """
         self.pending.attach(attachment, self._opened_ms, now_ms)
         if attachment.job == "compact":
-            # Compaction took all promises below `to_seq` that waited; opened ones have left the tail already.
+            # Compaction took all pending messages below `to_seq`. Opened ones have left the tail before.
             self._tail.drop_seqs_below(attachment.to_seq)
-            # With an empty tail no location is of use. With others left, stale ones cost 16 bytes each until then.
+            # An empty tail needs no locations. Otherwise outdated ones stay for now, at 16 bytes each.
             if not len(self._tail):
                 self._locations = Locations()
         self._keep_first()
 
     def look_again(self) -> None:
-        """Take note of which files are local by now."""
+        """Check again which files are local."""
         self.pending.look_again()
         self._keep_first()
 
     def read_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
-        """Return those of these sorted promises that the files hold (reader thread)."""
+        """Read these messages, which are sorted, from the files (reader thread)."""
         low, high = (int(due_ms[0]), int(seq[0])), (int(due_ms[-1]), int(seq[-1]) + 1)
         rows = load(self.pending.over(low[0], high[0]), low, high)
         if rows is None:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
-        # The files hold more of the stretch: settled rows, and promises that another gather has taken.
+        # The files contain more rows in this span: settled ones, and messages of another gather.
         wanted = np.isin(int64(rows.column("seq")), seq)
         return rows if wanted.all() else rows.filter(pa.array(wanted))
 
     def rows_due(self, instants_ms: list[int]) -> list[int]:
-        """Return how many rows of tail and files are due before each instant, which ascend.
+        """Count the rows of tail and files that are due before each of `instants_ms`, which ascend.
 
-        Of a file that reaches over an instant it is the share of its span; settled rows count until they are removed.
+        A file that spans such a time counts with its share of the span. Settled (released or cancelled) rows count
+        until they are removed.
         """
         spans = np.array(
             [(entry.min_due_ms, entry.max_due_ms, entry.rows) for entry in self.pending.live_entries()],
@@ -163,12 +167,13 @@ class HourLog(Backlog):
         ).reshape(-1, 3)
         found = []
         for until_ms in instants_ms:
+            # Due times are taken as evenly spread over the span of a file.
             share = (until_ms - spans[:, 0]) / (spans[:, 1] - spans[:, 0] + 1)
             found.append(self._tail.count_before(until_ms) + int((np.clip(share, 0, 1) * spans[:, 2]).sum()))
         return found
 
     def statistics(self) -> dict[str, int]:
-        """Return what lies in the tail and in files."""
+        """Count the rows in the tail and in files."""
         return {
             "tail_rows": len(self._tail),
             "table_rows": self.pending.rows,
@@ -181,6 +186,6 @@ class HourLog(Backlog):
 
     def _survey(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
         window = survey(files, until_ms)
-        # In the reader thread, which alone opens and reads data files: none is closed under a read.
+        # In the reader thread, which alone opens and reads data files, so no file is closed during a read.
         close_far(self.pending.all(), now_ms)
         return window

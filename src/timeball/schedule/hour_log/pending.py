@@ -1,13 +1,13 @@
-"""The live files of the pending table, as the schedule sees them: which may hold the next promises, and their rows.
+"""The live files of the pending table, as the schedule uses them: select the files to open next, and read their rows.
 
-Files are immutable, so the reader thread works on a list taken when a backlog is opened, while the event loop goes on
-replacing the set. Each file has its own *next* instant: before it nothing is left in it that has not been opened. A
-file is opened when it comes to that, and closed when all it holds is two hours away. One opening comes to few files, so
-that a broker that was down for a year does not open them all; only files over the same instant are read together,
-however many they are, and rewriting sees to it that these are few.
+Files are immutable. So the reader thread works on a list taken at the beginning of an opening, while the event loop may
+replace the set. Each file has a *next* due time: all its earlier rows have been opened. A file is opened when that time
+comes near, and closed when its rows are at least two hours away. One opening reads a limited number of files, so a
+broker that was down for a year does not open all of them. Only files with the same next due time are read together in
+any number, and rewrites of the table keep that number small.
 
-Of a table in an object store some files are not local yet (table/file_cache.py). They are not opened, and hold up no
-others; `missing_due_ms` says what they may hold, so that none of it counts as settled.
+Of a table in an object store some files are not local yet (table/file_cache.py). They are not opened and delay no
+others. `missing_due_ms` covers their rows, so that none of these counts as settled (released or cancelled).
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from timeball.table.file_set import FileSet
 
 logger = logging.getLogger(__name__)
 
-WINDOW_ROWS_MAX = 8_000_000  # positions looked at in one opening: 16 bytes each
-WINDOW_FILES_MAX = 64  # files looked into in one opening
-OPEN_MS = 2 * limits.HOUR_MS  # how far from what is opened a file may be and stay open
+WINDOW_ROWS_MAX = 8_000_000  # positions read in one opening, 16 bytes each
+WINDOW_FILES_MAX = 64  # files read in one opening
+OPEN_MS = 2 * limits.HOUR_MS  # a file farther than this from the opened time is closed
 
 _NONE = np.empty(0, np.int64)
 
 
 class PendingFiles:
-    """The set of live files; replaced, never changed in place. Belongs to the event loop."""
+    """The set of live files. It is replaced, never changed in place. Belongs to the event loop."""
 
     def __init__(
         self, files: DataFiles, entries: list[FileEntry], is_local: Callable[[str], bool] | None = None
     ) -> None:
-        """`is_local`: says of a path whether the file can be read now; None: each can."""
+        """`is_local` checks by path whether a file can be read now. None: all files can."""
         self._files, self._is_local = files, is_local
         self._live = {entry.path: DataFile(files, entry) for entry in entries}
-        # As columns, in one order: each opening asks all files, which may be ten thousand.
+        # As columns in one order: each opening scans all files, of which there may be ten thousand.
         self._paths, self._places = list[str](), dict[str, int]()
-        self._next_ms = self._last_ms = _NONE  # of a file, its last instant
+        # The next due time of each file, and its last due time.
+        self._next_ms = self._last_ms = _NONE
         self._set_next({entry.path: entry.min_due_ms for entry in entries})
-        # A lower bound of the instants that have not been opened: kept, as there may be thousands of files.
+        # A lower bound of the unopened due times. Stored, because there may be thousands of files.
         self.first_due_ms = FAR_MS
-        self.missing_due_ms = FAR_MS  # the same of files that are not local
-        self._looked_into: set[str] = set()  # files that may hold what has been opened
-        self.missing: frozenset[str] = (
-            frozenset()
-        )  # live files that are gone, by path, until they are put back
-        self._set: tuple[dict[str, DataFile], FileSet] | None = None  # made when it is asked for, and of what
+        self.missing_due_ms = FAR_MS  # the same for files that are not local
+        self._looked_into: set[str] = set()  # files from which rows may have been opened
+        # Paths of live files that are gone, until they are restored.
+        self.missing: frozenset[str] = frozenset()
+        # Built when needed. The first item is the `_live` of which it was built.
+        self._set: tuple[dict[str, DataFile], FileSet] | None = None
         self._keep_first()
 
     def __len__(self) -> int:
@@ -65,56 +66,59 @@ class PendingFiles:
 
     @property
     def rows(self) -> int:
-        """Return how many rows all live files have, settled ones included."""
+        """The number of rows in all live files, settled ones included."""
         return sum(file.entry.rows for file in self._live.values())
 
     @property
     def open_files(self) -> int:
-        """Return how many live files have their footers in memory."""
+        """The number of live files whose footers are in memory."""
         return sum(file.is_open for file in self._live.values())
 
     @property
     def live(self) -> FileSet:
-        """Return the live files for look-ups; the same object until an attach changes them. Any thread."""
-        # Kept with what it was made of: an attach may replace that on the loop while it is made in another thread.
+        """The live files for look-ups. The same object until an attach changes them. Any thread."""
+        # Stored with its source: an attach may replace `_live` on the event loop while another thread builds the set.
         live, made = self._live, self._set
         if made is None or made[0] is not live:
             made = self._set = live, FileSet([file.entry for file in live.values()])
         return made[1]
 
     def all(self) -> list[DataFile]:
-        """Return all live files."""
+        """List all live files."""
         return list(self._live.values())
 
     def live_entries(self) -> list[FileEntry]:
-        """Return the entries of all live files."""
+        """List the entries of all live files."""
         return [file.entry for file in self._live.values()]
 
     def entries(self, paths: list[str]) -> list[FileEntry]:
-        """Return the entries of the named files that are live."""
+        """List the entries of the named files that are live."""
         return [self._live[path].entry for path in paths if path in self._live]
 
     def over(self, low_ms: int, high_ms: int) -> list[DataFile]:
-        """Return the files that may hold rows due in [low_ms, high_ms], opened or not; any thread.
+        """List the files that may contain rows due in [low_ms, high_ms], opened or not (any thread).
 
-        Without those that are not local, of which nothing has been opened.
+        Files that are not local are excluded, unless rows of them have been opened.
         """
         found = self._between(low_ms, high_ms)
         return found if self._has_all else [file for file in found if self._is_readable(file)]
 
     def due_between(self, low_ms: int, high_ms: int) -> list[FileEntry]:
-        """Return the entries of all files that may hold rows due in [low_ms, high_ms], the earliest first."""
+        """List the entries of all files that may contain rows due in [low_ms, high_ms], the earliest first."""
         found = (file.entry for file in self._between(low_ms, high_ms))
         return sorted(found, key=lambda entry: entry.min_due_ms)
 
     def behind(self, due_ms: int) -> list[FileEntry]:
-        """Return the entries of files that hold nothing due at or after `due_ms`."""
+        """List the entries of files without rows due at or after `due_ms`."""
         return [file.entry for file in self._live.values() if file.entry.max_due_ms < due_ms]
 
     # -- what has not been opened ----------------------------------------------------------------------------
 
     def skip_settled(self, settled: Settled) -> None:
-        """Leave out what the mark covers of the files in which it covers all."""
+        """Skip the rows that the mark covers by due time, in files of which it covers all numbers.
+
+        A file with other numbers is opened from its first row on.
+        """
         self._set_next(
             {
                 path: file.entry.min_due_ms
@@ -126,26 +130,26 @@ class PendingFiles:
         self._keep_first()
 
     def has_unopened(self, paths: list[str], before_ms: int) -> bool:
-        """Return whether one of these files may hold something due before `before_ms` that has not been opened."""
+        """Check whether one of these files may contain unopened rows due before `before_ms`."""
         places = [self._places[path] for path in paths if path in self._places]
         next_ms = self._next_ms[places]
         return bool(((next_ms < before_ms) & (next_ms <= self._last_ms[places])).any())
 
     def attach(self, attachment: Attachment, opened_ms: int, now_ms: int = 0) -> None:
-        """Take files in and out. What moves there was opened up to `opened_ms`; of what is new or resumed nothing.
+        """Add and remove files. Moved rows are open up to `opened_ms`, new and resumed rows not at all.
 
-        `now_ms`: rows of new or resumed files that are due before it are not late by the time before it.
+        Rows of new or resumed files may be due before `now_ms`. Their lateness counts from `now_ms`.
         """
         gone = set(attachment.removes)
         kept = {path: file for path, file in self._live.items() if path not in gone}
         fresh = {entry.path: DataFile(self._files, entry) for entry in attachment.files}
-        # Replaced, not changed: `over` may iterate in the reader thread.
+        # Replaced, not changed: `over` may iterate over the old one in the reader thread.
         self._live, self._set = kept | fresh, None
         before_ms = dict(zip(self._places, self._next_ms.tolist(), strict=True))
         next_ms = {path: before_ms[path] for path in kept}
-        # Compaction and rewriting move promises whose instants up to `opened_ms` were opened in their old place. Those
-        # of a bulk job, and of a campaign that is resumed, are new: even those due before that must be opened. A file
-        # with the number of a resumed promise holds no others.
+        # Compaction and rewriting move messages that were opened up to `opened_ms` in their old place. Messages of a
+        # bulk job and of a resumed campaign are new, so even those due before that must be opened. A file with the
+        # number of a resumed message contains no others.
         is_new = within(np.array([entry.min_seq for entry in attachment.files], np.int64), attachment.ranges)
         is_new |= attachment.job == "bulk"
         for entry, new in zip(attachment.files, is_new.tolist(), strict=True):
@@ -160,20 +164,20 @@ class PendingFiles:
         self._keep_first()
 
     def to_open(self, until_ms: int) -> tuple[list[tuple[DataFile, int]], int]:
-        """Return files with something due before `until_ms`, each with its next instant; and how far to open them.
+        """List the files with unopened rows due before `until_ms`, each with its next due time.
 
-        That is less than `until_ms` when they would be too many.
+        Also return the time to open them up to. It is earlier than `until_ms` if there would be too many files.
         """
         found = zip(*self._ahead(until_ms), strict=True)
-        # By next instant: when the window is cut, the files that stay out are those due last.
+        # By next due time, so that a window that is cut excludes the files that are due last.
         touched = sorted((next_ms, path) for path, next_ms in found if self._is_there(path))
         if len(touched) > WINDOW_FILES_MAX:
-            # Those due at the same instant cannot be told apart: the window holds them all.
+            # Files with equal next due times cannot be separated, so the window contains all of them.
             until_ms = min(until_ms, max(touched[WINDOW_FILES_MAX][0], touched[0][0] + 1))
         return [(self._live[path], next_ms) for next_ms, path in touched if next_ms < until_ms], until_ms
 
     def opened(self, next_ms: dict[str, int]) -> None:
-        """Remember from which instants on these files, by path, have not been opened."""
+        """Store the new next due times of files, by path."""
         for path, due_ms in next_ms.items():
             if path in self._places:
                 self._next_ms[self._places[path]] = due_ms
@@ -188,43 +192,43 @@ class PendingFiles:
         ]
 
     def _set_next(self, next_ms: dict[str, int]) -> None:
-        """Keep the next instants of all live files, by path."""
+        """Set the next due times of all live files, by path."""
         self._paths = list(next_ms)
         self._places = {path: place for place, path in enumerate(self._paths)}
         self._next_ms = np.array(list(next_ms.values()), np.int64)
         self._last_ms = np.array([self._live[path].entry.max_due_ms for path in self._paths], np.int64)
 
     def _ahead(self, until_ms: int) -> tuple[list[str], list[int]]:
-        """Return the files in which something is left that was not opened, due before `until_ms`; and their nexts."""
+        """List the paths and next due times of files with unopened rows due before `until_ms`."""
         places = np.flatnonzero((self._next_ms <= self._last_ms) & (self._next_ms < until_ms))
         return [self._paths[place] for place in places.tolist()], self._next_ms[places].tolist()
 
     def look_again(self) -> None:
-        """Take note of which files are local by now."""
+        """Check again which files are local."""
         if not self._has_all:
             self._keep_first()
 
     def miss(self, paths: Iterable[str]) -> None:
-        """Open none of these files, beside those that are missing already."""
+        """Mark these files as missing, so that they are not opened."""
         if more := self.missing.union(paths) - self.missing:
             self.missing |= more
             self._keep_first()
 
     def found(self, paths: Iterable[str]) -> None:
-        """Open these files again, which were missing."""
+        """Mark these files as present again, so that they are opened."""
         self.missing = self.missing.difference(paths)
         self._keep_first()
 
     @property
     def _has_all(self) -> bool:
-        """Return whether each file can be read, without asking one by one."""
+        """True if all files can be read, so that no single one has to be checked."""
         return self._is_local is None and not self.missing
 
     def _is_there(self, path: str) -> bool:
         return path not in self.missing and (self._is_local is None or self._is_local(path))
 
     def _is_readable(self, file: DataFile) -> bool:
-        """Return whether it is local, or must be: what was opened of a file that is gone must not be passed over."""
+        """Check whether to read a file: it is local, or rows were opened from it, which must not be skipped."""
         return self._is_there(file.entry.path) or file.entry.path in self._looked_into
 
     def _keep_first(self) -> None:
@@ -235,24 +239,24 @@ class PendingFiles:
             return
         first = {True: FAR_MS, False: FAR_MS}
         for path, next_ms in zip(*self._ahead(FAR_MS), strict=True):
-            is_there = self._is_there(path)  # asked once: it may change meanwhile
+            is_there = self._is_there(path)  # read once, because it may change meanwhile
             first[is_there] = min(first[is_there], next_ms)
         self.first_due_ms, self.missing_due_ms = first[True], first[False]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The result of an opening: (due_ms, seq) of the rows before `until_ms`, and what comes next in each file."""
+    """The result of an opening: (due_ms, seq) of the rows before `until_ms`, and the next due time of each file."""
 
     until_ms: int
     due_ms: Int64Array
     seq: Int64Array
     next_ms: dict[str, int]
-    missing: list[str]  # files that are gone, by path: nothing of them has been opened
+    missing: list[str]  # paths of files that are gone, from which no rows were opened
 
 
 def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
-    """Return what lies in these files from their next instants on, as far as one opening may look (reader thread)."""
+    """Read the pairs of these files from their next due times on, within the limits of one opening (reader thread)."""
     files, missing = _there(files)
     until_ms = _bounded(files, until_ms)
     pairs = [file.positions_between((low_ms, 0), (until_ms, 0)) for file, low_ms in files]
@@ -260,20 +264,20 @@ def survey(files: list[tuple[DataFile, int]], until_ms: int) -> Window:
     seq = np.concatenate([_NONE, *(seq for _, seq in pairs)])
     next_ms = {}
     for (file, low_ms), (found, _) in zip(files, pairs, strict=True):
-        # A month with a row a week is looked into once a week, and not at each half of the lead.
+        # Without this, a file with one row a week would be read at every half of the lead time, not once a week.
         ahead_ms = file.first_due_from(until_ms) if not len(found) else None
         next_ms[file.entry.path] = max(low_ms, until_ms if ahead_ms is None else ahead_ms)
     return Window(until_ms, due, seq, next_ms, missing)
 
 
 def _there(files: list[tuple[DataFile, int]]) -> tuple[list[tuple[DataFile, int]], list[str]]:
-    """Return the files that can be opened, and the paths of those that are gone."""
+    """Split the files into those that can be opened, and the paths of those that are gone."""
     there, missing = [], []
     for file, next_ms in files:
         try:
             file.check()
         except MissingFile as error:
-            # The broker goes on: the promises of other files are due, too. Those of this one wait for an operator.
+            # The broker goes on with the messages of other files. Those of this file wait for an operator.
             logger.error("data file cannot be opened reason=%s", error)
             missing.append(file.entry.path)
         else:
@@ -282,7 +286,7 @@ def _there(files: list[tuple[DataFile, int]]) -> tuple[list[tuple[DataFile, int]
 
 
 def _bounded(files: list[tuple[DataFile, int]], until_ms: int) -> int:
-    """Return `until_ms`, or less when the statistics say that too many rows may lie before it."""
+    """Reduce `until_ms` while the statistics show that more than WINDOW_ROWS_MAX rows may be before it."""
     low_ms = min((low_ms for _, low_ms in files), default=until_ms)
     while until_ms - low_ms > 1:
         if (
@@ -290,22 +294,22 @@ def _bounded(files: list[tuple[DataFile, int]], until_ms: int) -> int:
             <= WINDOW_ROWS_MAX
         ):
             break
-        # Halved by time: statistics give counts for row groups, not for instants.
+        # Halved by time, because statistics count the rows of row groups, not of due times.
         until_ms = low_ms + (until_ms - low_ms + 1) // 2
     return until_ms
 
 
 def close_far(files: list[DataFile], now_ms: int) -> None:
-    """Close those that hold nothing within two hours of now (reader thread)."""
+    """Close the files that have no rows within two hours of now (reader thread)."""
     for file in files:
         entry = file.entry
-        # Only at both ends: a file that lies over now is read every few seconds, and its footer costs milliseconds.
+        # Both ends must be far: a file that spans the present is read every few seconds, and its footer takes ms.
         if file.is_open and (entry.max_due_ms < now_ms - OPEN_MS or entry.min_due_ms > now_ms + OPEN_MS):
             file.close()
 
 
 def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch | None:
-    """Return rows of these files in [low, high) as READ_SCHEMA promises, unsorted across files; None when none."""
+    """Read the rows in [low, high) of these files in READ_SCHEMA, unsorted across files. None if there are none."""
     tables = [(file, table) for file in files if (table := file.rows_between(low, high)).num_rows]
     if not tables:
         return None
@@ -313,7 +317,10 @@ def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch
 
 
 def _counted_from(joined_ms: int, rows: pa.Table) -> pa.Table:
-    """Return rows that were due before their file joined the table as accepted then: lateness counts from there."""
+    """Set the accepted time of rows due before `joined_ms` to at least that time. Lateness counts from there.
+
+    `joined_ms` is the time at which the file joined the table, or 0.
+    """
     if not joined_ms:
         return rows
     due_ms, accepted_ms = rows.column("due_ms").to_numpy(), rows.column("accepted_ms").to_numpy()
@@ -323,7 +330,7 @@ def _counted_from(joined_ms: int, rows: pa.Table) -> pa.Table:
 
 
 def as_promises(rows: pa.Table) -> pa.RecordBatch:
-    """Return TABLE_SCHEMA rows as reading the log gives them (schedule/locations.py), in READ_SCHEMA."""
+    """Convert TABLE_SCHEMA rows to READ_SCHEMA rows that equal those read from the log (schedule/locations.py)."""
     rows = rows.combine_chunks()
     shared = {name: rows.column(name).chunk(0) for name in LOG_SCHEMA.names if name in rows.schema.names}
     number = rows.column("number").chunk(0)

@@ -1,5 +1,5 @@
-"""`level_cascade`: any instant by hops over a table of 32 levels, a FIFO each.
+"""`level_cascade`: any due time by hops over a table of 32 levels, with one FIFO each.
 
-It needs no memory for what waits and no bound on how far away it is, and pays with the log: a row a hop, at most eight
-for the next 24 hours, and one every twenty hours beyond.
+Pending messages take no memory, and due times have no bound. The cost is in the log: one row per hop, which is at most
+eight rows for the next 24 hours, and one row every 20 hours beyond.
 """

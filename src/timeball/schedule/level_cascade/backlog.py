@@ -1,16 +1,17 @@
-"""The backlog `level_cascade`: which queue a promise stands in, and when that is opened.
+"""The backlog `level_cascade`: the queue of each message, and the times at which queues are opened.
 
-Every promise that is not settled has exactly one entry in one queue (queue.py), which says where it lies. A queue
-of hops with more behind them is opened when the hop at its head is over, one of last hops the whole lead before that.
-Opened, a promise is near, or is written again with the rest of its list. One whose instant is near when it comes gets
-an entry all the same, opened at once: a restart finds it there.
+Each message that is not settled (released or cancelled) has exactly one entry in one queue (queue.py), with the
+location of its row. A queue of hops with more hops behind them is opened when the hop at its head is over. A queue of
+last hops is opened the whole lead time before that. An opened message is near, or it is rewritten with the rest of its
+list. A message that is near when it arrives gets an entry all the same, which is opened at once. A restart finds the
+message there.
 
-`first_due_ms` says both when to open and what may be due: for a queue with more behind it, half the lead behind the
-end of the hop, since promises entered there are due more than the lead behind that (placement.py). So a state is of
-use only with the same lead.
+`first_due_ms` defines both when to open and which due times are possible. For a queue with more hops behind it, it is
+half the lead time after the end of the hop: its messages are due more than the lead time after that (placement.py). So
+a state can only be used with the same lead time.
 
-A clock that is set back changes no entry. Entries made from then on begin another stretch of their queue; a list that
-no longer reaches is made anew.
+A clock that is set back changes no entry. Later entries begin another stretch of their queue. If a list no longer
+reaches the due time, a new list is made.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ from timeball.schedule.level_cascade.queue import RECORD, Entries, HopQueue, Que
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 
-SET_BACK_MS = 1_000  # less is no step of the clock: the scheduler's holds still
-OPEN_ROWS = 65_536  # entries opened in one go, of each queue
+# A smaller difference is no clock step, because the scheduler's clock stands still meanwhile.
+SET_BACK_MS = 1_000
+OPEN_ROWS = 65_536  # entries of each queue that are opened at a time
 FOLDER = "cascade"
 
 _NONE = np.empty(0, np.int64)
 
 
 class CascadeState(msgspec.Struct):
-    """The facts that a restart needs besides the queues' files."""
+    """The data that a restart needs besides the files of the queues."""
 
-    generation: int  # the folder of the files
-    known_seq: int  # every promise and row below it has its entry
+    generation: int  # the number of the folder of the files
+    known_seq: int  # every message and row below it has its entry
     lead_ms: int
     queues: list[QueueState]
 
 
 def check(files: Files, state: CascadeState, lead_ms: int) -> None:
-    """Raise SetupError when `state` has another lead, Corrupt when an entry that it vouches for is damaged."""
+    """Raise SetupError if `state` has another lead time, Corrupt if an entry within its bounds is damaged."""
     if state.lead_ms != lead_ms:
         raise SetupError("--gather-ahead-ms has changed")
     folder = generations.folder_of(FOLDER, state.generation)
@@ -62,24 +64,25 @@ class LevelCascade(BacklogInFiles):
     """All queues of the cascade. Belongs to the event loop."""
 
     def __init__(self, files: Files, reader: LogReader, outcomes: Outcomes, *, ahead_ms: int) -> None:
-        """Count a promise as near `lead_ms` before its instant. `restore` comes before anything else."""
+        """Treat a message as near `lead_ms` before its due time. Call `restore` before any other method."""
         self._files, self.reader, self._outcomes = files, reader, outcomes
         self.lead_ms = lead_ms_of(ahead_ms)
         self.queues: list[HopQueue] = []
         self._known_seq = 0
-        self._entry_ms = -FAR_MS  # when the hops began that were entered last
-        self._moved_from: list[Int64Array] = []  # rows left since queues were last asked to let go of them
+        self._entry_ms = -FAR_MS  # the begin of the latest hops
+        # Previous rows of rewritten messages, since the last `_advance`.
+        self._moved_from: list[Int64Array] = []
 
     # -- the five questions ----------------------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Make an entry for each, sorted by row; the next hop of what was rewritten begins."""
+        """Add an entry for each message, sorted by row. Rewritten messages begin their next hop."""
         if not len(waiting):
             return np.zeros(0, np.bool_)
-        # A hop does not begin before the one entered last, unless the clock was set back.
+        # A hop does not begin before the latest one, unless the clock was set back.
         is_set_back = now_ms < self._entry_ms - SET_BACK_MS
         self._entry_ms = now_ms if is_set_back else max(now_ms, self._entry_ms)
-        # The old entry is forgotten only when `_advance` runs: until then a checkpoint names it, and the log the new
+        # The old entry is removed only by `_advance`. Until then a checkpoint contains it, and the log contains the new
         # row.
         if rewritten is not None:
             self._moved_from.append(rewritten.row_seq)
@@ -87,7 +90,7 @@ class LevelCascade(BacklogInFiles):
         return self._enter(waiting, hops, self._entry_ms)
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
-        """Take the entries whose hops are over, and those of last hops that are due."""
+        """Open the entries whose hops are over, and those of last hops that are due."""
         found = Opened.nothing()
         for queue in reversed(self.queues):
             until = until_ms if is_last(queue.number) else now_ms
@@ -105,21 +108,21 @@ class LevelCascade(BacklogInFiles):
         return found
 
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Return the oldest row that an entry names."""
+        """Find the oldest row that an entry refers to. None if there are no entries."""
         self._advance()
         return min((row for queue in self.queues if (row := queue.first_row_seq) is not None), default=None)
 
     def state(self, settled_ms: int) -> CascadeState:
-        """Return how far the queues go, and which entries do not count."""
+        """Build the bounds of the queues and the list of entries that do not count."""
         self._advance()
-        # Queues that never had an entry have no files, and a state without them is a few hundred bytes.
+        # Queues that never had an entry have no files. A state without them is a few hundred bytes.
         states = [queue.state() for queue in self.queues if queue.log.end]
         return CascadeState(self._generation, self._known_seq, self.lead_ms, states)
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Enter anew what lies in a row that the state does not know, wherever it stood."""
+        """Start from a state. Messages in rows that the state does not include get a new entry."""
         assert state is None or isinstance(state, CascadeState)
         folder = self._begin_generation(self._files, FOLDER, state)
         states = {} if state is None else {queue.number: queue for queue in state.queues}
@@ -136,15 +139,15 @@ class LevelCascade(BacklogInFiles):
     # -- what it is besides ----------------------------------------------------------------------------------
 
     def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-        """Return promises whose properties list the hops before them."""
+        """Add the list of the later hops to the properties of messages."""
         return timing_list.encode_waiting(promises, now_ms)
 
     def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
-        """Return promises whose properties list the hops left after the next one."""
+        """Add the list of the hops after the next one to the properties of rewritten messages."""
         return timing_list.encode_rewrite(promises, note)
 
     def statistics(self) -> dict[str, int]:
-        """Return what waits for the end of a hop; a cancelled promise may until the hop is over."""
+        """Count the messages that wait for the end of a hop. Cancelled ones may be included until that time."""
         return {"waiting_rows": sum(queue.unopened_rows for queue in self.queues)}
 
     # -- entering queues -------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class LevelCascade(BacklogInFiles):
                 self._keep_first()
         near = np.asarray(entered.queue == NEAR)
         if near.any():
-            # Opened at once. The entry is only for a restart, which would not find the promise elsewhere.
+            # Opened at once. The entry is only for a restart, which would not find the message elsewhere.
             self.queues[NEAR].hold(self.queues[NEAR].take_due(FAR_MS, len(due)))
         return near
 
@@ -177,6 +180,7 @@ class LevelCascade(BacklogInFiles):
         entries = queue.take_due(until_ms, OPEN_ROWS)
         entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
         queue.hold(entries)
+        # The last hop ends near the due time, so only earlier hops need a rewrite.
         far = (entries.due_ms - now_ms > self.lead_ms) & (not is_last(queue.number))
         hops = entries.hops
         if far.any():
@@ -201,9 +205,9 @@ class LevelCascade(BacklogInFiles):
         self._keep_first()
 
     def _forget_old_rows(self, seq: Int64Array) -> None:
-        """Forget the entries of promises that were written again after the state was saved.
+        """Remove the entries of messages that were rewritten after the state was saved.
 
-        They were opened since, so they stand at the beginning of some stretch; the search ends with the last.
+        They were opened since, so they are at the beginning of a stretch. The search ends when all have been found.
         """
         places = [(queue, queue.low) for queue in self.queues if queue.low < queue.log.end]
         left = len(seq)
@@ -213,13 +217,13 @@ class LevelCascade(BacklogInFiles):
                 found, end = queue.find_entries(seq, begin)
                 queue.forget(found)
                 left -= len(found)
-                # All queues a chunk at a time, so that the search ends soon after the last of them is found.
+                # All queues a chunk at a time, so that the search ends soon after the last entry is found.
                 if end < queue.log.end:
                     further.append((queue, end))
             places = further
 
     def _open_the_near(self, now_ms: int) -> Opened:
-        """Return those that were near; enter those anew that no longer are, as the clock was set back."""
+        """Open the messages that were near. Make new entries for those that no longer are: the clock was set back."""
         queue, found, again = self.queues[NEAR], Opened.nothing(), list[Entries]()
         while queue.head_ms is not None:
             entries = queue.take_due(FAR_MS, OPEN_ROWS)
@@ -230,7 +234,7 @@ class LevelCascade(BacklogInFiles):
             found = Opened.joined([found, opened])
             again.append(entries.part(~near))
             queue.forget(again[-1].index)
-        for part in again:  # an entry that is near would join the queue that is looked at
+        for part in again:  # only now: an entry that is near would join the queue that is being read
             if len(part):
                 self._enter(Waiting(part.due_ms, part.seq, part.row_seq), plan(part.due_ms - now_ms), now_ms)
         return found

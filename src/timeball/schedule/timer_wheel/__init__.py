@@ -1,5 +1,5 @@
-"""`timer_wheel`: RocketMQ 5's wheel. A ring of slots (`ring.py`), and for each a chain of promises (`timer_log.py`).
+"""`timer_wheel`: RocketMQ 5's wheel. A ring of slots (`ring.py`), with a chain of messages per slot (`timer_log.py`).
 
-A slot says only in which pile a promise lies: rows keep their milliseconds. A promise due beyond the ring waits in a
-slot within it and is *rolled* (written again and placed anew) when that slot is opened.
+A slot only groups messages: rows keep their due time in ms. A message due beyond the ring waits in a slot within it.
+When that slot is opened, the message is *rolled*: it is rewritten and placed again.
 """

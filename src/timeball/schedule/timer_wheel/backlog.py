@@ -1,11 +1,12 @@
-"""The backlog `timer_wheel`: promises by slot, in a ring and a timer log, and those that are rolled.
+"""The backlog `timer_wheel`: messages by slot, in a ring and a timer log, and those that are rolled.
 
     add    -> arrivals in memory -> a batch of the timer log, and the ends of its slots' chains in the ring
-    open   <- the next slots in use: their chains are walked; promises due beyond the ring must be rolled
+    open   <- the next slots in use: their chains are walked; messages due beyond the ring must be rolled
 
-`bound` moves when an opening begins, and promises that come from then on for those slots count as opened. They are kept
-in a slot too, or when they are late in the first one that is not delivered: only a restart looks there. `low` passes a
-slot when all that was opened of it is settled, or rolled durably (the latch); a restart opens the slots from `low` on.
+`bound` is the first slot that is not opened. It moves when an opening begins, and later messages for slots before it
+count as opened. They are stored in a slot all the same, for a restart. Messages whose own slot is delivered go into the
+first slot that is not. `low` passes a slot when all messages opened from it are settled (released or cancelled) or
+durably rolled (the latch). A restart opens the slots from `low` on.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from timeball.schedule.timer_wheel.timer_log import Entries, LogState, TimerLog
 
 FOLDER = "timer_wheel"
 RING = f"{FOLDER}/ring"
-# Held back, so that a link covers more of them and a message sent alone costs no write; the log has them all.
+# Arrivals are collected, so that a link covers more of them and a single message costs no write. The log contains them.
 ARRIVALS_MAX = 4_096
-OPEN_ROWS = 1 << 20  # promises looked at in one opening, some 40 MB; a slot is opened whole
+OPEN_ROWS = 1 << 20  # messages read in one opening, about 40 MB; a slot is always opened as a whole
 
 
 class WheelState(msgspec.Struct, frozen=True):
-    """The facts that a restart needs besides the files: which they are, and how far each was read."""
+    """The data that a restart needs besides the files: which files, and the position up to which each was read."""
 
     generation: int
     precision_ms: int
     reach: int
     count: int
     low: int  # slots before it are delivered, durably
-    bound: int  # slots before it have been opened, by this run or one before it
+    bound: int  # slots before it have been opened, by this run or an earlier one
     log: LogState
 
 
@@ -67,26 +68,29 @@ class TimerWheel(BacklogInFiles):
         ahead_ms: int,
         arrivals_max: int = ARRIVALS_MAX,
     ) -> None:
-        """Accept up to `congest_rows` a slot, 0 for any number. `restore` comes before anything else."""
+        """Accept up to `congest_rows` messages per slot. 0 means any number. Call `restore` before any other method."""
         self._files, self.reader, self._thread, self._outcomes = files, reader, reader_thread, outcomes
         self.slots, self._congest_rows, self._ahead_ms = slots, congest_rows, ahead_ms
         self._arrivals_max = arrivals_max
+        # `_furthest` is the largest `bound` of all runs.
         self._low, self._furthest = 0, 0
         self._log: TimerLog
         self._ring: Ring
         self._arrivals: list[Waiting] = []
+        # The number of all arrivals, and of those due in slots that are not opened.
         self.arrival_rows = self._far_rows = 0
-        self._arrivals_first: int | None = None  # the first slot from `bound` on for which one has arrived
-        # Opened, and not in the slot of their instant: to be rolled, or rolled too late. They hold `low`.
+        self._arrivals_first: int | None = None  # the first slot from `bound` on that has an arrival
+        # Opened messages that are not in the slot of their due time: to be rolled, or rolled too late. They keep `low`
+        # back.
         self._held: list[Entries] = []
-        self._opened: int | None = None  # slots before it are opened; None: as far as `bound`
+        self._opened: int | None = None  # slots before it are opened; None: all before `bound`
 
     # -- the five questions ----------------------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Keep these as arrivals; what was rolled stands no more where it stood."""
+        """Add messages as arrivals. Mark the old entries of rolled messages."""
         if rewritten is not None:
-            # Marked once the new rows are durable: a restart must find each promise in one place, old or new.
+            # Marked once the new rows are durable: a restart must find each message in exactly one entry, old or new.
             self._log.gone(rewritten.note)
             self._held = [held.part(~np.isin(held.index, rewritten.note)) for held in self._held]
         self._pass_unused(now_ms)
@@ -112,7 +116,7 @@ class TimerWheel(BacklogInFiles):
             self.flush()
         before = self._ring.bound
         slots, last = self._ring.open(to, OPEN_ROWS)
-        # While the reader thread walks, `low` must not pass these slots: what they hold is not known yet.
+        # While the reader thread walks, `low` must not pass these slots: their content is not known yet.
         self._opened = before
         self._keep_first()
         found = await asyncio.get_running_loop().run_in_executor(self._thread, self._log.walk, slots, last)
@@ -120,7 +124,7 @@ class TimerWheel(BacklogInFiles):
         return self._sorted_out(found)
 
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Return the oldest row that an arrival or the timer log names."""
+        """Find the oldest row that an arrival or the timer log refers to. None if there are none."""
         self._advance(settled_ms)
         found = [int(part.row_seq.min()) for part in self._arrivals]
         if self._log.first_row_seq is not None:
@@ -128,7 +132,7 @@ class TimerWheel(BacklogInFiles):
         return min(found, default=None)
 
     def state(self, settled_ms: int) -> WheelState:
-        """Return which files they are, and how far they go."""
+        """Build the state for a checkpoint: the generation, the ring and the bounds of the logs."""
         self._advance(settled_ms)
         self.flush()
         ring = self.slots.precision_ms, self.slots.reach, self.slots.count
@@ -138,18 +142,19 @@ class TimerWheel(BacklogInFiles):
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Make the ring from all durable links, and open again what was opened and may not be settled."""
+        """Build the ring from all durable links. Open again the messages that were opened and may not be settled."""
         assert state is None or isinstance(state, WheelState)
         folder = self._begin_generation(self._files, FOLDER, state)
         first_slot = self.slots.of_instant(now_ms)
-        # Slots before it may have lost their records to later ones, placed when `bound` stood where it had ever been.
+        # Earlier slots may have lost their records to later slots, which were placed under the largest `bound` so far.
         bound = first_slot if state is None else max(state.low + 1, state.bound - self.slots.margin)
         self._furthest = bound if state is None else state.bound
         self._log = TimerLog(self._files, folder, self.slots.reach, None if state is None else state.log)
         self.logs = [self._log.links, self._log.entries]
         self._ring = Ring(self._files, RING, self.slots, bound=bound)
         self._low = bound - 1 if state is None else state.low
-        # Rolled after the checkpoint: the log names their new rows, so old entries are marked before links are pushed.
+        # Messages rolled after the checkpoint have new rows in the log, so their old entries are marked before links
+        # are pushed.
         self._log.gone_by_seq(waiting.seq[waiting.row_seq != waiting.seq])
         again = self._sorted_out(self._log.entries_of(self._push_links()))
         self._keep_first()
@@ -158,18 +163,19 @@ class TimerWheel(BacklogInFiles):
     # -- what it is besides ----------------------------------------------------------------------------------
 
     def check_capacity(self, due_ms: Int64Array) -> None:
-        """Raise OverLimit when a slot within the ring would hold more than `congest_rows` of these and others.
+        """Raise OverLimit if a slot within the ring would contain more than `congest_rows` messages.
 
-        A straight threshold. What has been accepted and is on its way to the disk is not counted yet.
+        The threshold is hard. Accepted messages that are still being written to disk do not count yet.
         """
         if not self._congest_rows or not len(due_ms):
             return
         slots = self.slots.of_instants(due_ms)
-        # Only slots within reach have a bound: those beyond it are piles for rolling, and are rolled in time.
+        # Only slots within reach have a limit. Slots beyond it only collect messages for rolling, which happens in
+        # time.
         slots = slots[(slots > self._low) & (slots < self._ring.bound + self.slots.reach)]
         distinct, rows = np.unique(slots, return_counts=True)
         there = self.rows_in(distinct)
-        # The batch's own rows count too, so that one batch cannot fill a slot far beyond the bound.
+        # The rows of the batch count as well, so that one batch cannot fill a slot far beyond the limit.
         crowded = np.flatnonzero(there + rows > self._congest_rows)
         if len(crowded):
             slot = int(distinct[crowded[0]])
@@ -181,7 +187,7 @@ class TimerWheel(BacklogInFiles):
             )
 
     def rows_in(self, slots: Int64Array) -> Int64Array:
-        """Return how many have been placed in each of these slots, settled ones included."""
+        """Count the messages placed in each of these slots, settled ones included."""
         _, rows = self._ring.heads(slots)
         if self._arrivals:
             arrived = np.concatenate([self.slots.of_instants(part.due_ms) for part in self._arrivals])
@@ -190,7 +196,7 @@ class TimerWheel(BacklogInFiles):
         return np.asarray(rows)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many wait in slots that have not been opened, cancelled ones included."""
+        """Count the messages in slots that are not opened, cancelled ones included."""
         return {"waiting_rows": self._ring.rows + self._far_rows, "slots": self._ring.used}
 
     def flush(self) -> None:
@@ -199,7 +205,8 @@ class TimerWheel(BacklogInFiles):
             return
         waiting, bound = Waiting.joined(self._arrivals), self._ring.bound
         slots = self.slots.of_instants(waiting.due_ms)
-        # Late ones go to a slot that is open but not delivered, where a restart finds them (see the module).
+        # Late ones go to a slot that is opened but not delivered, where a restart finds them (see the module
+        # docstring).
         slots = np.where(slots >= bound, self.slots.place(slots, bound), np.maximum(slots, self._low))
         if bool((np.diff(slots) < 0).any()):
             order = np.argsort(slots, kind="stable")
@@ -208,12 +215,12 @@ class TimerWheel(BacklogInFiles):
         prev, _ = self._ring.heads(slots[begins])
         last = self._log.append(slots[begins], rows, prev, waiting, bound)
         self._ring.push(slots[begins], last, rows)
-        # Only now: on a full disk they go on waiting in memory, and a checkpoint is tried again later.
+        # Only now: on a full disk they stay in memory, and a later checkpoint tries again.
         self._arrivals, self.arrival_rows, self._far_rows, self._arrivals_first = [], 0, 0, None
         self._keep_first()
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
-        """Return those of the timer log; the ring is never synced."""
+        """List the files of the timer log. The ring is never synced."""
         self.flush()
         return super().files_to_sync()
 
@@ -225,19 +232,19 @@ class TimerWheel(BacklogInFiles):
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _keep_first(self) -> None:
-        """Keep the begin of the first slot in use that has not been opened."""
+        """Store the begin of the first used slot that is not opened."""
         known = (slot for slot in (self._ring.first_used(), self._arrivals_first) if slot is not None)
         self.first_due_ms = min(map(self.slots.begin_ms, known), default=FAR_MS)
 
     def _pass_unused(self, now_ms: int) -> None:
-        """Move the bound over slots that are not used: they need no opening."""
+        """Move the bound past unused slots, which need no opening."""
         to = self.slots.of_instant(now_ms + self._ahead_ms) + 1
-        # Not while the reader thread walks: `low` is held by the slots that are being opened.
+        # Not while the reader thread walks: the slots that are being opened keep `low` back.
         if self._opened is None and self.first_due_ms >= self.slots.begin_ms(to):
             self._ring.open(to, 0)
 
     def _sorted_out(self, found: Entries) -> Opened:
-        """Return what was found in slots that are open now: near, or to be rolled."""
+        """Sort the messages of opened slots into near ones and those to be rolled."""
         rolls = found.due_ms >= self.slots.begin_ms(self._ring.bound)
         held = rolls | (self.slots.of_instants(found.due_ms) != found.slot)
         if held.any():
@@ -245,7 +252,7 @@ class TimerWheel(BacklogInFiles):
         return Opened(found.due_ms, found.seq, found.row_seq, found.index, rolls)
 
     def _advance(self, settled_ms: int) -> None:
-        """Move `low` past the slots of which all is settled, or gone; drop such arrivals, which need no record."""
+        """Move `low` past slots whose messages are all settled or rolled. Drop settled arrivals."""
         self._pass_unused(settled_ms)
         kept = [part.part(part.due_ms >= settled_ms) for part in self._arrivals]
         self._arrivals = [part for part in kept if len(part)]
@@ -253,9 +260,10 @@ class TimerWheel(BacklogInFiles):
         if self._held:
             parts = [held.part(~self._outcomes.is_settled(held.due_ms, held.seq)) for held in self._held]
             self._held = [held for held in parts if len(held)]
-        # There is always a slot before the bound that is not delivered: what comes late needs one to be found in.
+        # One slot before the bound always counts as not delivered, because late messages need a slot that a restart
+        # reads.
         opened = self._ring.bound if self._opened is None else self._opened
-        # A promise to be rolled stands in a slot before its instant: until that is durable, a restart needs it.
+        # A message to be rolled is in a slot before its due time. Until the roll is durable, a restart needs that slot.
         held = (int(entries.slot.min()) for entries in self._held)
         low = min(opened - 1, self.slots.of_instant(settled_ms), *held)
         if low > self._low:
@@ -263,21 +271,23 @@ class TimerWheel(BacklogInFiles):
             self._log.forget(low)
 
     def _push_links(self) -> RecordArray:
-        """Push all durable links to the ring, which is empty; return those of slots that are open, from `low` on."""
+        """Push all durable links into the empty ring. Return the links of opened slots from `low` on."""
         opened = [np.empty(0, timer_log.LINK)]
         for begin, links in self._log.links.parts():
-            slots = np.ascontiguousarray(links["slot"])  # a column is sorted several times as fast
+            # Sorting a contiguous column is several times as fast.
+            slots = np.ascontiguousarray(links["slot"])
             opened.append(links[(slots >= self._low) & (slots < self._ring.bound)])
             order = np.argsort(slots, kind="stable")
             slots, rows = slots[order], links["rows"][order]
             begins, counts = runs_of(slots)
+            # The order within a slot is stable, so the last link of each run is the newest.
             last = begin + order[begins + counts - 1]
             self._ring.push(slots[begins], last, np.add.reduceat(rows, begins))
         return np.concatenate(opened)
 
 
 def check(files: Files, slots: Slots, state: WheelState) -> None:
-    """Raise SetupError when `state` is that of a wheel with other slots, Corrupt when a file of it is damaged."""
+    """Raise SetupError if `state` belongs to a wheel with other slots, Corrupt if one of its files is damaged."""
     if (state.precision_ms, state.reach, state.count) != (slots.precision_ms, slots.reach, slots.count):
         raise SetupError("--timer-precision-ms, --timer-wheel-ms or --gather-ahead-ms has changed")
     generations.check(files, generations.folder_of(FOLDER, state.generation), state.log.logs())

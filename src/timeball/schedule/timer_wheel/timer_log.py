@@ -1,4 +1,4 @@
-"""The timer log: promises by slot, as chains of batches. Two mapped logs, links and entries.
+"""The timer log: messages by slot, as chains of batches. It consists of two mapped logs, links and entries.
 
     link     | prev      | slot      | first     | rows      | crc32c    |   40 bytes: a batch of one slot
              +-----------+-----------+-----------+-----------+-----------+
@@ -9,17 +9,17 @@
              +-----------+-----------+-----------+-----------+
                its instant, its identity, and the row of the log that holds it
 
-All little-endian int64; the checksum is mapped_log.py's, of the fields before it.
+All fields are little-endian int64. The checksum is that of mapped_log.py, over the fields before it.
 
-As in RocketMQ the ring knows the end of each slot's chain, and the chain leads backwards; but a link stands for all of
-one batch that share a slot, so that a slot is walked and written in batches. A slot's first link has -1 as `prev`.
+As in RocketMQ, the ring contains the end of each slot's chain, and the chain leads backwards. Unlike there, a link
+covers all messages of one batch that share a slot, so slots are read and written in batches. The first link of a slot
+has -1 as `prev`.
 
-Nothing is ever changed but `row_seq`, which becomes negative, its complement, once the promise stands elsewhere,
-durably. That is true whenever a restart may read it: either it sees the mark, or the log behind the checkpoint names
-the new place.
+No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message durably
+has another entry. A restart may read the mark or not. If not, the log behind the checkpoint contains the new location.
 
-Space is given back by *spans*, stretches of the log that end after so many entries or so many slots: a span whose
-last slot is behind goes, and with it the claim on the rows of the commit log that it names.
+Space is freed by *spans*, parts of the log that end after a number of entries or slots. When the last slot of a span is
+delivered, the span is dropped. Then the rows of the commit log that it refers to are no longer needed, either.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ LINK = np.dtype([("prev", "<i8"), ("slot", "<i8"), ("first", "<i8"), ("rows", "<
 ENTRY = np.dtype([("due_ms", "<i8"), ("seq", "<i8"), ("row_seq", "<i8")])
 LINKS, ENTRIES = RecordType(LINK), RecordType(ENTRY, marked="row_seq")
 
+# Entries after which a span ends.
 SPAN_ENTRIES = 1 << 16
-SPANS_A_REACH = 64  # a span ends after this part of the ring has passed: an hour of three days
+# A span ends after this fraction of the ring has passed: an hour, with a ring of three days.
+SPANS_A_REACH = 64
 
 _NONE = np.empty(0, np.int64)
 
 
 class Span(msgspec.Struct, array_like=True):
-    """A stretch of the log: its first link and entry, when it began, its last slot, the oldest row it names."""
+    """A part of the log: its first link and entry, its first `bound`, its last slot, its oldest commit-log row."""
 
     first_link: int
     first_entry: int
@@ -59,20 +61,20 @@ class Span(msgspec.Struct, array_like=True):
 
 
 class LogState(msgspec.Struct, frozen=True):
-    """How far the log goes."""
+    """The bounds of both logs, and the spans."""
 
     links: tuple[int, int]
     entries: tuple[int, int]
     spans: list[Span]
 
     def logs(self) -> list[LogBounds]:
-        """Return both logs, and how far they go."""
+        """List both logs with their bounds."""
         return [("links", LINKS, *self.links), ("entries", ENTRIES, *self.entries)]
 
 
 @dataclass(frozen=True, slots=True)
 class Entries(Columns):
-    """Promises found: their index in the log, the slot they wait in, and what the entry says."""
+    """Entries that were read: the index in the log, the slot, and the fields of the entry."""
 
     index: Int64Array
     slot: Int64Array
@@ -85,7 +87,7 @@ class TimerLog:
     """Links and entries. `walk` runs in the reader thread, the rest on the event loop."""
 
     def __init__(self, files: Files, folder: str, reach: int, state: LogState | None) -> None:
-        """Open the logs of a state, None for empty ones; `reach` is the ring's, in slots."""
+        """Open the logs of a state, or empty logs. `reach` is that of the ring, in slots."""
         state = state or LogState((0, 0), (0, 0), [])
         self.links, self.entries = generations.open_logs(files, folder, state.logs())
         self._spans = [msgspec.structs.replace(span) for span in state.spans]
@@ -93,20 +95,21 @@ class TimerLog:
 
     @property
     def first_row_seq(self) -> int | None:
-        """Return the oldest row of the commit log that an entry may name."""
+        """The oldest row of the commit log that an entry may refer to. None if there are no entries."""
         return min((span.first_row_seq for span in self._spans), default=None)
 
     def append(
         self, slots: Int64Array, rows: Int64Array, prev: Int64Array, waiting: Waiting, bound: int
     ) -> Int64Array:
-        """Add promises, of which the first rows[0] wait in slots[0] and so on; return the index of each link.
+        """Append messages, the first rows[0] of which belong to slots[0], and so on. Return the index of each link.
 
-        `prev` is the end of each slot's chain so far; `bound` says how late it is, for the spans.
+        `prev` contains the ends of the slots' chains so far. `bound` is the current one of the ring, for the spans.
         """
         entries = np.empty(len(waiting), ENTRY)
         entries["due_ms"], entries["seq"], entries["row_seq"] = waiting.due_ms, waiting.seq, waiting.row_seq
         self._extend_span(int(slots.max()), int(waiting.row_seq.min()), bound)
-        # Entries before links: on a full disk an entry without a link costs space; the other way round is a fault.
+        # Entries before links: on a full disk an entry without a link only takes space, but a link without entries is a
+        # fault.
         first = self.entries.append(entries)
         links = np.empty(len(slots), LINK)
         links["prev"], links["slot"], links["rows"] = prev, slots, rows
@@ -114,11 +117,11 @@ class TimerLog:
         return self.links.append(links) + np.arange(len(slots), dtype=np.int64)
 
     def walk(self, slots: Int64Array, last: Int64Array) -> Entries:
-        """Return all that waits in these slots, whose chains end in these links (reader thread); raise Corrupt."""
+        """Read all entries of these slots, whose chains end in the links `last` (reader thread). Raise Corrupt."""
         found = [np.empty(0, LINK)]
         while len(last):
             links = self.links.at(last)
-            # Checksums hold for each record alone; that a chain leads backwards, and so ends, is checked here.
+            # Each checksum covers one record alone. Here the chain is checked: it must lead backwards, and so end.
             if not bool(((links["slot"] == slots) & (links["prev"] < last) & (links["rows"] > 0)).all()):
                 fault = "the chain of a slot is broken; start the broker again, and the ring is made anew"
                 raise Corrupt(f"{self.links.folder}: {fault}")
@@ -128,11 +131,11 @@ class TimerLog:
         return self.entries_of(np.concatenate(found))
 
     def gone(self, index: Int64Array) -> None:
-        """Mark these entries: their promises stand elsewhere now, durably."""
+        """Mark these entries: their messages durably have another entry."""
         self.entries.mark(index)
 
     def forget(self, low: int) -> None:
-        """Give up entries of slots before `low`: their promises are settled, or stand elsewhere."""
+        """Drop the spans of slots before `low`: their messages are settled, or have another entry."""
         count = next((n for n, span in enumerate(self._spans) if span.last_slot >= low), len(self._spans))
         if not count:
             return
@@ -143,7 +146,7 @@ class TimerLog:
     # -- restarts --------------------------------------------------------------------------------------------------
 
     def state(self) -> LogState:
-        """Return how far the logs go, for a checkpoint."""
+        """Build the bounds and spans for a checkpoint."""
         return LogState(
             (self.links.begin, self.links.end),
             (self.entries.begin, self.entries.end),
@@ -151,7 +154,7 @@ class TimerLog:
         )
 
     def gone_by_seq(self, seq: Int64Array) -> int:
-        """Mark all entries of these promises, in one pass over the entries; return how many they were."""
+        """Mark all entries of these messages, in one pass over the entries. Return the number of marked entries."""
         if not len(seq):
             return 0
         count, seq = 0, np.sort(seq)
@@ -164,7 +167,7 @@ class TimerLog:
         return count
 
     def entries_of(self, links: RecordArray) -> Entries:
-        """Return the promises of these links that do not stand elsewhere."""
+        """Read the entries of these links, without the marked ones."""
         rows = links["rows"]
         ends = np.cumsum(rows)
         total = int(ends[-1]) if len(ends) else 0
@@ -172,7 +175,7 @@ class TimerLog:
         entries = self.entries.at(index)
         columns = (np.ascontiguousarray(entries[name]) for name in ("due_ms", "seq", "row_seq"))
         found = Entries(index, np.repeat(links["slot"], rows), *columns)
-        # A marked entry stands elsewhere: another entry has its promise.
+        # A marked entry does not count: its message has another entry.
         here = found.row_seq >= 0
         return found if here.all() else found.part(here)
 
@@ -187,6 +190,6 @@ class TimerLog:
         ):
             self._spans.append(Span(self.links.end, self.entries.end, bound, last_slot, first_row_seq))
             return
-        # A span goes when its last slot is behind: one promise of next year keeps all of it, hence the bounds.
+        # A span is dropped only after its last slot. One message due next year keeps all of it, hence the limits above.
         span.last_slot = max(span.last_slot, last_slot)
         span.first_row_seq = min(span.first_row_seq, first_row_seq)

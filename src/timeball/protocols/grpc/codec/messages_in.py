@@ -1,14 +1,15 @@
-"""A client's message as a row for the broker: checked field by field, with RocketMQ's code for each fault.
+"""Convert a client's message to a row for the broker: each field is checked, and each fault has RocketMQ's code.
 
-    message_group          FIFO         one queue for a group, for all its senders: a hash of it
+    message_group          FIFO         one queue per group, the same for all senders: by a hash of the group
     delivery_timestamp     DELAY        to the millisecond; a fraction is rounded up, since nothing is early
-    neither                NORMAL, TRANSACTION
+    priority               PRIORITY     the topic's queue for this priority
+    none of these          NORMAL, TRANSACTION
 
-What a message says of itself stands in columns and, in RocketMQ's own words, among the properties: its remoting
-clients look there. Type and fields must agree, for a message whose delay was overlooked would be delivered at once.
-Lite topics are refused: a broker that only took them would promise what it does not keep.
+The fields of a message are stored in columns and, under RocketMQ's names, in the properties, because its remoting
+clients read them there. Type and fields must agree: a message whose delay was overlooked would be delivered at once.
+Lite topics are refused, because a broker that only accepted them would promise a behaviour that it does not have.
 
-Invariant: any message becomes a row, or Refused is raised; the bytes of others are never looked at.
+Invariant: a message becomes a row, or Refused is raised. Its check never reads the bytes of another message.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from timeball.protocols.grpc.codec.messages_out import (
 )
 
 USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
-USER_PROPERTIES_BYTES_MAX = 16 * 1024  # its maxUserPropertySize: with tag and keys
+USER_PROPERTIES_BYTES_MAX = 16 * 1024  # its maxUserPropertySize, which includes tag and keys
 MESSAGE_GROUP_CHARACTERS_MAX = 64  # its maxMessageGroupSize
 BORN_HOST_CHARACTERS_MAX = 255
 
 COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag
 NEVER_SECONDS, ALWAYS_SECONDS = -62_135_596_800, 253_402_300_799  # protobuf's timestamps: years 1 to 9999
 
-# Looked up once: by its name in protobuf's enumeration each costs as much as to read a field.
+# Looked up once: each look-up by name in protobuf's enumeration costs as much as reading a field.
 UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION, OF_PRIORITY = (
     MessageType.MESSAGE_TYPE_UNSPECIFIED, MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY,
     MessageType.TRANSACTION, MessageType.PRIORITY,
@@ -67,12 +68,12 @@ _FIELDS = {
     TRANSACTION: (False, False, False),
     OF_PRIORITY: (False, False, True),
 }
-# A property that a field of the message says, by its type.
+# By message type, the property that duplicates a field of the message.
 _OF_FIELD = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
 
 
 def type_of(system: SystemProperties) -> MessageType:
-    """The message's type, by its fields when it does not say; raises Refused when they do not agree."""
+    """Return the message's type, derived from its fields if unspecified. Raises Refused if they do not agree."""
     kind = system.message_type
     fields = (
         bool(system.message_group), system.HasField("delivery_timestamp"), system.HasField("priority"),
@@ -98,9 +99,9 @@ def type_of(system: SystemProperties) -> MessageType:
 def row_of(
     message: Message, kind: MessageType, topic: str, queues: int, now_ms: int, delay_ms_max: int, peer: str
 ) -> SendRow:
-    """Return the values of SEND_NAMES for a message of type `kind`; raises Refused.
+    """Return the values of SEND_NAMES for a message of type `kind`. Raises Refused.
 
-    `queues`: how many the topic has to write to. `peer`: where the message comes from if it does not say.
+    `queues`: the number of queues of the topic that can be written. `peer`: the born host of a message that has none.
     """
     system, body = message.system_properties, message.body
     sys_flag = _check_body(body, system)
@@ -115,7 +116,7 @@ def row_of(
     elif kind == DELAY:
         instant_ms = _delivery_ms(system, now_ms, delay_ms_max)
         properties.append(f"{DELIVER_MS}\x01{instant_ms}\x02")
-        # One that has passed on its way is a delayed message all the same, and told of as one: due at once.
+        # A due time that has passed on the way still makes a scheduled message, which is due at once.
         due_ms = instant_ms if instant_ms > 0 else None
     elif kind == OF_PRIORITY:
         if system.priority < 0:
@@ -146,7 +147,7 @@ def row_of(
 
 
 def _check_body(body: bytes, system: SystemProperties) -> int:
-    """The bits of sysFlag that the body's encoding has."""
+    """Check the body and return the bits of sysFlag for its encoding."""
     if not body:
         raise Refused(Code.MESSAGE_BODY_EMPTY, "the message has no body")
     if (wrong := rules.fault("body", body)) is not None:
@@ -162,11 +163,11 @@ def _check_body(body: bytes, system: SystemProperties) -> int:
 def _check_digest(body: bytes, kind: DigestType, checksum: str) -> None:
     if kind == DigestType.DIGEST_TYPE_UNSPECIFIED:
         return
-    given = checksum.upper().lstrip("0")  # some clients leave out the zeros in front
+    given = checksum.upper().lstrip("0")  # some clients leave out the leading zeros
     if kind == DigestType.CRC32:
         found = f"{crc32(body):08X}"
         if given == str(crc32(body)):
-            return  # Node's client writes it so
+            return  # Node's client writes the checksum in decimal
     elif kind == DigestType.MD5:
         found = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
     elif kind == DigestType.SHA1:
@@ -181,15 +182,15 @@ def _check_digest(body: bytes, kind: DigestType, checksum: str) -> None:
 
 
 def _has_control(text: str) -> bool:
-    # Nearly every text is printable, and that is told many times faster.
+    # Nearly every text is printable, and that check is many times faster.
     return not text.isprintable() and _CONTROL.search(text) is not None
 
 
 def _checked(text: str, code: Code, what: str, column: str) -> str:
-    """Return a text that stands in this column; raises Refused when it is empty, blank, too long or not printable."""
+    """Return a text that fits its column. Raises Refused if it is empty, blank, too long or has control characters."""
     bytes_max = rules.BYTES_MAX[column]
     if text and len(text) <= bytes_max and text.isascii() and text.isprintable() and not text.isspace():
-        return text  # most are like this
+        return text  # the usual case
     if rules.size_bytes(text) > bytes_max or not text.strip() or _has_control(text):
         raise Refused(code, f"{what} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters")
     return text
@@ -205,7 +206,7 @@ def _tag(tag: str) -> str:
 
 
 def _keys(system: SystemProperties) -> str:
-    # Counted first: a request may have a million, which would hold up all other calls while each is looked at.
+    # Counted first: a request may have a million keys, and checking each would delay all other calls.
     if len(system.keys) > limits.KEYS_PER_MESSAGE_MAX:
         raise _too_many_keys()
     given = [key for key in system.keys if key]
@@ -213,7 +214,7 @@ def _keys(system: SystemProperties) -> str:
         return ""
     for key in given:
         _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", "keys")
-    keys = " ".join(given)  # a blank within one makes it two, as in RocketMQ
+    keys = " ".join(given)  # a blank within a key makes two keys of it, as in RocketMQ
     if rules.fault("keys", keys) is not None:
         raise _too_many_keys()
     return keys
@@ -227,7 +228,7 @@ def _too_many_keys() -> Refused:
 
 
 def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -> list[str]:
-    """The properties' texts, those of tag and keys behind the user's own; without one that a field says."""
+    """Return the texts of the properties, followed by tag and keys, but without a property that a field duplicates."""
     given = message.user_properties
     if len(given) > USER_PROPERTIES_MAX:
         raise Refused(
@@ -245,7 +246,7 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
                 f"property {name[:80]!r}: a name or value has a control character; encode it, say in base64",
             )
         if name == _OF_FIELD.get(kind):
-            continue  # a message that was received and is sent on has it from before
+            continue  # left from an earlier delivery, if a received message is sent on
         size += rules.size_bytes(name) + rules.size_bytes(value)
         texts.append(f"{name}\x01{value}\x02")
     if size > USER_PROPERTIES_BYTES_MAX:
@@ -276,13 +277,14 @@ def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> in
             Code.ILLEGAL_DELIVERY_TIME,
             f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant of the years 1 to 9999",
         )
+    # The double negation rounds a fraction of a millisecond up, since no message is early.
     instant_ms = int(at.seconds * 1_000 - (-at.nanos // 1_000_000))
     check_instant(instant_ms, now_ms, delay_ms_max)
     return instant_ms
 
 
 def check_instant(instant_ms: int, now_ms: int, delay_ms_max: int) -> None:
-    """Raise Refused for an instant that is too far ahead."""
+    """Raise Refused for a due time that is too far ahead."""
     if rules.is_too_far(instant_ms, now_ms, delay_ms_max):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
@@ -299,7 +301,7 @@ def _born_ms(system: SystemProperties, now_ms: int) -> int:
 
 
 def _transaction_properties(system: SystemProperties, topic: str, message_id: str) -> str:
-    """The producers of the topic may be asked about it: over gRPC they have no group."""
+    """Return the properties of a half message. Its topic is the producer group, as producers have none over gRPC."""
     text = f"{PREPARED}\x01true\x02{PRODUCER_GROUP}\x01{topic}\x02"
     text += f"{TRANSACTION_ID}\x01{message_id}\x02"
     if system.HasField("orphaned_transaction_recovery_duration"):

@@ -1,13 +1,13 @@
-"""Rows of the log as messages for a gRPC client.
+"""Convert rows of the log to messages for a gRPC client.
 
-What RocketMQ keeps among the properties stands in fields of its own, and what is a user's is shown as the user's:
-names that are RocketMQ's own are not. A message that comes again shows the topic it was sent to, not the retry topic it
-has come by. Those names are listed here, and refused where a message comes in (messages_in.py): a gRPC client says such
-things in fields of their own (a tag, keys, an instant), RocketMQ's other clients look for them among the properties.
+RocketMQ's own properties become fields of the message. All other properties are shown as the user's. A message that
+comes from a retry topic shows the topic that it was sent to. RocketMQ's names are listed here, and messages_in.py
+refuses them as user properties. A gRPC client sets such values in fields (a tag, keys, a due time), while RocketMQ's
+other clients look for them among the properties.
 
-Bodies that a remoting producer has compressed are in zlib's form or another, while every client of this protocol reads
-gzip and only some read zlib: those are unpacked here, within what a body may be. The digest is MD5, in the one spelling
-that all clients share; of CRC32 there are three.
+A remoting producer may compress a body with zlib, LZ4 or Zstandard. Every client of this protocol reads gzip, but only
+some read zlib. So these bodies are decompressed here, up to the maximum size of a body. The digest is MD5, whose
+spelling all clients share. CRC32 has three spellings.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ from timeball.protocols.grpc._generated.definition_pb2 import (
 
 COMPRESSED_BIT, COMMITTED_BITS, ENDED_BITS = 1, 8, 12  # of RocketMQ's sysFlag
 COMPRESSION_BITS, COMPRESSION_SHIFT = 0x700, 8
-LZ4, ZSTD = 1, 2  # what stands there; 0 and 3 are zlib
+LZ4, ZSTD = 1, 2  # values of these bits; 0 and 3 are zlib
 GZIP_MAGIC = b"\x1f\x8b"
-UNPACKED_BYTES_MAX = limits.BODY_BYTES_MAX  # as its producer had it; what does not fit is sent as it came
+UNPACKED_BYTES_MAX = limits.BODY_BYTES_MAX  # a producer's maximum. A larger body is sent as stored
 DLQ_TOPIC, DLQ_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
 MESSAGE_ID_DIGITS = 32
 INT32_DIGITS = 10
 
-# Each look into an enum of protobuf's is a search by name, and these are wanted for every message.
+# Looked up once: each look into a protobuf enumeration searches by name, and every message needs these.
 MD5, IDENTITY = DigestType.MD5, Encoding.IDENTITY
 TRANSACTION, DELAY, FIFO, NORMAL = (
     MessageType.TRANSACTION, MessageType.DELAY, MessageType.FIFO, MessageType.NORMAL,
 )  # fmt: skip
 
 TAGS, KEYS, UNIQ_KEY = "TAGS", "KEYS", "UNIQ_KEY"
-MESSAGE_GROUP = "__SHARDINGKEY"  # shown among a user's too, as in RocketMQ; so is the transaction's
+MESSAGE_GROUP = "__SHARDINGKEY"  # also shown as a user's property, as in RocketMQ. So is TRANSACTION_ID
 DELIVER_MS = "TIMER_DELIVER_MS"
 TRACE_CONTEXT = "TRACE_CONTEXT"
 PREPARED, PRODUCER_GROUP = "TRAN_MSG", "PGROUP"
 CHECK_IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"
 TRANSACTION_ID = "__transactionId__"
 
-# RocketMQ's MessageConst.STRING_HASH_SET, what has delayed a message, and what a field of a message says.
+# RocketMQ's MessageConst.STRING_HASH_SET, the properties of delays, and those that duplicate a field of a message.
 RESERVED = SPENT | frozenset(
     {
         PRIORITY, LITE_TOPIC, TAGS, KEYS, UNIQ_KEY, DELIVER_MS, TRACE_CONTEXT, PREPARED, PRODUCER_GROUP, CHECK_IMMUNITY,
@@ -82,12 +82,12 @@ RESERVED = SPENT | frozenset(
     }
 )  # fmt: skip
 
-# A sender may use this name, as RocketMQ does not know it; behind a delivery the broker's own count of leases does.
+# RocketMQ does not know NACK_TIME, so a sender may use it. The broker sets it for its count of leases, so it is hidden.
 _HIDDEN = RESERVED | {NACK_TIME}
 
 
 class _Row(NamedTuple):
-    """The columns of the log that a message is made of."""
+    """The columns of the log that a message is made from."""
 
     seq: int
     topic: str
@@ -112,7 +112,7 @@ _FIELDS = itemgetter(*[READ_SCHEMA.get_field_index(name) for name in _Row._field
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
-    """The fields that a receive adds: a handle for each message, and how long they are invisible."""
+    """The fields that a receive adds: a handle for each message, and their invisible time."""
 
     handles: Sequence[str]
     invisible_ms: int
@@ -121,9 +121,9 @@ class HandedOut:
 def messages(
     rows: ReadRows, asked: Resource, topic: str, store_host: str, handed_out: HandedOut | None = None
 ) -> Iterator[Message]:
-    """A message for each of these READ_SCHEMA rows, under the topic `asked`, which the broker knows as `topic`.
+    """Yield a message for each of these READ_SCHEMA rows, under the resource `asked`, which the broker names `topic`.
 
-    One at a time, so that the sender need not have all of them before other calls get their turn.
+    The messages are created one at a time, so that other calls get their turn in between.
     """
     for at, row in enumerate(_rows(rows)):
         properties = decode_properties(row.properties or "")
@@ -147,19 +147,19 @@ def _rows(rows: ReadRows) -> Iterator[_Row]:
 
 
 def timestamp(instant_ms: int) -> Timestamp:
-    """The same as protobuf has it."""
+    """Convert ms since 1970 to a protobuf timestamp."""
     return Timestamp(seconds=instant_ms // 1_000, nanos=instant_ms % 1_000 * 1_000_000)
 
 
 def stored_id(seq: int) -> str:
-    """The id of a message that was sent without one: its number in the log, as RocketMQ's stored ids end."""
+    """Return the id of a message that was sent without one: its sequence number, as in the end of RocketMQ's ids."""
     return f"{seq:0{MESSAGE_ID_DIGITS}X}"
 
 
 def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> SystemProperties:
-    """Return the system properties from columns and properties, without body and handing out."""
+    """Return the system properties from columns and properties. Body and receipt fields are set later."""
     group = properties.get(MESSAGE_GROUP)
-    # What a retry topic's rows have waited for was the end of an invisible time, and no producer's wish.
+    # In a retry topic, the due time of a row is the end of an invisible time. No producer asked for it.
     delivery_ms = None if came_again else row.due_ms
     keys = row.keys or properties.get(KEYS)
     priority = _priority(properties.get(PRIORITY))
@@ -194,7 +194,7 @@ def _type(is_committed: bool, has_waited: bool, has_group: bool, has_priority: b
 
 
 def _priority(text: str | None) -> int | None:
-    """Return a message's priority; None where its producer has written something else there."""
+    """Return a message's priority, or None if its property is missing or no number."""
     if text is None or not (text.isascii() and text.isdigit() and len(text) < INT32_DIGITS):
         return None
     return int(text)
@@ -212,7 +212,7 @@ def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | Non
 
 
 def _readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
-    """The body in a form that every client can read, and which."""
+    """Return the body in an encoding that every client can read, and that encoding."""
     if not sys_flag & COMPRESSED_BIT:
         return body, IDENTITY
     if not body.startswith(GZIP_MAGIC):
@@ -223,7 +223,7 @@ def _readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
 
 
 def _unpacked(body: bytes, compression: int) -> bytes | None:
-    """None when it cannot be, or would become too large."""
+    """Decompress a body, or return None if that fails or the result is too large."""
     try:
         if compression in (LZ4, ZSTD):
             packed = pa.CompressedInputStream(pa.BufferReader(body), "lz4" if compression == LZ4 else "zstd")

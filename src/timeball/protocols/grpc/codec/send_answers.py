@@ -1,7 +1,7 @@
-"""The answer to messages that were taken, as bytes: every send of this edge gets one, and nearly all look alike.
+"""Encode the answer to accepted messages. Every send of this edge gets one, and nearly all are alike.
 
-protobuf's own objects for it, one for the answer and two for each message, cost more than all else that a send costs
-this edge. What is written is what protobuf writes of them (tests/protocols/grpc/codec/test_send_answers.py):
+protobuf's own objects for an answer (one for it, and two for each message) cost more than the rest of a send at this
+edge. The bytes written here equal those that protobuf writes (tests/protocols/grpc/codec/test_send_answers.py):
 
     SendMessageResponse   1 status, 2 an entry for each message
     SendResultEntry       1 status, 2 message_id, 3 transaction_id, 4 offset, 5 recall_handle; empty ones are left out
@@ -18,14 +18,14 @@ _SMALL = [bytes([number]) for number in range(128)]  # numbers of one byte
 
 
 def encode_answer(entries: Iterable[bytes]) -> bytes:
-    """Return a SendMessageResponse that is OK, with these entries."""
+    """Encode a SendMessageResponse with the status OK and these entries."""
     return _STATUS + b"".join(entries)
 
 
 def encode_entry(message_id: str, transaction_id: str, offset: int, recall_handle: str) -> bytes:
-    """Return a SendResultEntry that is OK, as a field of the answer."""
+    """Encode a SendResultEntry with the status OK, as a field of the answer."""
     named = _text(message_id)
-    # Only a half message has another transaction than its own name.
+    # Only half messages have a transaction id that differs from the message id.
     transaction = named if transaction_id == message_id else _text(transaction_id)
     entry = _STATUS
     if named:
@@ -40,7 +40,7 @@ def encode_entry(message_id: str, transaction_id: str, offset: int, recall_handl
 
 
 def _text(text: str) -> bytes:
-    """Return a text behind its length; nothing for an empty one."""
+    """Encode a text with its length in front, or an empty text as no bytes."""
     data = text.encode()
     size_bytes = len(data)
     if not size_bytes:
@@ -49,7 +49,7 @@ def _text(text: str) -> bytes:
 
 
 def _number(number: int) -> bytes:
-    """Return protobuf's number of seven bits a byte; not negative."""
+    """Encode a non-negative number as protobuf does, seven bits per byte."""
     if number < 128:
         return _SMALL[number]
     if number < 1 << 14:

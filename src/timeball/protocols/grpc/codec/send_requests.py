@@ -1,7 +1,7 @@
-"""A send as it comes: a plain one is read in C (plain_sends.pyx) where the build had a compiler, any other by protobuf.
+"""Read sends: a plain send in C (plain_sends.pyx) if the build had a compiler, any other by protobuf.
 
-protobuf and the checks of messages_in.py are the reference: a plain send is the row that they make of the same bytes,
-at a tenth of their cost. `--codec python` forces the reference.
+protobuf and the checks of messages_in.py are the reference. For the same bytes, a plain send gives the same row at a
+tenth of the cost. `--codec python` forces the reference.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from timeball.protocols.grpc._generated.service_pb2 import SendMessageRequest
 
 try:
     from timeball.protocols.grpc.codec.plain_sends import read_plain  # type: ignore[import-not-found]
-except ImportError:  # built without a compiler
+except ImportError:  # The build had no compiler.
     read_plain = None
 
 
 class PlainSend(Protocol):
-    """One message with nothing unusual: only its topic, its instant and its caller are left to decide about."""
+    """One message with nothing unusual: only its topic, its due time and its caller are still to be checked."""
 
     topic: tuple[str, str]  # namespace and name
-    kind: MessageType  # NORMAL, or DELAY with an instant
+    kind: MessageType  # NORMAL, or DELAY with a due time
     due_ms: int | None
-    needs_now: bool  # it has an instant, or does not say when it was born
+    needs_now: bool  # it has a due time, or no time of birth
     size_bytes: int  # of body and properties
 
     def row(self, topic: str, now_ms: int, peer: str) -> SendRow:
-        """Return the values of SEND_NAMES; `now_ms` and `peer` stand for what its producer did not say."""
+        """Return the values of SEND_NAMES; `now_ms` and `peer` replace values that the producer did not set."""
 
 
 def decode_compiled(data: bytes) -> Any:
-    """Return a PlainSend, or a SendMessageRequest; raise DecodeError."""
+    """Return a PlainSend or a SendMessageRequest. Raises DecodeError."""
     plain = read_plain(data)
     return SendMessageRequest.FromString(data) if plain is None else plain
 
 
 def decoder_of(choice: CodecChoice) -> Callable[[bytes], Any]:
-    """Return what reads a send with this setting."""
+    """Return the decoder of sends for this setting."""
     return decode_compiled if read_plain is not None and choice == "auto" else SendMessageRequest.FromString
 
 
 def topics_of(request: Any) -> list[Resource]:
-    """Return the topics of a send. One call has one; of two the first is refused or the second is, and it with them."""
+    """Return the topics of a send: one, or several in a call that is refused later."""
     if isinstance(request, SendMessageRequest):
         found = {(each.topic.resource_namespace, each.topic.name): each.topic for each in request.messages}
         return list(found.values())

@@ -1,1 +1,1 @@
-"""What each call of a RocketMQ 5 client means: fields in, the broker's verb, a response out."""
+"""Handlers of the calls of a RocketMQ 5 client: each reads the fields, calls the broker and returns the response."""

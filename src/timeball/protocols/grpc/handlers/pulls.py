@@ -1,11 +1,11 @@
-"""PullMessage and the calls about offsets: a consumer that keeps its own place in each queue.
+"""PullMessage and the calls about offsets, for a consumer that keeps its own position in each queue.
 
-    PullMessage     status, messages, and the offset to go on at; also with nothing found, and with ILLEGAL_OFFSET
-    UpdateOffset    how far the group has come; as durable as the broker's stored offsets are
-    GetOffset       the same, or OFFSET_NOT_FOUND
-    QueryOffset     where a queue begins, ends, or was at an instant
+    PullMessage     status, messages, and the offset to continue at; also if nothing is found or with ILLEGAL_OFFSET
+    UpdateOffset    store the group's progress; as durable as the broker's stored offsets
+    GetOffset       the stored offset, or OFFSET_NOT_FOUND
+    QueryOffset     the first, the last or a time-based offset of a queue
 
-Nothing is handed out here: a pulled message stays where it is, has no handle, and comes again when it is pulled again.
+A pull creates no lease: the message stays in its queue, has no handle, and is returned again by the next pull.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ class Pulls:
     async def _rows(
         self, topic: str, request: PullMessageRequest, wanted: Filter, wait_s: float
     ) -> tuple[pa.RecordBatch | None, int]:
-        """Return the wanted rows from the offset on, and where to go on; None when the time is up."""
+        """Return the matching rows (None when the time is up), and the offset to continue at."""
         loop, at, queue_id = asyncio.get_running_loop(), request.offset, request.message_queue.id
         until_s = loop.time() + wait_s
         while True:
-            queue = self._parts.topics.get(topic).queues[queue_id]  # it may be deleted while we wait
+            # Looked up after each wait, because the topic may have been deleted meanwhile.
+            queue = self._parts.topics.get(topic).queues[queue_id]
             while at < queue.index.max_offset:
                 chosen = pull.candidates(
                     queue.index, max(at, queue.index.min_offset), request.batch_size, wanted,
@@ -119,7 +120,7 @@ class Pulls:
                 return None, at
 
     def _read(self, chosen: FilteredPull, wanted: Filter) -> pa.RecordBatch | None:
-        """The rows that the filter lets through, if any (reader thread)."""
+        """Return the rows that match the filter, if any (reader thread)."""
         chosen = pull.decide(chosen, self._parts.reader, wanted)
         return self._parts.reader.read_rows(chosen.seqs) if len(chosen.seqs) else None
 

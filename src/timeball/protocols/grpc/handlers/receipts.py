@@ -1,16 +1,16 @@
-"""What consumers say of the messages they have: done with, later, or given up.
+"""The answers of consumers to received messages: acknowledge, deliver later, or give up.
 
-    AckMessage                        one status a handle
-    ChangeInvisibleDuration           the same handle, good for the other time
+    AckMessage                        one status per handle
+    ChangeInvisibleDuration           a handle with the same meaning, valid for the new time
     ForwardMessageToDeadLetterQueue   to the group's dead letters, after any number of attempts
 
-A handle is INVALID_RECEIPT_HANDLE when it is none of ours, or of another group or topic, and when its message has come
-back to the group meanwhile. To acknowledge a message again is OK: the first answer may have been lost. Answers are
-given when they are durable.
+A handle is INVALID_RECEIPT_HANDLE if this broker did not create it for this group and topic, or if its message has
+returned to the group meanwhile. A repeated acknowledgement is OK, because the first answer may have been lost. Answers
+are sent when their effect is durable.
 
-A push consumer asks for another time when its listener has failed, and the pause is the group's policy. RocketMQ's Node
-client reads the policy wrongly (a customised one as none, seconds as milliseconds), and would have its messages tried
-to death in an instant; so whatever is less than a second, of a push consumer, is the policy's own pause.
+A push consumer changes the invisible time when its listener has failed, and the pause is the group's policy. RocketMQ's
+Node client reads the policy wrongly (a customised one as none, seconds as milliseconds). It would use up the attempts
+of a message at once. So for a push consumer, any time of less than a second is replaced by the pause of the policy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LATE = "it is not valid any more: its message was answered before, or has come b
 
 
 class Receipts:
-    """Serves the calls that name a receipt. Belongs to the event loop."""
+    """Serves the calls that contain a receipt handle. Belongs to the event loop."""
 
     def __init__(self, context: GrpcContext, handles: ReceiptHandles, renewals: Renewals) -> None:
         self._consuming, self._sessions = context.broker.consuming, context.sessions
@@ -109,7 +109,7 @@ class Receipts:
             )
         async with self._renewals.answering([receipt]):
             by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
-            # Any other time may be a nack or an extension: the protocol does not say which.
+            # Any other time may be a failure or an extension: the protocol does not distinguish them.
             changed = await (
                 self._consuming.nack(receipt, None, first=PUSH_FIRST)
                 if by_policy
@@ -141,7 +141,7 @@ class Receipts:
 
 
 def _of_all(statuses: Sequence[Status]) -> Status:
-    """One status for all: theirs, when they have the same code."""
+    """Return one status for the call: that of the entries if they all have the same code."""
     codes = {each.code for each in statuses}
     if len(codes) == 1:
         return statuses[0]

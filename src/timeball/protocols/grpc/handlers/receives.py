@@ -1,12 +1,12 @@
-"""ReceiveMessage: messages and what to answer them with, or a place to wait for them.
+"""ReceiveMessage: messages with receipt handles, now or after a wait.
 
-    found      status OK, the messages, when they were handed out
-    nothing    status MESSAGE_NOT_FOUND, after as long as the client waits
+    found      status OK, the messages, the time at which they were handed out
+    nothing    status MESSAGE_NOT_FOUND, after the client's waiting time
 
-A consumer gets messages of any queue, as with RocketMQ's proxy: it takes turns around the queues of a route, and would
-wait at an empty one while its message lies in another. Only a push consumer in order keeps to the queue it names, which
-it has been assigned. A client that goes away before it has its messages has them given back at once, and one that
-does not read holds up itself alone (shared_limits.py).
+A consumer gets messages of any queue, as with RocketMQ's proxy. It asks the queues of a route in turn, and would wait
+at an empty queue while another has a message. Only a push consumer in order gets messages of the queue it asks, which
+was assigned to it. If a client goes before it has read its messages, they are given back at once. A client that does
+not read delays only itself (shared_limits.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from timeball.protocols.grpc.session import GrpcContext
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.protocols.shared_limits import ByteShares
 
-ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order; a UUID has 36
-INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ asks for ten; its clients may ask for less here
+ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order. A UUID has 36
+INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ requires 10 s. Here its clients may ask for less
 
 
 class Receives:
@@ -86,7 +86,7 @@ class Receives:
                 self._broker.consuming.not_seen(received.receipts)
 
     def _ask(self, call: Call, request: ReceiveMessageRequest) -> tuple[str, ReceiveRequest]:
-        """Return who asks, and for what; raise Refused, NotFound, Forbidden."""
+        """Return the id of the client, and its request. Raises Refused, NotFound, Forbidden."""
         client_id, queue = call.client_id, request.message_queue
         names = group_name(request.group), topic_name(queue.topic)
         group, topic, *_ = self._broker.consuming.join(*names, call.caller)

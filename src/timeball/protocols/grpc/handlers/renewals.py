@@ -1,13 +1,14 @@
-"""Auto-renewal: what a push consumer has in hand stays invisible for as long as the consumer is there.
+"""Auto-renewal: messages held by a push consumer stay invisible for as long as the consumer is connected.
 
-A push consumer says no invisible time, since how long its listener takes is not known. Each message begins with a
-minute and is renewed before its time is over, for longer each time, up to three hours in all; then it comes again. Each
-renewal moves the promise, whose receipt stays as it is. When its client goes, what it had in hand is given back.
+A push consumer sets no invisible time, since the duration of its listener is unknown. Each message begins with one
+minute. It is renewed before its time ends, for longer each time, up to three hours in total. Then it is delivered
+again. Each renewal moves the promise (the scheduled redelivery), but its receipt stays the same. When the client goes,
+its messages are given back.
 
-A cache, as everything in memory: after a restart nothing is renewed any more, and a message whose time was renewed
-before comes again at the end of that time unless its handle is answered.
+The state is kept in memory only. After a restart nothing is renewed any more. A message that was renewed before is
+delivered again at the end of that time, unless its handle is answered.
 
-Each client has a bounded number of messages renewed, and all have: what is beyond has its first minute.
+The number of renewed messages is bounded, per client and in total. Messages beyond the bound get only the first minute.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ logger = logging.getLogger(__name__)
 FIRST_MS = limits.MINUTE_MS
 STEPS_MS = (limits.MINUTE_MS, 3 * limits.MINUTE_MS, 5 * limits.MINUTE_MS, 10 * limits.MINUTE_MS)
 IN_ALL_MS = 3 * limits.HOUR_MS
-AHEAD_MS = 10 * limits.SECOND_MS  # before its time is over
+AHEAD_MS = 10 * limits.SECOND_MS  # how long before the end a message is renewed
 LOOK_S = 1.0
 RENEWED_MAX = limits.POP_HELD_MAX
-RENEWED_PER_CLIENT_MAX = 20_000  # stock clients keep some thousand
-RENEWING_MAX = 64  # at once, so that a crowd leaves room for those who answer
+RENEWED_PER_CLIENT_MAX = 20_000  # ordinary clients hold a few thousand
+RENEWING_MAX = 64  # concurrent renewals. The bound leaves room for consumers that answer
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One message in a client's hand."""
+    """One message held by a client."""
 
     client: str
     due_ms: int
@@ -52,7 +53,7 @@ class _Held:
 
 
 class Renewals:
-    """Renews leases of push consumers. Belongs to the event loop; `close` ends its tasks."""
+    """Renews leases of push consumers. Belongs to the event loop. `close` ends its tasks."""
 
     def __init__(
         self, consuming: Consuming, sessions: Sessions[str, Client], now_ms: Callable[[], int]
@@ -61,7 +62,7 @@ class Renewals:
         self._held: dict[AnyReceipt, _Held] = {}
         self._of_client: dict[str, set[AnyReceipt]] = {}
         self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
-        self._crowd: deque[AnyReceipt] = deque()  # whose time to be renewed it is
+        self._crowd: deque[AnyReceipt] = deque()  # waiting to be renewed now
         self._renewing: set[asyncio.Task[None]] = set()
         self.renewed = 0
         self._watch: asyncio.Task[None] | None = None
@@ -72,7 +73,7 @@ class Renewals:
         return len(self._held)
 
     def add(self, client: str, receipts: Sequence[AnyReceipt]) -> None:
-        """These were handed to `client`, each for `FIRST_MS` from now."""
+        """Renew these receipts from now on. They were handed to `client` with `FIRST_MS` each."""
         now_ms = self._now_ms()
         mine = self._of_client.setdefault(client, set())
         room = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(mine))
@@ -88,9 +89,9 @@ class Renewals:
 
     @asynccontextmanager
     async def answering(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
-        """Renew none of these within, nor ever after unless the body fails.
+        """Renew none of these inside the block, and never afterwards, unless the body fails.
 
-        A promise that is being moved cannot be settled, so a renewal under way is waited for.
+        A promise that is being moved cannot be settled (released or cancelled), so a running renewal is waited for.
         """
         mine = [(one, held) for one in set(receipts) if (held := self._held.get(one)) is not None]
         try:
@@ -100,7 +101,7 @@ class Renewals:
                 if held.renewing is not None:
                     await asyncio.wait([held.renewing])
             yield
-        except BaseException:  # also a client that has gone: what it has not settled is still in its hand
+        except BaseException:  # also if the client has gone: it still holds unsettled messages
             for one, held in mine:
                 held.answering = False
                 if one in self._held:
@@ -110,7 +111,7 @@ class Renewals:
             self._drop(one)
 
     def start_due(self) -> list[asyncio.Task[None]]:
-        """Start the renewals that are due; return their tasks."""
+        """Start the renewals that are due, and return their tasks."""
         now_ms = self._now_ms()
         for second in sorted(second for second in self._due if second * limits.SECOND_MS <= now_ms):
             self._crowd.extend(self._due.pop(second))
@@ -124,7 +125,7 @@ class Renewals:
         return begun
 
     async def close(self) -> None:
-        """Stop renewing: messages in flight come again when their time is over."""
+        """Stop renewing: held messages are delivered again when their time ends."""
         tasks = [*self._tasks, *([self._watch] if self._watch is not None else [])]
         for task in tasks:
             task.cancel()
@@ -139,7 +140,7 @@ class Renewals:
             if held is None or held.answering or held.renewing is not None:
                 continue
             if held.client not in self._sessions or now_ms - held.since_ms >= IN_ALL_MS:
-                self._drop(first)  # it comes again when its time is over
+                self._drop(first)  # it is delivered again when its time ends
                 continue
             held.renewing = asyncio.get_running_loop().create_future()
             try:
@@ -155,7 +156,7 @@ class Renewals:
         step_ms = min(STEPS_MS[min(held.times, len(STEPS_MS) - 1)], max(left_ms, AHEAD_MS))
         try:
             if await self._consuming.change_invisible_time(receipt, step_ms) is None:
-                self._drop(receipt)  # settled meanwhile, or its time was over
+                self._drop(receipt)  # it was settled meanwhile, or its time was over
                 return
             held.due_ms, held.times = now_ms + step_ms, held.times + 1
             self.renewed += 1
@@ -163,7 +164,7 @@ class Renewals:
             logger.warning("message in flight not renewed reason=%s", error)
 
     def _expect(self, first: AnyReceipt, held: _Held) -> None:
-        # Not in the second that is being looked at: what could not be renewed is tried in the next one.
+        # Not in the current second: a failed renewal is tried again in the next one.
         at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
         self._due.setdefault(at_ms // limits.SECOND_MS, set()).add(first)
 

@@ -1,10 +1,12 @@
-"""Where a topic's queues are, and which of them a consumer reads.
+"""Routes: the queues of a topic, and those among them that a consumer reads.
 
-Of a broker alone every queue is here. In a cluster the route has the queues of all groups that have the topic, each at
-its leader; a group without a leader, or whose leader does not answer, is left out until the client asks again. A topic
-that no group has yet has a route all the same while topics are made on first use: a client asks for the route before
-its first message, and most of them do not start without. It is made here, in one group.
-Consumers that do not care for order read from any queue of a topic (queue -1); a group in order gets them one by one.
+A single broker has every queue. In a cluster the route contains the queues of all groups that have the topic, each with
+the address of the group's leader. A group without a leader, or whose leader does not answer, is left out until the
+client asks again. While topics are created on first use, a topic that no group has yet also gets a route, with the
+queues of this group. Clients ask for the route before their first message, and most do not start without it.
+
+Consumers without order read from any queue of a topic (queue -1). A group that consumes in order gets the queues one by
+one.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Routes:
     async def _places(
         self, caller: Caller, resource: Resource, dialled: Endpoints, group: str | None = None
     ) -> list[_Place]:
-        """Return the queues of the topic by broker, this one first; raise Refused, Unavailable."""
+        """Return the queues of the topic by broker, this one first. Raises Refused, Unavailable."""
         broker, name = self._context.broker, topic_name(resource)
         others, is_silent = [], False
         if isinstance(broker, GroupedBroker):
@@ -127,7 +129,7 @@ class Routes:
 
 
 def _there(broker: GroupedBroker, group: str, route: GroupRoute | None) -> _Place | None:
-    """Return the queues in another group; None while its leader is not known."""
+    """Return the queues in another group, or None while its leader is not known."""
     address = broker.others.grpc_address(group)
     if route is None or address is None:
         return None
@@ -146,8 +148,8 @@ def _queue(topic: Resource, queue_id: int, place: _Place, perm: int) -> MessageQ
 
 
 def told_endpoints(context: GrpcContext, dialled: Endpoints) -> Endpoints:
-    """Return where a client reaches the broker; `dialled`, what it says it has come by, unless a name is advertised."""
-    # The port of `--advertise` is the remoting port's, which clients of this edge do not dial.
+    """Return the broker's endpoints for a client: an advertised host, or else `dialled`, where the client connected."""
+    # `--advertise` states the port for remoting, which is not the port of this edge.
     host, _ = advertised(context.settings.advertise)
     if not host and dialled.addresses:
         return dialled
@@ -155,7 +157,7 @@ def told_endpoints(context: GrpcContext, dialled: Endpoints) -> Endpoints:
 
 
 def endpoints(host: str, port: int) -> Endpoints:
-    """Return one address as gRPC's clients take it, with the kind of its name."""
+    """Return one address as gRPC's clients expect it, with the scheme of its host."""
     try:
         scheme = AddressScheme.IPv6 if ip_address(host).version == 6 else AddressScheme.IPv4
     except ValueError:

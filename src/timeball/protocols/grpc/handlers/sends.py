@@ -1,19 +1,19 @@
-"""SendMessage: checked here, batched with the sends of others by broker/ingress.py; and RecallMessage, by its handle.
+"""SendMessage: checked here and batched with other sends by broker/ingress.py. RecallMessage: by its handle.
 
-A call is one piece: its messages are taken together or refused together, with the code of the first that is wrong, so
-its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a batcher of their own, whose
+A call is one piece: its messages are accepted together or refused together, with the code of the first bad message. So
+its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a separate batcher, whose
 batches no consumer sees before the transaction is committed (transactions.py).
 
-A topic may be for messages of one type: RocketMQ's attribute `message.type`. It takes that type and no other, MIXED
-takes all; a message of another type is MESSAGE_PROPERTY_CONFLICT_WITH_TYPE. A topic without the attribute takes all as
-well. (In RocketMQ it is NORMAL then, and refuses every delayed message until an operator has changed it, which its
-users stumble over.)
+A topic may be restricted to messages of one type by RocketMQ's attribute `message.type`. MIXED allows all types. A
+message of another type is refused with MESSAGE_PROPERTY_CONFLICT_WITH_TYPE. A topic without the attribute accepts all
+types. (In RocketMQ such a topic is NORMAL and refuses every delayed message until an operator changes it, which
+surprises its users.)
 
 A recall is answered with RocketMQ's codes:
 
-    OK                                    settled: it will not be delivered
-    NOT_FOUND                             too late, unknown, or no longer known; the sentence says which
-    INTERNAL_SERVER_ERROR                 too late, with --recall-answers rocketmq: its proxy says so
+    OK                                    settled (cancelled): it will not be delivered
+    NOT_FOUND                             too late, unknown, or no longer known; the text states which
+    INTERNAL_SERVER_ERROR                 too late, with --recall-answers rocketmq, as RocketMQ's proxy answers
     BAD_REQUEST                           no handle, or one of another topic or broker
     TOPIC_NOT_FOUND, MESSAGE_PROPERTY_CONFLICT_WITH_TYPE    no topic, or none for delayed messages
 """
@@ -57,16 +57,16 @@ _UNIQUE_KEY, _DUE_MS, _BODY, _PROPERTIES = (
 
 
 class Destination(NamedTuple):
-    """A topic as a sender needs it."""
+    """The properties of a topic that a sender needs."""
 
     name: str
-    topic: Topic | None  # not made yet: the broker makes it for the first message that is taken
+    topic: Topic | None  # None until the broker creates it for the first accepted message
     queues: int
     types: frozenset[MessageType]
 
 
 class _Piece(Piece, gc=False):
-    """`is_transaction`: of half messages, each of which is told the name of its transaction."""
+    """The messages of one call. `is_transaction`: half messages, each of which gets the id of its transaction."""
 
     to: Any
     is_transaction: bool
@@ -79,26 +79,26 @@ class Sends:
     def __init__(self, context: GrpcContext) -> None:
         self._context, self._broker, self._parts = context, context.broker, context.broker.parts
         self._topics, decode = self._parts.topics, decoder_of(self._parts.settings.codec)
-        # By namespace and name, at this version of the topics: asked for with every message.
+        # By namespace and name, for this version of the topics. Cached because every message needs one.
         self._destinations: dict[tuple[str, str], Destination] = {}
         self._version = -1
         self.handlers: Handlers = {"SendMessage": Direct(self._send, decode), "RecallMessage": self._recall}
 
     def _send(self, call: Call, request: Any, reply: Reply) -> None:
-        """Begin a send: its reply is told where its messages stand, when they are durable."""
+        """Begin a send. Its reply gets the offsets of its messages when they are durable."""
         if isinstance(request, SendMessageRequest):
             to, rows, is_transaction = self._rows(call, request.messages)
             size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
         else:
             to, rows, is_transaction = *self._plain_row(call, request), False
             size_bytes = request.size_bytes
-        if to.topic is None:  # made for this caller, and not for all whose messages share its batch
+        if to.topic is None:  # created for this caller, not for every caller of the batch
             self._context.broker.policy.admit([to.name], call.caller)
         ingress = self._broker.halves if is_transaction else self._broker.sends
         ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, to, is_transaction, reply))
 
     def _rows(self, call: Call, messages: Sequence[Message]) -> tuple[Destination, list[SendRow], bool]:
-        """Return where the messages of a call go, their rows, and whether they are of a transaction; raise Refused."""
+        """Return a call's destination, its rows, and whether these are half messages. Raises Refused."""
         if not 0 < len(messages) <= MESSAGES_MAX:
             raise Refused(Code.BAD_REQUEST, f"{len(messages)} messages in one call: 1 to {MESSAGES_MAX}")
         topic = messages[0].topic
@@ -113,7 +113,7 @@ class Sends:
         return to, rows, TRANSACTION in kinds
 
     def _plain_row(self, call: Call, request: PlainSend) -> tuple[Destination, list[SendRow]]:
-        """Return the same of a message that is read already; raise Refused."""
+        """Return destination and row of a message that was decoded as a plain send. Raises Refused."""
         to = self._destination(request.topic)
         now_ms = self._parts.clock.now_ms() if request.needs_now else 0  # clocks cost as much as the row
         if request.kind not in to.types:
@@ -123,9 +123,10 @@ class Sends:
         return to, [request.row(to.name, now_ms, call.peer)]
 
     async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:
-        """Take a delayed message back; what success means is decided in the broker.
+        """Recall a delayed message. The broker defines success.
 
-        Never MESSAGE_NOT_FOUND: to clients that is an empty poll; RocketMQ's Python client takes it for success.
+        The answer is never MESSAGE_NOT_FOUND. Clients read that as an empty poll, and RocketMQ's Python client as
+        success.
         """
         topic, settings = topic_name(request.topic), self._context.settings
         if settings.check_message_types:
@@ -143,7 +144,7 @@ class Sends:
     # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
-        """Tell each call where its messages stand."""
+        """Send each call the offsets of its messages."""
         _, offsets = accepted.places()
         for piece in pieces:
             at, seq = piece.first_row, accepted.first_seq + piece.first_row
@@ -151,7 +152,7 @@ class Sends:
             piece.reply.answer(encode_answer(entries))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
-        """Tell each call why its messages were not taken."""
+        """Send each call the reason why its messages were refused."""
         for piece in pieces:
             piece.reply.refuse(error)
 
@@ -168,7 +169,7 @@ class Sends:
                 check_type(to.topic, to.name, kind)
 
     def _destination(self, key: tuple[str, str]) -> Destination:
-        """Return the destination of messages to this namespace and name. Raises what the policy raises."""
+        """Return the destination of messages to this namespace and name. Raises as the policy does."""
         if self._topics.version != self._version:
             self._destinations.clear()
         found = self._destinations.get(key)
@@ -181,7 +182,7 @@ class Sends:
 
     def _look_up(self, name: str) -> Destination:
         settings = self._context.settings
-        # Kept for every caller: what an account may do is asked with each call (needs.py).
+        # Cached for all callers: the permissions of an account are checked with each call (needs.py).
         topic = self._context.broker.policy.destination(name, ANONYMOUS)
         if topic is None:
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
@@ -192,7 +193,7 @@ class Sends:
     def _entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> bytes:
         message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
         assert message_id is not None, "a message without an id is refused"
-        transaction = message_id  # as RocketMQ's proxy has it; it names no transaction
+        transaction = message_id  # not an id of a transaction. RocketMQ's proxy returns the same
         if piece.is_transaction:
             transaction = transaction_id(seq, piece.to.name, message_id)
         handle = ""
@@ -204,17 +205,17 @@ class Sends:
 
 
 def accepted_types(topic: Topic | None) -> list[MessageType]:
-    """The types that a topic takes; all of them for one that has not been made."""
+    """Return the types that a topic accepts: all of them if it does not exist yet."""
     return named_types("" if topic is None else topic.config.attributes.get(MESSAGE_TYPE, ""))
 
 
 def named_types(attribute: str) -> list[MessageType]:
-    """Return the types that a topic with this attribute takes."""
+    """Return the types that a topic with this attribute accepts."""
     return _OF_NAME.get(attribute, ALL)
 
 
 def check_type(topic: Topic | None, name: str, message_type: MessageType) -> None:
-    """Raise Refused when the topic does not take messages of this type."""
+    """Raise Refused if the topic does not accept messages of this type."""
     accepted = accepted_types(topic)
     if message_type not in accepted:
         names = ", ".join(MessageType.Name(each) for each in accepted)

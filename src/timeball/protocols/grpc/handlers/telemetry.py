@@ -1,22 +1,24 @@
-"""Telemetry, heartbeats and good-byes: how a client makes itself known, and is told how to behave.
+"""Telemetry, heartbeats and good-byes: how clients register, and how the broker sends them settings.
 
     client                                broker
     Telemetry: settings            ->
-                                   <-     the same settings, and what the broker decides of them
-    Heartbeat, every ten seconds   ->     OK; UNRECOGNIZED_CLIENT_TYPE while there were no settings
-                                   <-     on the open stream, when a transaction wants its producer (transactions.py)
+                                   <-     the same settings, completed with those of the broker
+    Heartbeat, every ten seconds   ->     OK; UNRECOGNIZED_CLIENT_TYPE before the first settings
+                                   <-     on the open stream: a check of a transaction (transactions.py)
     NotifyClientTermination        ->     OK
 
-The answer to the settings is the first thing on the stream, since two of the clients wait for it without end. It tells
+The answer to the settings is the first message on the stream, since two of the clients wait for it without a time
+limit. It contains:
 
-    producer   max_body_size (a client that is told 0 can send nothing), whether message types are checked, and
-               three attempts with a growing pause, which the Java client will have exponential
-    consumer   how often a message is tried and after which pauses (the group's retry policy), whether the group
+    producer   max_body_size (with 0 a client cannot send), whether message types are checked, and three attempts
+               with a growing pause, which must be exponential for the Java client
+    consumer   the number of attempts and the pauses between them (the group's retry policy), whether the group
                consumes in order, how many messages a call asks for and how long it waits
 
-A policy is told as the group's operator has set it: exponential, or customised with a pause for every attempt. The Node
-client knows no customised one and would take its number of attempts for one; it is told an exponential one instead, of
-which it needs that number only (its pauses are the broker's doing, see receipts.py).
+The retry policy is sent as the group's operator has set it: exponential, or customised with a pause for every attempt.
+The Node client does not support customised policies and would read the number of attempts as 1. It gets an exponential
+policy instead. It only needs the number of attempts from it, because the broker determines its pauses (see
+receipts.py).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ PRODUCER_ATTEMPTS = 3
 RECEIVE_ROWS = 32
 LONG_POLLING_S = 20
 PAUSES_MAX = 64  # the last one is for all later attempts
-# The pauses between a producer's own attempts.
+# The pauses between a producer's own attempts, in ms.
 PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR = 10, 1_000, 2
 
 SETTINGS_BYTES_MAX = 256 * 1024  # kept while the client is connected
@@ -89,7 +91,7 @@ class Telemetry:
         try:
             while (command := await stream.commands.get()) is not None:
                 yield command
-            await reading  # its error is the stream's
+            await reading  # raises the error of the reader as that of the stream
         finally:
             reading.cancel()
             for client in known:
@@ -98,11 +100,11 @@ class Telemetry:
     async def _read(
         self, call: Call, requests: AsyncIterator[TelemetryCommand], stream: Stream, known: list[Client]
     ) -> None:
-        """Read the client's commands; return when its stream ends."""
+        """Read the client's commands, and return when its stream ends."""
         try:
             async for command in requests:
                 if command.WhichOneof("command") != "settings":
-                    continue  # an answer to something that we do not ask
+                    continue  # an answer to a question that the broker does not ask
                 client = self._settle(call, command)
                 if client not in known:
                     client.add_stream(stream)
@@ -147,7 +149,7 @@ class Telemetry:
         return HeartbeatResponse(status=OK)
 
     def _hear(self, settings: Settings) -> None:
-        """Tell the broker which topics a member subscribes to; its filters come with each receive."""
+        """Report the topics of a member's subscriptions to the broker. Its filters arrive with each receive."""
         said = settings.subscription
         topics = [topic_name(one.topic) for one in said.subscriptions]
         if topics:
@@ -161,7 +163,7 @@ class Telemetry:
 
 
 def answered(settings: Settings, group: SubscriptionGroup | None, *, check_types: bool) -> Settings:
-    """The settings as the broker sends them back; `group`: the consumer's."""
+    """Return the settings that the broker sends back. `group` is the consumer's group, or None for a producer."""
     found = Settings()
     found.CopyFrom(settings)
     if group is None:
@@ -179,13 +181,13 @@ def answered(settings: Settings, group: SubscriptionGroup | None, *, check_types
 
 
 def attempts_max(group: SubscriptionGroup) -> int:
-    """How often a message is handed out before it is a dead letter: once, and as often as it is tried again."""
+    """Return how often a message is handed out before it is a dead letter: once, plus the number of retries."""
     times = group.retry_max_times
     return 1 + (times if times >= 0 else TIMES_MAX)
 
 
 def duration(milliseconds: int) -> Duration:
-    """The same as protobuf has it."""
+    """Convert ms to a protobuf duration."""
     return Duration(seconds=milliseconds // 1_000, nanos=milliseconds % 1_000 * 1_000_000)
 
 

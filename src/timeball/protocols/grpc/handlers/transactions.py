@@ -1,16 +1,16 @@
-"""Transactions at the edge: EndTransaction from producers, and the question to them about what they have not ended.
+"""Transactions: handle EndTransaction from producers, and ask producers about transactions they have not ended.
 
-A half message comes by SendMessage (sends.py), whose answer names its transaction; over gRPC a producer has no group,
-so the producers of the topic stand for it. A half is asked about on the Telemetry stream of one of them
-(broker/transaction_checks.py says when), and the answer is an EndTransaction again. To end a transaction twice the same
-way is to succeed twice; the other way it is refused.
+A half message arrives by SendMessage (sends.py), whose answer contains the id of its transaction. Over gRPC a producer
+has no group, so the topic is used as its group. A producer of the topic is asked about an open half message on its
+Telemetry stream, and answers with another EndTransaction. broker/transaction_checks.py decides when. To end a
+transaction twice in the same way succeeds both times. The opposite end is refused.
 
-The name of a transaction, as clients get it with the answer to a half message and give it back, is opaque to them:
+Clients get the id of a transaction with the answer to a half message and return it. To them it is opaque:
 
     | number of the half message, 16 hexadecimal digits | crc32 of topic and message id, 8 |
 
-The check keeps a client from ending another message's transaction by mistake. It is no secret: who may write to a
-topic may end its transactions, as in RocketMQ.
+The check prevents that a client ends another message's transaction by mistake. It is no secret: a client that may send
+to a topic may also end its transactions, as in RocketMQ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SEQ_MAX = 2**63 - 1
 
 
 class Transactions:
-    """Serves EndTransaction, and asks producers about open halves."""
+    """Serves EndTransaction, and asks producers about open half messages."""
 
     def __init__(self, context: GrpcContext) -> None:
         self._context, self._core = context, context.broker.transactions
@@ -62,17 +62,17 @@ class Transactions:
                 raise _unknown("it is not known here, or not any more")
             if outcome is (Outcome.ROLLED_BACK if commit else Outcome.COMMITTED):
                 raise _unknown(f"it was {outcome.value} before")
-        # Anything else is "not known yet": its producer is asked again later.
+        # Any other resolution means "not known yet": the producer is asked again later.
         return EndTransactionResponse(status=OK)
 
     # -- asking ----------------------------------------------------------------------------------------------
 
     def has_producer(self, half: Half) -> bool:
-        """Return whether a producer of the half's topic is connected, and the half came by this edge."""
+        """Return whether a producer of the half's topic is connected, and the half arrived by this edge."""
         return half.group == half.topic and self._producer(half) is not None
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
-        """Push the half message to one of its producers; return the bytes pushed, 0 when none took it."""
+        """Push the half message to one of its producers, and return the bytes pushed, 0 if no producer took it."""
         stream = self._producer(half)
         if stream is None:
             return 0
@@ -89,7 +89,8 @@ class Transactions:
         return command.ByteSize() if stream.push(command) else 0
 
     def _producer(self, half: Half) -> Stream | None:
-        # A stream may be older than its account's rights: what it is sent is a message of the topic.
+        # The rights of an account may be newer than its stream. The half message requires the right to send to its
+        # topic.
         allows = self._context.broker.policy.allows
         return producer_stream(
             self._context.sessions, half.topic, lambda caller: allows(caller, Verb.SEND, topic=half.topic)
@@ -101,12 +102,12 @@ def _unknown(why: str) -> Refused:
 
 
 def transaction_id(seq: int, topic: str, message_id: str) -> str:
-    """The transaction whose half message is number `seq`."""
+    """Return the id of the transaction whose half message has the number `seq`."""
     return f"{seq:016X}{_check(topic, message_id):08X}"
 
 
 def seq_of(text: str, topic: str, message_id: str) -> int | None:
-    """Inverse of `transaction_id`; None when it is not the transaction of this message."""
+    """Return the number in a transaction id, or None if it is not the transaction of this message."""
     if not _TEXT.fullmatch(text):
         return None
     seq = int(text[:16], 16)

@@ -1,1 +1,1 @@
-"""What each path does: a request's parameters to a verb of the broker, and its result to an answer."""
+"""The handlers of the paths: each calls a verb of the broker with the request's parameters and encodes the result."""

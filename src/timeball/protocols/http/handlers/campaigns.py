@@ -1,4 +1,4 @@
-"""Campaigns over HTTP: bulk writes as objects, to look at, pause, resume and cancel. Spark plans them."""
+"""Campaigns over HTTP: bulk writes to look at, pause, resume and cancel. Spark plans them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from timeball.wire import CampaignChange
 
 
 class Campaigns:
-    """Serves campaigns, to accounts that administer. Belongs to the event loop."""
+    """Serves campaigns to accounts that administer. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

@@ -24,7 +24,7 @@ class Events:
     async def _events(self, call: Call) -> Stream:
         topic, tags, last = call.path["topic"], call.query.get("tag", ""), call.headers.get("last-event-id")
         given = events_codec.offsets_of(last) if last else None
-        # Before the first byte: what is refused is refused with a status.
+        # Check the request before the first byte, so that a refusal has a status.
         offsets = self._broker.live_tail.begin(topic, tags, given, call.caller)
         return Stream(self._parts(call, topic, tags, offsets), events_codec.EVENTS)
 
@@ -39,7 +39,8 @@ class Events:
             try:
                 found = await read(offsets, KEEP_ALIVE_S)
             except TimeballError:
-                # The topic has gone, or the account may no more: the client comes again and is told so.
+                # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
+                # refused.
                 return
             if found is None:
                 yield events_codec.KEEP_ALIVE

@@ -1,4 +1,4 @@
-"""What another group of the cluster asks of this one: answered from this group's log, and never passed on."""
+"""Requests of other groups of the cluster. They are answered from this group's log and never forwarded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from timeball.protocols.http.requests import Call, Paths, read
 
 
 class GroupQuestions:
-    """Serves the questions of other nodes, which ask as their callers. Belongs to the event loop."""
+    """Serves the requests of other nodes, which ask on behalf of their callers. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -23,7 +23,8 @@ class GroupQuestions:
         if not isinstance(broker, GroupedBroker):
             raise NotFound("this broker belongs to no cluster: it was started without --cluster")
         if group != broker.group:
-            # The asking node's directory is old: the verb would answer for messages that are not here.
+            # The directory of the asking node is outdated. The verb would answer without the messages that the node
+            # asked for.
             raise NotLeader(f"this node leads group {broker.group}, and not {group}")
         question: AnyQuestion = await read(call, AnyQuestion, broker.policy, Verb.LOOK)  # type: ignore[arg-type]
         return Answer(200, await broker.answer(question, call.caller))

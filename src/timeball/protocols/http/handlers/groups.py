@@ -1,4 +1,4 @@
-"""Consumer groups over HTTP: how far behind each is, and its dead letters, to read, to send again and to delete."""
+"""Consumer groups over HTTP: their lag, and their dead letters to list, resend and delete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE_ROWS = 50
 
 
 class Groups:
-    """Serves what names a group. Belongs to the event loop."""
+    """Serves the paths of groups. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -55,7 +55,7 @@ class Groups:
 
 
 def _rows(call: Call, otherwise: int, most: int) -> int:
-    """Return how many rows a page is to have, as `max` says; raise OutOfRange."""
+    """Parse the number of rows of a page from `max`. Raises OutOfRange."""
     rows = call.query.get("max", str(otherwise))
     if not (rows.isascii() and rows.isdecimal() and len(rows) < 9 and 1 <= int(rows) <= most):
         raise OutOfRange(f"max={rows[:20]}: 1 to {most}")
@@ -63,7 +63,7 @@ def _rows(call: Call, otherwise: int, most: int) -> int:
 
 
 def _named(request: codec.Resolving) -> list[str] | None:
-    """Return the dead letters that a request names, None for all; raise InvalidMessage, OutOfRange."""
+    """Extract the dead letters of a request, None for all. Raises InvalidMessage and OutOfRange."""
     if (request.dead_letters is None) != request.all:
         raise InvalidMessage('name "dead_letters", or "all": true')
     most = limits.DEAD_LETTERS_PER_REQUEST_MAX

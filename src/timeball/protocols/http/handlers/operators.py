@@ -1,4 +1,4 @@
-"""Read-outs for people and their tools: the broker, topics, metrics, health."""
+"""Information for people and their tools: the broker, the cluster, jobs, topics, metrics and health."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from timeball.protocols.http.answers_codec import Health, Jobs, Leads, ReplicaGr
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.requests import Call, Paths, read
 
-# The figures of the broker and of its process, for a caller who may look.
+# Returns the figures of the broker and its process, for a caller who may look.
 Status = Callable[[Caller], dict[str, object]]
 
 
 class Operators:
-    """Serves read-outs. Belongs to the event loop."""
+    """Serves this information. Belongs to the event loop."""
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status) -> None:
         self._broker, self._metrics, self._status = broker, metrics, status
@@ -52,7 +52,7 @@ class Operators:
         async for names in shares(sorted(self._broker.topics(call.caller))):
             for topic in filter(
                 None, map(self._broker.parts.topics.find_topic, names)
-            ):  # not deleted meanwhile
+            ):  # None if the topic was deleted meanwhile
                 ranges = self._broker.queues(topic.name, call.caller).values()
                 rows = sum(end - begin for begin, end in ranges)
                 found.append(codec.Topic(topic.name, len(ranges), rows))

@@ -1,7 +1,7 @@
-"""Receives of a group over HTTP, and what a consumer says of what it got.
+"""Receives of a group over HTTP, and the consumer's answers to the messages.
 
-Receipts are sealed texts (receipt_handles.py), as over gRPC and Flight: leases are kept in the log, so that a message
-which is received and never answered survives a crash and comes again.
+Receipts are sealed texts (receipt_handles.py), as over gRPC and Flight. Leases are stored in the log, so a message that
+was received and never answered survives a crash and is delivered again.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Receives:
         most = query.get("max", "32")
         if not (most.isdecimal() and len(most) < 9 and 1 <= int(most) <= limits.POP_ROWS_MAX):
             raise OutOfRange(f"max={most[:20]}: 1 to {limits.POP_ROWS_MAX}")
-        self._wanted(query, topic, None)  # what cannot be read is refused before a wait
+        self._wanted(query, topic, None)  # a filter that cannot be parsed is refused before the wait
         start_ms = codec.start_ms(query.get("start", "earliest"))
         if not (wait_ms and policy.is_awaited(topic)):
-            self._broker.consuming.join(group, topic, call.caller)  # refuses what cannot be received
+            self._broker.consuming.join(group, topic, call.caller)  # refuses a caller who may not receive
             if start_ms:
                 await self._broker.begin(group, topic, start_ms, call.caller)
         request = ReceiveRequest(
@@ -84,7 +84,7 @@ class Receives:
         return Answer(200, codec.leased(received.rows, topic, handles), size_bytes=size_bytes)
 
     async def _received(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
-        """Return what the engine hands out; give it back when the client has gone meanwhile."""
+        """Run a receive. If the client has disconnected meanwhile, give the messages back."""
         receiving = asyncio.ensure_future(self._hand_out(request, call.query, wait_ms))
         gone = asyncio.ensure_future(call.gone())
         try:
@@ -100,7 +100,7 @@ class Receives:
             await asyncio.gather(receiving, gone, return_exceptions=True)
 
     async def _hand_out(self, request: ReceiveRequest, query: QueryParams, wait_ms: int) -> Received:
-        """Receive; from a topic that is missing once its first message has made it."""
+        """Receive. If the topic does not exist, first wait for the message that creates it."""
         if wait_ms and self._broker.policy.is_awaited(request.topic):
             loop = asyncio.get_running_loop()
             deadline_s = loop.time() + wait_ms / 1_000
@@ -112,11 +112,11 @@ class Receives:
         return await self._broker.consuming.receive(replace(request, wanted=wanted), wait_ms)
 
     def _wanted(self, query: QueryParams, name: str, topic: Topic | None) -> Filter:
-        """Return the filter of a receive; raise InvalidFilter, InvalidMessage."""
+        """Build the filter of a receive. Raises InvalidFilter and InvalidMessage."""
         tag, sql = query.get("tag", ""), query.get("sql", "")
         if tag and sql:
             raise InvalidMessage("tag and sql: give one of them")
-        # What is in a retry topic passed the filter when it was handed out first.
+        # Messages in a retry topic passed the filter when they were first handed out.
         if not (tag or sql) or name.startswith(RETRY_PREFIX):
             return EVERYTHING
         bit_mask = topic is not None and topic.filter_type == "MULTI_TAG"
@@ -171,7 +171,7 @@ class Receives:
         return await read(call, kind, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
 
     def _receipts(self, call: Call, texts: list[str]) -> list[AnyReceipt | None]:
-        """Return the receipts of these texts, None for one that is none of this group and topic."""
+        """Decode receipts. None for a text that is not a receipt of this group and topic."""
         topic, group, policy = call.path["topic"], _group(call), self._broker.policy
         policy.allow(call.caller, Verb.RECEIVE, topic=topic, group=group)
         policy.check_group(group)

@@ -1,4 +1,4 @@
-"""All paths of the edge, with the handler of each method."""
+"""All paths of the HTTP edge, with the handler of each method."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from timeball.protocols.http.requests import Paths
 
 
 class Routes(NamedTuple):
-    """Handlers by path and method; `open_paths` need no account.
+    """Handlers by path and method. `open_paths` need no account.
 
-    `former`: by path and method, what to do in place of a request that was answered once.
+    `former`: by path and method, the advice for a request that older versions answered.
     """
 
     paths: Paths
@@ -32,7 +32,7 @@ class Routes(NamedTuple):
 
 
 def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
-    """Return the handlers of each path."""
+    """Collect the handlers of all paths."""
     operators = Operators(broker, metrics, status)
     paths: Paths = {}
     parts = (

@@ -1,4 +1,4 @@
-"""Scheduled messages over HTTP: where one is, and its cancel or move."""
+"""Single scheduled messages over HTTP: look up, cancel and reschedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from timeball.protocols.http.problems import Answer, problem
 from timeball.protocols.http.requests import Call, Paths, read
 from timeball.wire import UNAVAILABLE, Verdict
 
-# Of a cancel or a move: why it was not granted, as a status. A verdict that is not here was granted.
+# The status for each verdict of a cancel or reschedule that was not carried out. All other verdicts mean success.
 _NOT_GRANTED = {
     "not_found": 404, "released": 409, "already_cancelled": 409, "expired": 410, UNAVAILABLE: 503,
 }  # fmt: skip
@@ -26,7 +26,7 @@ _WORDS = {
 
 
 class Scheduled:
-    """Serves what names one message. Belongs to the event loop."""
+    """Serves the paths of single messages. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -59,7 +59,7 @@ class Scheduled:
 
 
 def _verdict(verdicts: list[Verdict]) -> Answer:
-    """Return the answer to a cancel or a move: that of the first of the messages with this id."""
+    """Build the answer to a cancel or reschedule from the verdict of the first message with this id."""
     first = verdicts[0]
     if first.verdict not in _NOT_GRANTED:
         return Answer(200, answers_codec.granted(first))

@@ -1,4 +1,4 @@
-"""Sends over HTTP: a request's messages to the one batcher, and their places to its answer."""
+"""Sends over HTTP: the messages of a request go to the broker's batcher. The answer has their positions in the log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.requests import Call, Paths
 from timeball.trace_context import of_headers, with_contexts
 
-SMALL_BYTES = 64 * 1024  # decoded on the loop; more in a thread
-_IDS_AT_ONCE = 64
+SMALL_BYTES = 64 * 1024  # up to this size a body is decoded on the event loop, and larger ones in a thread
+_IDS_AT_ONCE = 64  # of one system call
 
 
 class _Stood(NamedTuple):
-    """The place of messages in the log; `sent` of those that were sent before."""
+    """The position of messages in the log. `sent` is set for messages that were sent before."""
 
     first_seq: int
     store_ms: int
@@ -36,7 +36,7 @@ class _Piece(Piece, gc=False):
 
 
 class _Derived(send_codec.IdSource):
-    """Ids of a send that may be repeated: the same for the same key, account and topic."""
+    """Ids for a send that may be repeated: the same ids for the same key, account and topic."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = "\n".join(parts).encode()
@@ -46,13 +46,13 @@ class _Derived(send_codec.IdSource):
 
 
 class _Fresh(send_codec.IdSource):
-    """Random ids, of which the kernel gives many at once: a call of it costs more than the rest of an id."""
+    """Random ids. They are drawn in blocks, because a system call costs more than the rest of making an id."""
 
     def __init__(self) -> None:
         self._ready: list[str] = []
 
     def id_of(self, at: int) -> str:
-        # Large requests are decoded in other threads: each of these steps is one of the interpreter's.
+        # Threads that decode large requests call this too. Each step is atomic in the interpreter.
         try:
             return self._ready.pop()
         except IndexError:
@@ -66,14 +66,14 @@ _FRESH = _Fresh()
 
 
 class Sends:
-    """Serves sends; an Edge of broker/ingress.py. Belongs to the event loop."""
+    """Serves sends. An Edge of broker/ingress.py. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._is_durable = broker, broker.parts.settings.durability == "sync"
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": self._send}}
 
     async def _send(self, call: Call) -> Answer:
-        """Send the messages of a request; return where they stand."""
+        """Send the messages of a request. The answer contains their positions in the log."""
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
         attempt, if_settled = (
             call.headers.get(f"idempotency-{name}", "") for name in ("attempt", "if-settled")
@@ -82,21 +82,21 @@ class Sends:
             raise InvalidMessage(f"idempotency-if-settled: {if_settled[:80]!r}; 'keep' or 'send'")
         if key is None and (attempt or if_settled):
             raise InvalidMessage("name the send by the header idempotency-key, too")
-        # What a client may not send is not read.
+        # If the client may not send to the topic, the body is not read.
         policy = self._broker.policy
         policy.allow(call.caller, Verb.SEND, topic=topic)
-        # A group that is drained takes no new send, and answers one that is repeated.
+        # A drained group accepts no new send, but answers a repeated one.
         is_closed = key is not None and policy.closed
         known = None if is_closed else policy.destination(topic, call.caller)
-        # Only with a header that no page of another site may send without being asked: a browser on this machine would
-        # carry its messages here.
+        # Each send needs a header that no page of another site may send without a preflight request. Otherwise a
+        # browser on this machine could be made to send that site's messages.
         is_event, kind = "ce-specversion" in call.headers, ""
         is_raw = not is_event and send_codec.is_raw(call.headers)
         if not is_event and not is_raw:
             kind = _kind(call.headers.get("content-type", ""))
         data = await call.body()
-        # Columns where the broker still has to decide: about a topic to be made, once nothing else is wrong, and about
-        # a repeat, which has the same columns.
+        # Messages become columns if the broker must still decide: on a topic to create, once nothing else is wrong, or
+        # on a repeated send, which has the same columns.
         is_decided = known is not None and key is None
         now_ms = self._broker.parts.clock.now_ms() if is_decided else None
         ids = _FRESH if key is None else _Derived(call.caller.name, topic, key)
@@ -112,7 +112,7 @@ class Sends:
             rows = with_contexts(sending.rows, [context] * sending.row_count)
             sending = sending._replace(rows=rows)
         accepted: asyncio.Future[_Stood] = asyncio.get_running_loop().create_future()
-        # Rows are of a topic that was asked for; columns may be, and are asked for again.
+        # Rows belong to a topic that the policy has checked already. Columns may not, and are checked again.
         caller = None if isinstance(sending.rows, list) else call.caller
         piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, caller, accepted)
         if key is None:
@@ -129,21 +129,21 @@ class Sends:
         )
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
-        """Tell each request where its messages stand (an Edge of broker/ingress.py)."""
+        """Complete the requests with the positions of their messages (see Edge in broker/ingress.py)."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
             settle(piece.accepted, _Stood(first_seq, accepted.store_ms, accepted.sent))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
-        """Tell each request why its messages were not taken."""
+        """Complete the requests with the error that refused their messages."""
         for piece in pieces:
             settle(piece.accepted, error)
 
 
 def _kind(content_type: str) -> str:
-    """Return the media type of a send that is neither an event nor a raw body; raise Refused (415)."""
+    """Find the media type of a send that is neither an event nor a raw body. Raises Refused (415)."""
     try:
         return codec.check_type(content_type, codec.JSON, codec.NDJSON, send_codec.ARROW)
     except Refused as error:
-        # The type that curl sends unless it is told another.
+        # curl sends this type by default.
         raise Refused(415, f"{error}; for a body as it is, add the header timeball-raw: true") from error

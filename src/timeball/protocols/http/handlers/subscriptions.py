@@ -1,4 +1,7 @@
-"""Paths of push subscriptions: made, changed, looked at, paused, deleted. The edge `push` delivers."""
+"""Paths of push subscriptions: create, change, look at, pause, resume and delete.
+
+The push edge delivers the messages.
+"""
 
 from __future__ import annotations
 

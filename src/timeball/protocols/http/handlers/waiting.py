@@ -1,4 +1,4 @@
-"""Messages that wait, over HTTP: pages of them, and how many are due when."""
+"""Pending messages over HTTP: pages of them, and how many are due when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from timeball.protocols.http.requests import Call, Paths
 
 
 class WaitingMessages:
-    """Serves what names no single message. Belongs to the event loop."""
+    """Serves the paths of many pending messages. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

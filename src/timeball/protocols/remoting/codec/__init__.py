@@ -1,8 +1,8 @@
-"""RocketMQ's bytes and nothing else: frames, headers, message records, batches. No I/O, no clock, no broker.
+"""RocketMQ's byte formats: frames, headers, message records and batches. No I/O, no clock, no broker.
 
-Receives: bytes as they were read from a connection, or column batches that are to become bytes.
-Keeps: the half frame at the end of the bytes read.
-Hands on: commands, columns and bytes; malformed ones are refused here, before any handler sees them.
+Receives: bytes read from a connection, or column batches to be encoded.
+Keeps: the incomplete frame at the end of the bytes read.
+Hands on: commands, columns and bytes. Malformed input is refused here, before a handler sees it.
 
-Each format is drawn in the module that writes it. What is hot exists twice: implementation.py says which one runs.
+Each module draws the format that it writes. The hot parts have two implementations, and implementation.py selects one.
 """

@@ -1,12 +1,13 @@
-"""The texts of POP: what a consumer gives back to acknowledge a message, and how an answer tells it what to give.
+"""The texts of POP: the check points that acknowledge messages, and the header fields that they are made from.
 
-A check point, which a message carries as its property POP_CK, is eight words with blanks between them:
+A check point identifies a popped message. The consumer returns it to acknowledge that message. A message carries it as
+its property POP_CK: eight words with blanks between them.
 
     first offset · pop time · invisible time · revive queue · retry · broker · queue · offset
 
-`retry` says which topic the queue is of: 0 the topic asked for, 1 `%RETRY%<group>_<topic>`, 2 the same with "+".
-The revive queue is an inner queue of RocketMQ's broker; 999 says "in order". An answer does not repeat all that for
-every message: lists by queue, from which the client makes the check points, stand in its header.
+`retry` states which topic the queue belongs to: 0 is the topic asked for, 1 is `%RETRY%<group>_<topic>`, 2 is the same
+with "+". The revive queue is an internal queue of RocketMQ's broker, and 999 means "in order". An answer does not
+repeat all eight words for every message. Its header has lists by queue, from which the client builds the check points:
 
     startOffsetInfo   retry queue first;…          msgOffsetInfo   retry queue offset,offset,…;…
     orderCountInfo    retry queue least times;…  and for single messages  retry qo<queue>%<offset> times;…
@@ -32,7 +33,7 @@ POP_CK = "POP_CK"
 
 
 class CheckPoint(msgspec.Struct, frozen=True):
-    """The check point of a popped message, which its receipt is made of."""
+    """The check point of a popped message, from which its receipt handle is made."""
 
     first_offset: int
     pop_ms: int
@@ -44,12 +45,12 @@ class CheckPoint(msgspec.Struct, frozen=True):
     offset: int
 
     def encode(self) -> str:
-        """As RocketMQ writes it."""
+        """Return the eight words as RocketMQ writes them."""
         return " ".join(str(word) for word in msgspec.structs.astuple(self))
 
 
 def parse(text: str) -> CheckPoint:
-    """Inverse of `CheckPoint.encode`; raises InvalidMessage."""
+    """Parse the text of a check point. Raises InvalidMessage."""
     words = text.split(" ")
     if len(words) == WORDS and words[4] in (NORMAL, RETRY_V1, RETRY_V2):
         try:
@@ -63,14 +64,14 @@ def parse(text: str) -> CheckPoint:
 
 
 def retry_mark(topic: str) -> str:
-    """The `retry` word of a queue of this topic."""
+    """Return the `retry` word for queues of this topic."""
     if not topic.startswith(RETRY_PREFIX):
         return NORMAL
     return RETRY_V2 if "+" in topic else RETRY_V1
 
 
 def real_topic(topic: str, group: str, retry: str) -> str:
-    """The topic that the `retry` word makes of the one a consumer knows."""
+    """Return the topic of a queue, from the topic that the consumer asked for and the `retry` word."""
     if retry == NORMAL or topic.startswith(RETRY_PREFIX):
         return topic
     return f"{RETRY_PREFIX}{group}{'+' if retry == RETRY_V2 else '_'}{topic}"
@@ -80,7 +81,7 @@ Place = tuple[str, int, int]  # retry word, queue, offset
 
 
 def start_offset_info(places: Iterable[Place]) -> str:
-    """The first offset of each queue, of messages in the order in which the answer has them."""
+    """Return the first offset of each queue. `places` are in the order of the messages in the answer."""
     firsts: dict[tuple[str, int], int] = {}
     for retry, queue_id, offset in places:
         firsts.setdefault((retry, queue_id), offset)
@@ -88,7 +89,7 @@ def start_offset_info(places: Iterable[Place]) -> str:
 
 
 def msg_offset_info(places: Iterable[Place]) -> str:
-    """All offsets of each queue."""
+    """Return all offsets, grouped by queue."""
     offsets: dict[tuple[str, int], list[str]] = {}
     for retry, queue_id, offset in places:
         offsets.setdefault((retry, queue_id), []).append(str(offset))
@@ -96,7 +97,7 @@ def msg_offset_info(places: Iterable[Place]) -> str:
 
 
 def order_count_info(places: Iterable[Place], times: Iterable[int]) -> str:
-    """How often each message has been handed out before, in order; and the least of each queue, for old clients."""
+    """Return how often each ordered message was handed out before, and the least count per queue for old clients."""
     parts, least = [], dict[tuple[str, int], int]()
     for (retry, queue_id, offset), count in zip(places, times, strict=True):
         if count:
@@ -107,7 +108,7 @@ def order_count_info(places: Iterable[Place], times: Iterable[int]) -> str:
 
 
 def bits(text: str) -> list[int]:
-    """Positions that are set in a Java BitSet, as its bytes in base64; raises InvalidMessage."""
+    """Return the positions of the bits set in a Java BitSet, given as base64. Raises InvalidMessage."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

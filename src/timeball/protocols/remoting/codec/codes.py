@@ -1,4 +1,4 @@
-"""RocketMQ's numbers of requests and responses, and bits of flags. Names are RocketMQ's own."""
+"""RocketMQ's request and response codes, and the bits of its flags. The names are RocketMQ's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum, IntFlag
 
 
 class RequestCode(IntEnum):
-    """The number of a request."""
+    """The code of a request."""
 
     SEND_MESSAGE = 10
     PULL_MESSAGE = 11
@@ -93,7 +93,7 @@ class RequestCode(IntEnum):
 
 
 class ResponseCode(IntEnum):
-    """How a command went."""
+    """The code of a response: success, or the kind of failure."""
 
     SUCCESS = 0
     SYSTEM_ERROR = 1
@@ -129,7 +129,7 @@ class ResponseCode(IntEnum):
 
 
 class Language(IntEnum):
-    """The language of a client; a byte in the binary header, a name in JSON."""
+    """The language of a client: a byte in the binary header, a name in JSON."""
 
     JAVA = 0
     CPP = 1
@@ -178,5 +178,5 @@ class MessageFlag(IntFlag):
     INNER_BATCH = 128
 
 
-# MQVersion.V4_9_8: above 232, from which on Java clients trust a broker with SQL92 filters.
+# MQVersion.V4_9_8. Java clients use SQL92 filters only with a broker of version 232 or later.
 BROKER_VERSION = 409

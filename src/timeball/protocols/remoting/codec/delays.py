@@ -1,29 +1,30 @@
-"""From a message's properties to when it is to be delivered: RocketMQ's rules, and two user properties on top.
+"""Compute the due time of a message from its properties: RocketMQ's rules, plus two user properties.
 
     strongest  DELAY               a level, n > 0: the nth item of the broker's table
                TIMER_OUT_MS        the timer is done with this message: deliver at once
                TIMER_DELAY_SEC     seconds from the broker's now
                TIMER_DELAY_MS      milliseconds from the broker's now
-               TIMER_DELIVER_MS    an instant
+               TIMER_DELIVER_MS    a due time (ms since the epoch)
                TIMING              the next 08:00:00, in a zone (below)
-    weakest    __STARTDELIVERTIME  an instant, sent by Aliyun's clients
+    weakest    __STARTDELIVERTIME  a due time (ms since the epoch), sent by Aliyun's clients
 
 RocketMQ does not act on the last two, and applications may use these names for themselves. They delay a message only
-when `--delay-properties` names them. Otherwise they are properties like any other.
+when `--delay-properties` names them. Otherwise they are ordinary properties.
 
-Numbers are Java's: an optional sign and ASCII digits within the type's range, no blanks. Another text is
-refused, never taken for "now"; so is an instant beyond the maximum delay. An instant that has passed on the message's
-way is due at once, and told of as a delayed message; no delay, or less, makes an ordinary one.
+Numbers follow Java: an optional sign and ASCII digits within the type's range, no blanks. Any other text is refused and
+never read as "now". A due time beyond the maximum delay is refused too. An absolute due time that has passed makes a
+scheduled message that is due at once. A relative delay of zero or less makes an ordinary message.
 
-A TIMING is a time of day, and means the next time after now that a clock on the wall there shows it, today or tomorrow:
+A TIMING is a time of day. It means the next time, today or tomorrow, when a clock in that zone shows it:
 
     08:00:00                  in the broker's zone (--timing-zone)
     08:00:00 Europe/Berlin    in a zone of the IANA's list
     08:00:00+02:00            at an offset from UTC, at most 18 hours as in Java
 
-Where clocks are set forward over it, it is the first instant after the gap; where they are set back and show it twice,
-the first time only. So every day has one such instant, and a message that missed it by a millisecond is for tomorrow.
-An unknown zone is refused: a guess would be a message at the wrong time. The rules of the zones are local_time.py's.
+If clocks are set forward past that time, the message is due at the first moment after the gap. If clocks are set back
+and show the time twice, the first occurrence counts. So each day has exactly one such time, and a message that misses
+it by a millisecond is due tomorrow. An unknown zone is refused, because a guess would deliver at the wrong time.
+local_time.py contains the rules of the zones.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TIMER_DELETES = "TIMER_DEL_UNIQKEY"
 TIMER_SECONDS, TIMER_MS, TIMER_INSTANT = "TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"
 TIMING, START_DELIVER_TIME = "TIMING", "__STARTDELIVERTIME"
 
-# A message with none of these is for now.
+# A message with none of these properties is ordinary: it is not delayed.
 NAMES = frozenset(
     {
         LEVEL, TIMER_DONE, TIMER_DELETES, TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING,
@@ -59,11 +60,11 @@ _TEXT = re.compile(
     r"(?: ?([+-])(0[0-9]|1[0-8]):([0-5][0-9])| ([A-Za-z][A-Za-z0-9_+/-]{0,63}))?"
 )
 _OFFSET_S_MAX = 18 * 3_600
-_DAYS = 3  # a day may be left out by a clock that is set forward over midnight, never two
+_DAYS = 3  # A clock set forward over midnight can skip one calendar day, never two.
 
 
 class Plan(NamedTuple):
-    """The delay of a message: a level (0: none), or an instant (None: at once). Never both."""
+    """The delay of a message: a level (0: none) or a due time (None: at once), never both."""
 
     delay_level: int
     due_ms: int | None
@@ -75,11 +76,12 @@ AT_ONCE = Plan(0, None)
 def plan(
     properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
 ) -> Plan:
-    """When a message with these properties is due; raises InvalidDelay with the remark of a MESSAGE_ILLEGAL answer.
+    """Compute when a message with these properties is due.
 
-    `timing_zone` is that of a TIMING which names none. `user_names`: the user properties that delay a message.
+    `timing_zone` is the zone of a TIMING that names none. `user_names` are the user properties that delay a message.
 
-    A level above the table's last is not known here: the broker clamps it.
+    A level above the table's last is returned as it is, because only the broker knows the table. The broker clamps it.
+    Raises InvalidDelay, whose text is the remark of a MESSAGE_ILLEGAL answer.
     """
     level = _level(properties.get(LEVEL))
     if level > 0:
@@ -90,7 +92,8 @@ def plan(
     if due_ms is None:
         return AT_ONCE
     if TIMER_DELETES in properties:
-        # RocketMQ's own way of deleting, by a second message. Delivered to consumers it would be nonsense.
+        # RocketMQ deletes a timer with a second message of this kind. As a normal message it would make no sense to
+        # consumers.
         raise InvalidDelay(
             _illegal(delay_ms_max, properties, user_names)
             if due_ms <= now_ms
@@ -104,14 +107,14 @@ def plan(
 
 
 def names_delay(properties: dict[str, str], user_names: frozenset[str]) -> bool:
-    """Return whether these properties ask for a later delivery, whatever the value; raises InvalidDelay."""
+    """Return whether these properties ask for a later delivery, with any value. Raises InvalidDelay."""
     if _level(properties.get(LEVEL)) > 0:
         return True
     return TIMER_DONE not in properties and not (_TIMERS | user_names).isdisjoint(properties)
 
 
 def _is_instant(properties: dict[str, str]) -> bool:
-    """Return whether an instant is meant, and not a time from now on."""
+    """Return whether the properties state an absolute due time rather than a delay from now."""
     return TIMER_SECONDS not in properties and TIMER_MS not in properties
 
 
@@ -142,7 +145,7 @@ def _due_ms(
 
 
 def _timer(properties: dict[str, str], user_names: frozenset[str]) -> str | None:
-    """Return the name of the strongest timer, None when there is none."""
+    """Return the name of the strongest timer property, or None."""
     for name in (TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING, START_DELIVER_TIME):
         if name in properties and (name not in _USERS or name in user_names):
             return name
@@ -157,7 +160,7 @@ def _number(text: str, bits: int) -> int | None:
 
 
 def _illegal(delay_ms_max: int, properties: dict[str, str], user_names: frozenset[str]) -> str:
-    """Return RocketMQ's sentence, and the value that it is about."""
+    """Return RocketMQ's error sentence, followed by the refused value."""
     name = _timer(properties, user_names)
     said = f" ({name}: {properties[name][:64]!r})" if name else ""
     return (
@@ -170,7 +173,7 @@ def _illegal(delay_ms_max: int, properties: dict[str, str], user_names: frozense
 
 
 def next_instant_ms(text: str, now_ms: int, default_zone: str) -> int:
-    """The first instant after now that this names; raises InvalidDelay saying how to write it."""
+    """Return the first time after now that `text` names, in ms. The error of InvalidDelay explains the format."""
     found = _TEXT.fullmatch(text)
     if found is None:
         raise InvalidDelay(

@@ -6,16 +6,17 @@
           +----------+------+-------------+-------- … -------+----- … -------+
            4          1      3
 
-`length` counts everything behind itself. Type 0 is a JSON header; its extFields may hold numbers and booleans
-beside strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary header:
+`length` counts everything after itself. Type 0 is a JSON header. Its extFields may contain numbers and booleans as well
+as strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary header:
 
     | code 2 | language 1 | version 2 | opaque 4 | flag 4 | remark: 4 + n | extFields: 4 + m |
     extFields are m bytes of | key: 2 + n | value: 4 + n |, one behind the other
 
-Lengths are checked before a byte is kept, so a frame that lies costs nothing; a header is decoded into a typed
+Lengths are checked before a byte is kept, so a frame with false lengths costs nothing. A header is decoded into a typed
 structure, so JSON that would unfold into gigabytes is refused by its type. A client that sends a bad frame loses its
-connection. A frame whose lengths are right and whose header still says which request it is (code, opaque, flag) is
-answered instead, with all other faults of the header: the next frame begins where this one ends.
+connection. There is one exception: if the lengths of a frame are right and its header still identifies the request
+(code, opaque, flag), other faults of the header are answered with an error. The connection continues, because the next
+frame begins where this one ends.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ _FIXED = struct.Struct(">hBhii")  # code, language, version, opaque, flag
 _INT = struct.Struct(">i")
 _SHORT = struct.Struct(">h")
 
-# Plain numbers and dicts: arithmetic with an IntFlag, or a look-up in an Enum, costs 1 us of each request.
+# Plain numbers and dicts: arithmetic with an IntFlag, or a look-up in an Enum, costs 1 us per request.
 _RESPONSE, _ONE_WAY = int(CommandFlag.RESPONSE), int(CommandFlag.ONE_WAY)
 _LANGUAGE_CODES = {language.name: int(language) for language in Language}
 _LANGUAGE_NAMES = {int(language): language.name for language in Language}
 
 
 class BadFrame(RequestError):
-    """Bytes that are no RocketMQ command; the connection ends."""
+    """Bytes that are no RocketMQ command. The connection is closed."""
 
     code = "bad_frame"
 
 
 class Command(msgspec.Struct):
-    """A request or a response. Values of `ext` are text, in both forms of the header."""
+    """A request or a response. In both forms of the header, the values of `ext` are text."""
 
     code: int
     opaque: int = 0
@@ -67,17 +68,20 @@ class Command(msgspec.Struct):
 
     @property
     def is_response(self) -> bool:
-        """Return whether this answers a request of ours."""
+        """Return whether this answers a request that the broker sent."""
         return self.flag & _RESPONSE != 0
 
     @property
     def is_one_way(self) -> bool:
-        """Return whether the client waits for no answer."""
+        """Return whether the client expects no answer."""
         return self.flag & _ONE_WAY != 0
 
 
 class BadHeader(BadFrame):
-    """A request that cannot be read whole; `request` has of it what its answer needs, and the connection lives."""
+    """A request whose header is bad but can be answered.
+
+    `request` contains the fields that the answer needs. The connection stays open.
+    """
 
     def __init__(self, text: str, request: Command, response_code: int) -> None:
         super().__init__(text)
@@ -92,12 +96,13 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
-# What cuts bytes: what it has found, where the half frame at the end begins, and its size as far as that is known.
+# A function that cuts bytes into frames or runs. Returns them, the position where the incomplete frame at the end
+# begins, and the size of that frame in bytes (of its prefix, while its length is unknown).
 Cut = Callable[[bytes, int], tuple[list[Any], int, int]]
 
 
 def cut(data: bytes, frame_bytes_max: int) -> tuple[list[Frame], int, int]:
-    """Cut the frames out of these bytes; see `Cut`. Raises BadFrame."""
+    """Cut the frames out of these bytes. See `Cut`. Raises BadFrame."""
     frames: list[Frame] = []
     at, size = 0, len(data)
     awaited_bytes = _PREFIX.size
@@ -125,16 +130,16 @@ def refusal(length: int, header_bytes: int, frame_bytes_max: int) -> BadFrame:
 
 
 class Splitter:
-    """Cuts a connection's bytes into frames; keeps the half frame at the end."""
+    """Cuts a connection's bytes into frames and keeps the incomplete frame at the end."""
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX, cut: Cut = cut) -> None:
         self._held = bytearray()
-        self.held_bytes = 0  # of a frame that has begun and not ended
-        self.awaited_bytes = 0  # size of that frame, as far as it is known; 0 when none has begun
+        self.held_bytes = 0  # bytes of the incomplete frame at the end
+        self.awaited_bytes = 0  # size of that frame, or of its prefix while that is unknown; 0 without one
         self._frame_bytes_max, self._cut = frame_bytes_max, cut
 
     def feed(self, data: bytes) -> list[Any]:
-        """The frames that `data` completes, or what `cut` makes of them; raises BadFrame."""
+        """Return the frames that `data` completes, or the objects that `cut` creates. Raises BadFrame."""
         if self._held:
             self._held += data
             self.held_bytes = len(self._held)
@@ -143,7 +148,7 @@ class Splitter:
             data = bytes(self._held)
         frames, at, awaited_bytes = self._cut(data, self._frame_bytes_max)
         self.held_bytes = len(data) - at
-        if self.held_bytes or self._held:  # a read mostly ends with a frame
+        if self.held_bytes or self._held:  # both are usually empty, because a read mostly ends with a frame
             self._held = bytearray(data[at:])
         self.awaited_bytes = awaited_bytes if self.held_bytes else 0
         return frames
@@ -156,7 +161,7 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class _PlainHeader(msgspec.Struct):
-    """A header as Java clients write it, whose extFields are all text: the usual one, in one step."""
+    """The usual header, decoded in one step: as Java clients write it, all extFields are text."""
 
     code: Int32
     opaque: Int32 = 0
@@ -191,7 +196,7 @@ _json_envelope = msgspec.json.Decoder(_Envelope)
 
 
 def decode(frame: Frame) -> Command:
-    """Return the command in a frame; raises BadHeader, or BadFrame when it says not even which request it is."""
+    """Decode the command in a frame. Raises BadHeader, or BadFrame if the header does not even identify the request."""
     if len(frame.header) > HEADER_BYTES_MAX:
         raise header_too_large(frame)
     try:
@@ -204,13 +209,13 @@ def decode(frame: Frame) -> Command:
 
 
 def header_too_large(frame: Frame) -> BadFrame:
-    """Return the error for a header of more than HEADER_BYTES_MAX, which is not decoded."""
+    """Return the error for a header of more than HEADER_BYTES_MAX bytes, which is not decoded."""
     text = f"the header is over the maximum: {len(frame.header)} bytes, at most {HEADER_BYTES_MAX}"
     return bad_header(frame, text, ResponseCode.MESSAGE_ILLEGAL)
 
 
 def bad_header(frame: Frame, text: str, code: int = ResponseCode.INVALID_PARAMETER) -> BadFrame:
-    """Return the error for a header that is wrong: BadHeader if it can be answered, BadFrame if not."""
+    """Return the error for a wrong header: BadHeader if it can be answered, otherwise BadFrame."""
     envelope = _envelope(frame)
     if envelope is None or envelope.flag & _RESPONSE:
         return BadFrame(text)
@@ -219,7 +224,7 @@ def bad_header(frame: Frame, text: str, code: int = ResponseCode.INVALID_PARAMET
 
 
 def _envelope(frame: Frame) -> _Envelope | None:
-    """Return what says which request a header belongs to; None when even that cannot be read."""
+    """Return the fields that identify the request, or None if they cannot be read."""
     try:
         if frame.serialisation == JSON:
             found = _json_envelope.decode(frame.header)
@@ -249,7 +254,7 @@ def _decode_json(header: bytes) -> Command:
     try:
         plain = _plain_header.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_any_json(header)  # which names the fault, if there is one
+        return _decode_any_json(header)  # the general decoder names the fault, if there is one
     if len(plain.extFields) > EXT_FIELDS_MAX:
         raise BadFrame(f"{len(plain.extFields)} extFields; at most {EXT_FIELDS_MAX}")
     language = _language(plain.language)
@@ -285,7 +290,7 @@ def _decode_any_json(header: bytes) -> Command:
 
 
 def text(value: object) -> str:
-    """Return a value as a header's field has it, or a file of Java properties."""
+    """Format a value as in a header's field or a file of Java properties: booleans in lower case."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -358,7 +363,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(command: Command) -> bytes:
-    """Return a command's frame, in its own serialisation; raises ValueError when a number does not fit."""
+    """Encode a command as a frame, in its serialisation. Raises ValueError if a number does not fit."""
     if command.serialisation == BINARY:
         header = _encode_binary(command)
     else:

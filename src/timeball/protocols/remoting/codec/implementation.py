@@ -1,12 +1,12 @@
-"""The two implementations of the hot codec: the compiled one where the build had a compiler, Python's everywhere.
+"""The two implementations of the hot codec: a compiled one, if the build had a compiler, and Python's.
 
     python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time; it
                 is the reference
     compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; send_frames.pyx: their rows of
-                the log; plain_pulls.pyx: pulls that are answered at once; stored_messages.pyx: what they are given.
-                What is more than usual they leave to the reference.
+                the log; plain_pulls.pyx: pulls that are answered at once; stored_messages.pyx: the messages in their
+                answers. Unusual requests are left to the reference.
 
-Both make the same columns, bytes and errors of the same bytes. `--codec python` forces the reference.
+For the same input, both produce the same columns, bytes and errors. `--codec python` forces the reference.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ try:
         send_runs,
         stored_messages,
     )
-except ImportError:  # built without a compiler
+except ImportError:  # The build had no compiler.
     plain_pulls = send_columns = send_frames = send_runs = stored_messages = None
 
 
 class SendRun(Protocol):
-    """Plain sends that stand side by side in the bytes of one connection."""
+    """Consecutive plain sends in the bytes of one connection."""
 
-    destinations: list[tuple[str, int]]  # of each topic its name, and the greatest queue that is asked for
+    destinations: list[tuple[str, int]]  # for each topic: its name, and the greatest queue id asked for
     size_bytes: int  # of bodies and properties
-    needs_time: bool  # whether `plan` looks at the time: for a delay, or where a producer has left it out
+    needs_time: bool  # whether `plan` uses the time: for a delay, or for a send without a time of birth
 
     def plan(
         self,
@@ -52,13 +52,13 @@ class SendRun(Protocol):
         timing_zone: str,
         user_names: frozenset[str],
     ) -> None:
-        """Complete the rows by what the edge knows, and by their delays; raises InvalidDelay."""
+        """Complete the rows with the born host, the time and the delays. Raises InvalidDelay."""
 
     def frames(self) -> list[Frame]:
         """Return the frames that the run was made of."""
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return number and serialisation of each send that waits for an answer."""
+        """Return opaque and serialisation of each send that expects an answer."""
 
     def __iter__(self) -> Iterator[SendRow]: ...
 
@@ -74,15 +74,15 @@ class StoredFrame(Protocol):
     def put(
         self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
     ) -> int:
-        """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which.
+        """Append the messages `seqs[at:]` that are in this frame and fit, and return the position behind the last.
 
-        `seqs` may be entries of a queue, which name them. `out` has at most `bytes_max` bytes then, or one message.
-        Raises OutOfRange for a row that is not visible.
+        `seqs` may also be entries of a queue, which contain the sequence numbers. Afterwards, `out` has at most
+        `bytes_max` bytes, or a single message. Raises OutOfRange for a row that is not visible.
         """
 
 
 class PlainPull(Protocol):
-    """A pull with nothing unusual in its header; see PullFields (handlers/pulls.py)."""
+    """A pull with nothing unusual in its header. See PullFields (handlers/pulls.py)."""
 
     consumer_group: str
     topic: str
@@ -95,21 +95,21 @@ class PlainPull(Protocol):
     sub_version: int
     expression_type: str | None
     max_msg_bytes: int | None
-    # All of it but offsets, bounds and the number of the request: of pulls with one subject the same is decided.
+    # The header without offsets, bounds and request number. All pulls with the same subject get the same decision.
     subject: bytes
 
     def frame(self) -> Frame:
-        """Return the frame that the pull was read in."""
+        """Return the frame that contained the pull."""
 
     def begin_answer(self, next_offset: int, min_offset: int, max_offset: int) -> bytearray:
-        """Return the frame that answers it, up to the stored messages."""
+        """Return the beginning of the answer's frame, up to the stored messages."""
 
     def end_answer(self, answer: bytearray) -> None:
-        """Complete what `begin_answer` has begun, once the stored messages are there."""
+        """Complete an answer from `begin_answer` after the stored messages were appended."""
 
 
 class _NoPull:
-    """Of a codec that makes no plain pulls."""
+    """The pull type of a codec that creates no plain pulls: no frame is an instance of it."""
 
 
 def _no_run(*_: object) -> Any:
@@ -118,9 +118,10 @@ def _no_run(*_: object) -> Any:
 
 @dataclass(frozen=True)
 class Codec:
-    """One of the two. `join`, `log_rows` and `encode_replies` are for the runs of `cut`, `pull` is its type of pulls.
+    """One of the two implementations.
 
-    Python's makes neither.
+    `join`, `log_rows` and `encode_replies` work on the runs that `cut` creates, and `pull` is its type of plain pulls.
+    Python's implementation creates neither runs nor plain pulls.
     """
 
     name: str
@@ -151,5 +152,5 @@ COMPILED = (
 
 
 def codec_of(choice: CodecChoice) -> Codec:
-    """Return the codec that runs with this setting."""
+    """Return the codec for this setting."""
     return COMPILED if COMPILED is not None and choice == "auto" else PYTHON

@@ -1,4 +1,4 @@
-"""Message records: what a pull answers with, and what a batch of a producer is made of. Big-endian.
+"""Message records: the messages in the answer to a pull, and those in a producer's batch. Big-endian.
 
 A stored message (`MessageDecoder` decodes it; version 2 only has a longer topic length):
 
@@ -10,8 +10,9 @@ A record of a producer's batch (SEND_BATCH_MESSAGE), many of which make up one b
 
     | total 4 | magic 0, 4 | crc 0, 4 | flag 4 | body: 4 + n | properties: 2 + n |
 
-The physical offset of a message is its sequence number in our log. An offsetMsgId is the store host and that
-number in hexadecimal; clients dial the host in it, so it must be one they can reach.
+The physical offset of a message is its sequence number in the log of Timeball. An offsetMsgId is the store host
+followed by that number, in hexadecimal. Clients connect to the host in it, so it must be an address that they can
+reach.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from timeball.protocols.remoting.codec.codes import MessageFlag
 MAGIC_V1 = 0xDAA320A7
 MAGIC_V2 = 0xDAA320AB
 TOPIC_BYTES_V1_MAX = 127
-PART_ROWS = 64  # of a frame, that become records at once
+PART_ROWS = 64  # rows of a frame that are encoded at a time
 
 _HEAD = struct.Struct(">iIIiiqqiq")  # total … born ms
 _MIDDLE = struct.Struct(">iq")  # born port, store ms
@@ -63,15 +64,16 @@ NO_HOST = Host(bytes(4), 0)
 
 
 def encode_stored(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_HOST) -> bytes:
-    """Stored messages, one behind the other, of READ_SCHEMA rows that are visible; see `encode_each`."""
+    """Encode visible READ_SCHEMA rows as stored messages, one behind the other. See `encode_each`."""
     return b"".join(encode_each(rows, store_host=store_host, born_host=born_host))
 
 
 def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_HOST) -> list[bytes]:
-    """A stored message for each of these READ_SCHEMA rows.
+    """Encode each of these READ_SCHEMA rows as a stored message.
 
-    RocketMQ keeps hosts as bytes and we as text: `born_host` is what a row gets whose text names none. Tag, keys and
-    id of a message that did not come from a RocketMQ client stand in columns only; its consumers look for properties.
+    RocketMQ stores hosts as bytes and Timeball as text. `born_host` is used for a row whose host is missing or no
+    address. For a message from a client of another protocol, tag, keys and id are stored only in columns. They are
+    added to the properties here, because RocketMQ's consumers look for them there.
     """
     columns = [rows.column(name).to_pylist() for name in _STORED]
     hosts: dict[str | None, Host] = {None: born_host}
@@ -85,7 +87,7 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_
             host = hosts[born] = parse_host(born, born_host)
         text = _with_columns(properties or "", tag, keys, unique_key)
         told = text.encode()
-        # A row that says when its promise was accepted is its release.
+        # Only the release of a scheduled message has the time at which that message was accepted.
         if due_ms is not None and accepted_ms is not None and _is_timers(text):
             told = _added(told, _timer_properties(topic, queue_id, due_ms, accepted_ms, store_ms or 0))
         found.append(
@@ -99,7 +101,7 @@ def encode_each(rows: pa.RecordBatch, *, store_host: Host, born_host: Host = NO_
 
 
 class StoredFrame:
-    """The rows of one frame of the log, to be written as stored messages; see implementation.StoredFrame."""
+    """The rows of one frame of the log, to be written as stored messages. See implementation.StoredFrame."""
 
     def __init__(self, segment: pa.Buffer, frame: fmt.Frame) -> None:
         self._rows = with_seq(fmt.decode_rows(segment, frame), frame.first_seq)
@@ -108,11 +110,11 @@ class StoredFrame:
     def put(
         self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
     ) -> int:
-        """Append the messages `seqs[at:]`, as far as this frame has them and they fit; return up to which."""
+        """Append the messages `seqs[at:]` that are in this frame and fit, and return the position behind the last."""
         seqs = seqs if isinstance(seqs, list) else seqs["seq"].tolist()
         mine = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[at:])
         places = [seq - self.first_seq for seq in mine]
-        # A few at a time: of large ones hardly any fit.
+        # Encode a few rows at a time: if messages are large, only a few of them fit.
         for begin in range(0, len(places), PART_ROWS):
             rows = self._rows.take(pa.array(places[begin : begin + PART_ROWS]))
             if rows.column("queue_offset").null_count:
@@ -137,7 +139,7 @@ TIMER_PREFIX, TIMER_DONE, REAL_TOPIC = "TIMER_DE", "TIMER_OUT_MS\x01", "REAL_TOP
 
 
 def _is_timers(properties: str) -> bool:
-    """Return whether a message that has waited was sent with one of RocketMQ's timers."""
+    """Return whether a released message was sent with one of RocketMQ's timers."""
 
     def has(beginning: str) -> bool:
         return properties.startswith(beginning) or f"\x02{beginning}" in properties
@@ -146,8 +148,8 @@ def _is_timers(properties: str) -> bool:
 
 
 def _timer_properties(topic: str, queue_id: int, due_ms: int, accepted_ms: int, store_ms: int) -> bytes:
-    """Return what RocketMQ's timers add to the properties of a message that they have delivered."""
-    # When it was due, where it was to go, when it came into the wheel and when it left it.
+    """Return the properties that RocketMQ's timers add to a message when they deliver it."""
+    # Due time, destination (topic and queue), and the times when the message entered and left RocketMQ's timer wheel.
     added = {
         "TIMER_OUT_MS": due_ms, "REAL_TOPIC": topic, "REAL_QID": queue_id, "TIMER_ENQUEUE_MS": accepted_ms,
         "TIMER_DEQUEUE_MS": store_ms,
@@ -155,14 +157,14 @@ def _timer_properties(topic: str, queue_id: int, due_ms: int, accepted_ms: int, 
     return "".join(f"{name}\x01{value}\x02" for name, value in added.items()).encode()
 
 
-# RocketMQ's broker adds its region to each message, and consumers of 5.x trace no message without one. The last
-# property of a name counts: this one, also when a client has sent a region, as with RocketMQ.
+# RocketMQ's broker adds its region to each message, and consumers of 5.x trace no message without a region. Clients use
+# the last property of a name. So this region counts even if the sender has set one, as with RocketMQ.
 REGION = b"MSG_REGION\x01DefaultRegion\x02"
-PROPERTIES_JAVA_MAX = 32767  # Java's clients read the size as a signed number, and no properties below zero
+PROPERTIES_JAVA_MAX = 32767  # Java reads the size as a signed number, and no properties if it is negative
 
 
 def _added(properties: bytes, more: bytes) -> bytes:
-    """Return these properties and more behind them; without the latter when Java's clients could not read all."""
+    """Append `more` to the properties, unless the result would be too long for Java's clients."""
     end = b"" if not properties or properties.endswith(b"\x02") else b"\x02"
     found = properties + end + more
     return found if len(found) <= PROPERTIES_JAVA_MAX else properties
@@ -174,7 +176,7 @@ _STORED = [
 ]  # fmt: skip
 
 
-# Plain numbers: arithmetic with an IntFlag makes an object of every result, 3 us of each message.
+# Plain numbers: arithmetic with an IntFlag creates an object per result, which costs 3 us per message.
 _BORN_HOST_V6, _STORE_HOST_V6 = int(MessageFlag.BORN_HOST_V6), int(MessageFlag.STORE_HOST_V6)
 _ENDED, _COMMITTED = int(MessageFlag.TRANSACTION_ROLLBACK), int(MessageFlag.TRANSACTION_COMMIT)
 _NO_HOST_V6 = ~(_BORN_HOST_V6 | _STORE_HOST_V6)
@@ -184,7 +186,7 @@ def _stored(
     seq: int, topic: bytes, queue_id: int, offset: int, body: bytes, properties: bytes, born_ms: int, born: Host,
     store_ms: int, store: Host, flag: int, sys_flag: int, times: int, source: int,
 ) -> bytes:  # fmt: skip
-    prepared = source if sys_flag & _ENDED == _COMMITTED else 0  # the half that a commit has published
+    prepared = source if sys_flag & _ENDED == _COMMITTED else 0  # seq of the half message that was committed
     sys_flag &= _NO_HOST_V6
     if born.is_v6:
         sys_flag |= _BORN_HOST_V6
@@ -210,7 +212,7 @@ def _stored(
 
 
 def parse_host(text: str, otherwise: Host) -> Host:
-    """`address:port`, `[v6]:port` or a bare address as bytes; `otherwise` when it is a name."""
+    """Parse `address:port`, `[v6]:port` or a bare address, or return `otherwise` for a host name."""
     address, _, port = text.rpartition(":")
     if text.startswith("["):
         address = address.strip("[]")
@@ -231,7 +233,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 def decode_batch(data: bytes, rows_max: int = limits.ROWS_PER_REQUEST_MAX) -> list[BatchRecord]:
-    """The records of a SEND_BATCH_MESSAGE body; raises InvalidMessage."""
+    """Decode the records of a SEND_BATCH_MESSAGE body. Raises InvalidMessage."""
     found: list[BatchRecord] = []
     for at in _record_positions(data):
         if len(found) == rows_max:
@@ -265,7 +267,7 @@ def _record_positions(data: bytes) -> Iterator[int]:
 
 
 def encode_batch(records: Sequence[BatchRecord]) -> bytes:
-    """Return a batch as a producer sends it; for tests and load."""
+    """Encode a batch as a producer sends it, for tests and load."""
     parts = []
     for record in records:
         properties = record.properties.encode()
@@ -276,12 +278,12 @@ def encode_batch(records: Sequence[BatchRecord]) -> bytes:
 
 
 def offset_msg_id(store_host: Host, seq: int) -> str:
-    """The id by which a client may ask this broker for the message at `seq`."""
+    """Return the id with which a client can ask this broker for the message at `seq`."""
     return (store_host.address + struct.pack(">iq", store_host.port, seq)).hex().upper()
 
 
 def parse_offset_msg_id(text: str) -> tuple[Host, int]:
-    """Inverse of `offset_msg_id`; raises InvalidMessage."""
+    """Split an offsetMsgId into store host and sequence number. Raises InvalidMessage."""
     try:
         data = bytes.fromhex(text)
     except ValueError:
@@ -293,11 +295,11 @@ def parse_offset_msg_id(text: str) -> tuple[Host, int]:
 
 
 class UniqueKeys:
-    """Gives out ids to messages of clients that send none (ali-ons): RocketMQ's 32 hexadecimal digits.
+    """Creates ids for messages of clients that send none (ali-ons): RocketMQ's 32 hexadecimal digits.
 
         | address 4 | process 2 | of this run 4 | ms since the month began 4 | counter 2 |      bytes, as hexadecimal
 
-    The counter goes on where the millisecond does not, so ids repeat only when one process gives out 65,536 in a
+    The counter distinguishes ids of one millisecond. Ids repeat only if one process creates more than 65,536 in a
     millisecond.
     """
 
@@ -306,7 +308,11 @@ class UniqueKeys:
         self._counter = itertools.count()
 
     def next(self, now_ms: int) -> str:
-        """A new id. RocketMQ counts from the month's beginning because 32 bits hold no more; the rest says the same."""
+        """Return a new id.
+
+        RocketMQ counts ms from the beginning of the month, because 32 bits cannot hold more. The low 32 bits of
+        `now_ms` serve the same purpose.
+        """
         return (
             (self._prefix + _KEY_REST.pack(now_ms & 0xFFFFFFFF, next(self._counter) & 0xFFFF)).hex().upper()
         )

@@ -1,1 +1,1 @@
-"""What each request of a RocketMQ client means: fields in, the broker's verb, an answer out."""
+"""Handlers of RocketMQ's requests: each reads the fields, calls the broker and returns the answer."""

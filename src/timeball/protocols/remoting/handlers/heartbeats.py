@@ -1,11 +1,11 @@
-"""Heartbeats: a client says every 30 s which groups it belongs to, and hears when a group's members change.
+"""Heartbeats: every 30 s a client names its groups. The members of a group are notified when it changes.
 
-The first heartbeat of a consumer makes its group and the group's retry topic, or the client's very next
-request, for that topic's route, would fail. When members come or go, or a group's topics change, every member is
-told (40) and shares the queues out anew at once; without it they would notice within 20 s. A group in
-broadcast mode is not told, since each of its members reads all queues.
+The first heartbeat of a consumer creates its group and the group's retry topic. Otherwise the client's next request,
+which asks for the route of that topic, would fail. When members come or go, or the topics of a group change, every
+member is notified (request 40) and divides the queues anew at once. Without the notification they would notice within
+20 s. A group in broadcast mode is not notified, since each of its members reads all queues.
 
-Java and Node clients name enumerations by their words, the C++ client by their numbers, and both mean the same.
+Java and Node clients send enumerations as words, the C++ client as numbers. Both are accepted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from timeball.protocols.remoting.connection import Connection, Member
 from timeball.protocols.remoting.handlers.rebalance import Locks
 from timeball.protocols.sessions import BROADCASTING, Membership, Subscription
 
-_WORD_CHARACTERS_MAX = 64  # of an enumeration
-BODY_BYTES_MAX = 256 * 1024  # what a heartbeat says is kept for each of thousands of connections
+_WORD_CHARACTERS_MAX = 64  # of the name of an enumeration value
+BODY_BYTES_MAX = 256 * 1024  # the content of a heartbeat is kept for each of thousands of connections
 
 # The order of the enumerations in the clients' sources.
 _CONSUME_TYPES = ("CONSUME_ACTIVELY", "CONSUME_PASSIVELY", "CONSUME_POP")
@@ -45,7 +45,7 @@ class _Producer(msgspec.Struct, rename="camel"):
 
 
 class SubscriptionData(msgspec.Struct, rename="camel"):
-    """RocketMQ's SubscriptionData, as far as the broker needs it: tags and hashes follow from the text."""
+    """RocketMQ's SubscriptionData without tags and hashes, which follow from the text."""
 
     topic: str
     sub_string: str | None = "*"
@@ -53,7 +53,7 @@ class SubscriptionData(msgspec.Struct, rename="camel"):
     sub_version: int = 0
 
     def read(self) -> Subscription:
-        """The same in our words; an absent expression wants everything."""
+        """Convert to the broker's Subscription. An absent expression matches everything."""
         return Subscription(
             self.topic, self.sub_string or "*", self.expression_type or "TAG", self.sub_version
         )
@@ -96,7 +96,7 @@ class _Group(msgspec.Struct, rename="camel"):
 
 
 class HeartBeats:
-    """Serves heartbeats and good-byes. `locks` are given up when their client is known to be gone."""
+    """Serves heartbeats and good-byes, and releases the `locks` of clients that are gone."""
 
     def __init__(self, context: RemotingContext, locks: Locks) -> None:
         self._context, self._locks = context, locks
@@ -108,7 +108,7 @@ class HeartBeats:
         }
 
     def expire(self) -> None:
-        """Let clients go that have not beaten for 120 s; called about once a second."""
+        """Remove clients that have sent no heartbeat for 120 s. Called about once a second."""
         for member in self._context.sessions.expired(self._context.monotonic_ms()):
             self._gone(member.connection)
             member.connection.close()
@@ -143,7 +143,7 @@ class HeartBeats:
         return call.answer()
 
     def _hear(self, how: Membership) -> None:
-        """Tell the broker what a member wants; each member that broadcasts gets all that it wants."""
+        """Report a member's subscriptions to the broker, unless it broadcasts and so gets all messages that match."""
         subscriptions = self._context.broker.consuming.subscriptions
         wanted = [one for one in how.subscriptions if not one.topic.startswith(RETRY_PREFIX)]
         if how.message_model != BROADCASTING and wanted:
@@ -152,7 +152,7 @@ class HeartBeats:
                 subscriptions.hear(how.group, one.topic, told(one.expression, one.expression_type))
 
     def _note_filled(self, name: str) -> None:
-        """Note which queues of newly subscribed topics have messages; see offsets.py."""
+        """Note which queues of newly subscribed topics have messages. See offsets.py."""
         group, topics = self._context.sessions.group(name), self._context.broker.parts.topics
         if group is None or group.filled.keys() == group.subscriptions.keys():
             return
@@ -165,7 +165,7 @@ class HeartBeats:
         group.filled = noted
 
     def _check_client(self, call: Call) -> Reply:
-        """Asked before the first heartbeat by a client that filters by SQL: can its expression be read?"""
+        """Check an SQL filter for a client before its first heartbeat. Raises Refused if it cannot be parsed."""
         wanted = call.body(_Client).subscription_data
         if wanted is not None:
             try:
@@ -202,7 +202,7 @@ class HeartBeats:
         self._tell(changed)
 
     def _tell(self, changed: Iterable[str]) -> None:
-        """Tell each member of these groups that the group has changed."""
+        """Notify each member of these groups that the group has changed."""
         for name in changed:
             group, config = (
                 self._context.sessions.group(name),
@@ -229,7 +229,7 @@ class HeartBeats:
 
 
 def _named(what: str, value: int | str, names: tuple[str, ...]) -> str:
-    """The word for a value of an enumeration, which may have come as its number."""
+    """Return the word for a value of an enumeration, given as word or number. Raises Refused."""
     by_number = {str(number): name for number, name in enumerate(names)}
     word = str(value)[:_WORD_CHARACTERS_MAX].upper()
     if isinstance(value, int) and word not in by_number:

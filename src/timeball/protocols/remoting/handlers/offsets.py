@@ -1,9 +1,9 @@
-"""Offsets: how far a group has come, and where queues begin, end, and were at some instant.
+"""Offsets: the progress of a group, and the first, last and time-based offsets of queues.
 
-A group that has none yet is told so (QUERY_NOT_FOUND), and its client decides where to begin, by its
-`ConsumeFromWhere`. RocketMQ answers 0 while the queue's first message is in memory, so that a new group gets the
-history of a young topic although it asked for the end. Here a new group begins at 0 only in a queue that had no
-message when the group subscribed: nothing that was sent since is missed.
+If a group has no offset yet, the answer is QUERY_NOT_FOUND, and its client decides where to begin by its
+`ConsumeFromWhere`. RocketMQ answers 0 while the queue's first message is in memory. A new group then gets the history
+of a young topic, even if it asked for the end. Here, a new group begins at 0 only in a queue that had no message when
+the group subscribed. So it misses no message sent since then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Queue(msgspec.Struct, rename="camel"):
 
 class _Query(_Queue, rename="camel", kw_only=True):
     consumer_group: str
-    set_zero_if_not_found: bool | None = None  # the client's own word about it
+    set_zero_if_not_found: bool | None = None  # the client's wish; None if it states none
 
 
 class _Update(_Queue, rename="camel", kw_only=True):
@@ -86,7 +86,7 @@ class Offsets:
             return False
         if topic.queues[fields.queue_id].index.min_offset:
             return False
-        if wish or fields.topic.startswith(RETRY_PREFIX):  # what is in there came from the group itself
+        if wish or fields.topic.startswith(RETRY_PREFIX):  # a retry topic has only the group's own messages
             return True
         group = self._context.sessions.group(fields.consumer_group)
         filled = None if group is None else group.filled.get(fields.topic)
@@ -94,7 +94,7 @@ class Offsets:
 
     def _update(self, call: Call) -> Reply:
         fields = call.fields(_Update)
-        # As in RocketMQ: else a typing error would leave offsets behind that look like a group.
+        # As in RocketMQ: otherwise a misspelled name would leave offsets behind that look like a group.
         if not self._broker.is_group(fields.consumer_group):
             raise GroupNotFound(
                 f"consumer group {fields.consumer_group[: limits.GROUP_BYTES_MAX]!r} does not exist: its first "

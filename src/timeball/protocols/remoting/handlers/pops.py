@@ -1,12 +1,12 @@
 """POP: the broker hands out single messages, and a group's members need not divide the queues among themselves.
 
-    POP_MESSAGE                  messages and what makes their check points (codec/check_points.py)
-    ACK_MESSAGE, BATCH_ACK_…     done with; NO_MESSAGE for a check point that is not valid any more
-    CHANGE_MESSAGE_INVISIBLETIME more time, or less: how clients say that a message has failed
-    NOTIFICATION                 whether there is something, without taking it
+    POP_MESSAGE                  messages, and the parts of their check points (codec/check_points.py)
+    ACK_MESSAGE, BATCH_ACK_…     acknowledge; NO_MESSAGE for a check point that is no longer valid
+    CHANGE_MESSAGE_INVISIBLETIME extend or shorten the invisible time. Clients also report failures with it
+    NOTIFICATION                 whether there is a message, without taking it
 
-A message from the group's retry topic shows under the topic asked for, with its check point as a property, since
-the client could not make it from the header. Messages popped for a client that has gone are given back at once.
+A message from the group's retry topic appears under the topic asked for. Its check point is a property, since the
+client could not build it from the header. If a client has gone, messages popped for it are given back at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import text
 from timeball.protocols.remoting.codec.implementation import PYTHON, Codec
 
-ROWS_MAX = 32  # RocketMQ refuses more
+ROWS_MAX = 32  # RocketMQ's limit
 
 
 class _Queue(msgspec.Struct, rename="camel"):
@@ -75,7 +75,7 @@ class _ChangeInvisible(_Ack, rename="camel", kw_only=True):
 
 
 class _BatchAck(msgspec.Struct):
-    """One queue's share of a batch; RocketMQ shortens the names."""
+    """One queue's part of a batch. RocketMQ shortens the names."""
 
     c: str  # consumerGroup
     t: str  # topic
@@ -91,7 +91,7 @@ class _BatchAcks(msgspec.Struct, rename="camel"):
 
 
 class Pops:
-    """Serves POP_MESSAGE and the requests that name a check point."""
+    """Serves POP_MESSAGE and the requests that contain a check point."""
 
     def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._codec = codec
@@ -125,7 +125,7 @@ class Pops:
             with call.connection.waits():
                 popped = await self._broker.consuming.receive(ask, max(0, fields.poll_time))
         except OverLimit as error:
-            # The client comes again after a pause, instead of at once.
+            # With this code, the client waits before it asks again.
             return call.answer(ResponseCode.POLLING_FULL, str(error), ext=_header(ask, None))
         if not popped.rows.num_rows:
             code = ResponseCode.POLLING_TIMEOUT if fields.poll_time > 0 else ResponseCode.PULL_NOT_FOUND
@@ -204,7 +204,8 @@ class Pops:
         new = await self._broker.consuming.change_invisible_time(receipt, fields.invisible_time)
         if not isinstance(new, PositionReceipt):
             return _not_valid(call, receipt)
-        # The client makes the new check point of these. In order the pop time stays, and all counts from there.
+        # The client builds the new check point from these fields. For a group in order, the pop time stays, and the
+        # invisible time counts from it.
         in_order = old.revive_queue_id == check_points.REVIVE_QUEUE_IN_ORDER
         since_ms = now_ms - new.pop_ms if in_order else 0
         return call.answer(
@@ -243,9 +244,9 @@ def _header(ask: ReceiveRequest, popped: Received | None) -> dict[str, str]:
 
 
 def _as_asked(popped: Received, ask: ReceiveRequest, places: list[Place], broker_name: str) -> pa.RecordBatch:
-    """The rows as the client is to see them: retries under the topic it has asked for, with their check points.
+    """Return the rows as the client expects them: retries under the topic asked for, with their check points.
 
-    A POP_CK that a producer has set would be taken for ours, so it is taken off.
+    A POP_CK that a producer has set is removed, because it would be mistaken for the broker's.
     """
     rows = popped.rows
     texts, names = rows.column("properties").to_pylist(), rows.column("topic").to_pylist()

@@ -1,17 +1,20 @@
 """Pulls: messages of one queue from an offset on, now or as soon as there are any.
 
-    offset            answer                       and the client
-    below the first   PULL_OFFSET_MOVED            goes on at the offset told
-    within            FOUND, or PULL_RETRY_IMMEDIATELY when nothing matched its filter in the stretch looked at
+    offset            answer                       the client then
+    below the first   PULL_OFFSET_MOVED            continues at the offset in the answer
+    within            FOUND, or PULL_RETRY_IMMEDIATELY if no message of the examined range matched its filter
     at the end        waits as long as it may, then PULL_NOT_FOUND
-    beyond the end    PULL_OFFSET_MOVED            goes on at the end
+    beyond the end    PULL_OFFSET_MOVED            continues at the end
 
-A pull from memory is answered within the same turn of the loop; only one that must be read from the disk, filtered by
-rows or waited for becomes a task. Of a plain pull the codec says what it is about, and what was decided about that
-holds until a topic, a group or a membership changes: a consumer asks a thousand times a second for one thing.
+A pull from memory is answered within the same turn of the event loop. A pull becomes a task only if it reads from the
+disk, filters row by row or waits.
 
-A pull that waits is woken by the commit that makes something visible: a release like a send, so nothing stands between
-a due instant and its consumer.
+A consumer repeats the same request a thousand times a second. So for a plain pull the compiled codec extracts the
+subject, and the decision about a subject is kept until a topic, a group or a membership changes. All other pulls are
+handled by the reference, `Pulls._pull`.
+
+A waiting pull is woken by the commit that makes a message visible. This holds for released messages as for sends, so
+there is no further delay between a due time and the consumer.
 """
 
 from __future__ import annotations
@@ -50,9 +53,9 @@ from timeball.protocols.remoting.stored_frames import Messages, StoredFrames
 from timeball.protocols.sessions import BROADCASTING
 
 ROWS_MAX = 1_024
-BYTES_MAX = 4 * 1024 * 1024  # of one answer; a single message may be larger
-GRANTS_MAX = 4_096  # of pulls that consumers repeat: one a queue and group
-# Plain numbers: an IntFlag makes an object of every result.
+BYTES_MAX = 4 * 1024 * 1024  # of one answer. A single message may be larger
+GRANTS_MAX = 4_096  # subjects of pulls that consumers repeat: one per queue and group
+# Plain numbers: arithmetic with an IntFlag creates an object per result.
 _SUBSCRIPTION, _SUSPEND, _COMMIT_OFFSET = map(
     int, (PullFlag.SUBSCRIPTION, PullFlag.SUSPEND, PullFlag.COMMIT_OFFSET)
 )
@@ -79,7 +82,7 @@ Fields = PullFields | PlainPull
 
 
 class _Grant(NamedTuple):
-    """What was decided about plain pulls of one subject: they may read this queue, and all that is in it."""
+    """The decision about plain pulls of one subject: they may read this queue, and every message in it matches."""
 
     topic: str
     group: str
@@ -98,8 +101,8 @@ class Pulls:
         self._stored = StoredFrames(context.broker.parts, codec)
         self._filters = FiltersKept()
         self._grants: dict[bytes, _Grant] = {}
-        self._granted_at = -1  # the version of all that the grants depend on
-        self.answered = {"plain": 0, "other": 0}  # since the start, by the way they went
+        self._granted_at = -1  # the versions of all that the grants depend on, added up
+        self.answered = {"plain": 0, "other": 0}  # pulls since the start, by the implementation that answered
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: self._pull,
             RequestCode.LITE_PULL_MESSAGE: self._pull,
@@ -124,9 +127,9 @@ class Pulls:
         return self._look(call, fields, queue, wanted)
 
     def answer(self, connection: Connection, pull: PlainPull) -> bool:
-        """Answer a plain pull from memory; False when it is to go the way of the reference, as any other does.
+        """Answer a plain pull from memory, or return False if the reference is to handle it.
 
-        It does when it waits, is filtered by rows, needs the disk or is refused: nothing has been done about it then.
+        That is the case if the pull waits, filters row by row, needs the disk or is refused. It has no effect then.
         """
         try:
             grant = self._grant(connection, pull)
@@ -146,9 +149,9 @@ class Pulls:
             count = self._stored.put_now(answer, entries, host, head_bytes + _bytes(pull))
             if not count:
                 return False
-        except TimeballError:  # the reference is refused as well, and tells the client
+        except TimeballError:  # the reference is refused too, and sends the error
             return False
-        if count < asked:  # the others have no room
+        if count < asked:  # the other messages have no room
             answer = pull.begin_answer(offset + count, low, high) + answer[head_bytes:]
         pull.end_answer(answer)
         if commits:
@@ -159,9 +162,9 @@ class Pulls:
         return True
 
     def _grant(self, connection: Connection, pull: PlainPull) -> _Grant | None:
-        """Return what a plain pull may read; None when it is filtered by rows. Raises as `_queue` and `_filter` do."""
+        """Return the permission of a plain pull; None if it filters row by row. Raises as `_queue` and `_filter` do."""
         if connection.caller is not ANONYMOUS:
-            return None  # what is granted is granted to all
+            return None  # a grant is valid for all anonymous clients
         version = self._topics.version + self._groups.version + self._sessions.version
         if version != self._granted_at or len(self._grants) >= GRANTS_MAX:
             self._grants.clear()
@@ -186,7 +189,7 @@ class Pulls:
         return topic, topic.queues[fields.queue_id]
 
     def _filter(self, fields: Fields, topic: Topic) -> Filter:
-        """Return the filter of the request's subscription, or else of the one that the group's members have beaten."""
+        """Return the filter in the request, or else the one from the heartbeats of the group's members."""
         if topic.name.startswith(RETRY_PREFIX):
             return EVERYTHING
         if fields.sys_flag & _SUBSCRIPTION:
@@ -211,7 +214,8 @@ class Pulls:
                     {fields.queue_id: queue.index.max_offset},
                 )
             except OutOfRange:
-                # The pull is what was asked for; a client whose offset is wrong hears so from the pull itself.
+                # The messages matter more than the commit. If the client's offset is wrong, the answer to the pull
+                # shows it.
                 pass
 
     async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
@@ -233,13 +237,14 @@ class Pulls:
         wait_ms = fields.suspend_timeout_millis if fields.sys_flag & _SUSPEND else 0
         deadline = loop.time() + min(max(0, wait_ms), limits.PULL_WAIT_MS_MAX) / 1000
         while True:
-            # Also before the first wait: rows may have come since the pull looked, before this task began.
+            # Also before the first wait: rows may have arrived between the look at the queue and the start of this
+            # task.
             while fields.queue_offset < queue.index.max_offset:
                 answer = await self._look(call, fields, queue, wanted)
                 assert answer is not None
                 if answer.code == ResponseCode.SUCCESS:
                     return answer
-                # Nothing in that stretch is for this consumer: it goes on waiting behind it.
+                # No message of that range matches this consumer's filter: it continues to wait behind the range.
                 fields.queue_offset = int(answer.ext["nextBeginOffset"])
             left_s = deadline - loop.time()
             if left_s <= 0 or not call.connection.is_open:
@@ -262,7 +267,7 @@ class Pulls:
 
 def _rows(fields: Fields) -> int:
     asked = fields.max_msg_nums
-    # Not min and max: each call of them costs as much as all of this.
+    # Not min and max: each call of them costs as much as this whole function.
     return ROWS_MAX if asked > ROWS_MAX else asked if asked > 0 else 1
 
 
@@ -272,7 +277,7 @@ def _bytes(fields: Fields) -> int:
 
 
 def _next_rows(fields: Fields, index: QueueIndex) -> list[int]:
-    """Return the numbers of the next rows of the queue; how many of them fit shows when they are written."""
+    """Return the sequence numbers of the next rows of the queue. The writer of the answer finds out how many fit."""
     entries = index.read(fields.queue_offset, _rows(fields), is_kept=False)
     return entries["seq"].tolist()  # type: ignore[no-any-return]
 

@@ -1,8 +1,8 @@
-"""Looking messages up: by id, by key, by the number in an offsetMsgId.
+"""Queries: find messages by id, by key, or by the number in an offsetMsgId.
 
-By key or id a message is found as soon as it is accepted: one that still waits is shown as it lies in the log,
-without a place in its queue (RocketMQ finds it only when it is due). What has been compacted away from the log's
-tail is found by `timeball pending`, not here: it is no record of the log any more.
+A message can be found by key or id as soon as it is accepted. A pending message is returned as it is in the log,
+without an offset in its queue (RocketMQ finds it only when it is due). A pending message that was compacted away from
+the log's tail is no longer a row of the log. `timeball pending` finds it, this module does not.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.records import encode_stored
 from timeball.protocols.remoting.codec.sends import Int64
 
-ROWS_MAX = 64  # RocketMQ's maxMsgsNumBatch: of one key's messages, the newest
-CANDIDATES_MAX = 4_096  # rows with the key's hash that are opened
-OPENED_AT_ONCE = 32  # of them, since each may have a body of 4 MiB
-BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, but at least one; clients close the connection at 16 MiB
+ROWS_MAX = 64  # RocketMQ's maxMsgsNumBatch: the newest messages of a key
+CANDIDATES_MAX = 4_096  # rows with the key's hash that are read
+OPENED_AT_ONCE = 32  # of these rows, since each may have a body of 4 MiB
+BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, or one larger body. Clients close at 16 MiB
 VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE, Kind.MOVED]
 
 
@@ -38,7 +38,7 @@ class _Query(msgspec.Struct, rename="camel"):
     begin_timestamp: int = 0
     end_timestamp: int = (1 << 63) - 1
     unique_key_query: bool = msgspec.field(name="_UNIQUE_KEY_QUERY", default=False)
-    index_type: str = ""  # of 5.x tools: "U" asks for an id as `_UNIQUE_KEY_QUERY` does
+    index_type: str = ""  # from 5.x tools: "U" asks for an id, as `_UNIQUE_KEY_QUERY` does
 
 
 class _View(msgspec.Struct):
@@ -46,7 +46,7 @@ class _View(msgspec.Struct):
 
 
 class _Newest:
-    """The newest rows that fit into one answer; given from the newest on, in pieces that are in the log's order."""
+    """The newest rows that fit into one answer. Pieces are added from the newest on, each in the log's order."""
 
     def __init__(self, rows_max: int) -> None:
         self._pieces: list[pa.RecordBatch] = []
@@ -69,7 +69,7 @@ class _Newest:
 
 
 class Queries:
-    """Serves the look-ups of messages."""
+    """Serves the queries for messages."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context = context
@@ -92,7 +92,7 @@ class Queries:
         return call.answer(ext=ext, body=body)
 
     def _find(self, fields: _Query) -> pa.RecordBatch | None:
-        """Matching rows, the newest ones, in the log's order; None when there are none (reader thread)."""
+        """Return the newest matching rows in the log's order, or None if there are none (reader thread)."""
         parts = self._context.broker.parts
         seqs = parts.key_index.find_rows(hash_text(pa.array([fields.key], pa.string())))[-CANDIDATES_MAX:]
         rows_max = max(1, min(fields.max_num, ROWS_MAX))
@@ -111,7 +111,7 @@ class Queries:
 
 
 async def stored_message(context: RemotingContext, call: Call, seq: int) -> bytes:
-    """Return the message with this number in RocketMQ's stored form; raises Refused, Forbidden."""
+    """Return the message with this sequence number in RocketMQ's stored form. Raises Refused, Forbidden."""
     parts = context.broker.parts
     rows = await in_thread(parts.reader_thread, _read, parts.reader, np.array([seq], dtype=np.int64))
     if rows is None:
@@ -129,7 +129,7 @@ def _read(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch | None:
 
 
 def _waits(rows: pa.RecordBatch) -> pa.Array:
-    """Return which rows gave a message an instant that it waits for; half messages wait for none."""
+    """Return which rows gave a message a due time. Half messages have none."""
     promised = np.isin(rows.column("kind").to_numpy(), WAITING)
     promised &= np.asarray(
         pc.or_(pc.not_equal(rows.column("kind"), Kind.MOVED), rows.column("from_due_ms").is_valid())
@@ -147,7 +147,7 @@ def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
 
 
 def _has_key(keys: pa.Array, key: str) -> pa.Array:
-    """Rows one of whose blank-separated keys this is."""
+    """Return which rows have this key among their blank-separated keys."""
     padded = pc.binary_join_element_wise("", keys, "", " ")
     return pc.match_substring(padded, f" {key} ")
 
@@ -158,7 +158,7 @@ def _within(rows: pa.RecordBatch, fields: _Query) -> pa.Array:
 
 
 def _of_topic(rows: pa.RecordBatch, topic: str) -> pa.Array:
-    """A message that waits for a level stands under the schedule's topic, its own in a property."""
+    """Return which rows belong to a topic. A pending message with a level has its own topic in a property."""
     real = pc.match_substring(rows.column("properties"), f"REAL_TOPIC\x01{topic}\x02")
     waits = pa.array(np.isin(rows.column("kind").to_numpy(), WAITING))
     return pc.or_(pc.equal(rows.column("topic"), topic), pc.and_(waits, real.fill_null(False)))

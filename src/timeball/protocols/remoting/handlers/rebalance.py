@@ -1,16 +1,16 @@
-"""Which member of a group reads which queue: locks on queues, and assignments where the broker is asked to decide.
+"""Which member of a group reads which queue: locks on queues, and assignments if clients let the broker decide.
 
-Locks are how the members of a group that consumes in order agree. A client renews its locks every 20 s and trusts each
-for 30 s from the answer on; a lock lasts 60 s here, so it never ends while its holder still trusts it. Who says goodbye
-gives its locks up at once. Who has only lost its connection may still be at work on what it has pulled: its locks end
-when it cannot trust them any more, 30 s after they were last renewed, and no other client gets the queue before.
-Nothing here is saved, as in RocketMQ: a broker that starts knows no locks, and the first to ask gets the queue.
+Groups that consume in order divide the queues with locks. A client renews its locks every 20 s and trusts each for 30 s
+after the answer. Here a lock lasts 60 s, so it never ends while its holder still trusts it. A client that says goodbye
+gives up its locks at once. A client that has only lost its connection may still process the messages that it pulled.
+Its locks end when it cannot trust them any more, 30 s after they were last renewed. No other client gets the queue
+before that. Locks are not saved, as in RocketMQ: after a start of the broker, the first client to ask gets the queue.
 
-Only queues that exist can be locked, by groups that exist, so what is kept is bounded by them.
+Only existing queues can be locked, and only by existing groups. This bounds the memory of the locks.
 
-Assignments follow RocketMQ's rules. A group that pulls divides the queues among its members, as its clients would do
-themselves. A group that pops needs no division: each member asks for "any queue", or for its own share and that of the
-next few members.
+Assignments follow RocketMQ's rules. For a group that pulls, the broker divides the queues among the members as the
+clients would do themselves. A group that pops needs no division: each member asks for "any queue", or for its own share
+and the shares of the next few members.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, R
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 EXPIRY_MS = 60_000  # RocketMQ's rebalance.lockMaxLiveTime of the broker
-TRUST_MS = 30_000  # and the client's: how long after an answer it goes on without another
+TRUST_MS = 30_000  # the client's trust in a lock after the answer
 
 Place = tuple[str, int]  # topic, queue
 
@@ -42,7 +42,7 @@ class MessageQueue(msgspec.Struct, frozen=True, rename="camel"):
 
 
 ANY_QUEUE = -1
-CLIENT_ID_CHARACTERS_MAX = 4_096  # an address and a name; each lock keeps its holder's
+CLIENT_ID_CHARACTERS_MAX = 4_096  # an address and a name. Each lock stores the id of its holder
 
 
 class _Wanted(msgspec.Struct, rename="camel"):
@@ -78,7 +78,7 @@ class Locks:
         }
 
     def holder(self, group: str, topic: str, queue_id: int) -> str | None:
-        """The client that holds a queue now."""
+        """Return the id of the client that holds a queue now."""
         lock = self._groups.get(group, {}).get((topic, queue_id))
         return lock.client_id if lock is not None and self._context.monotonic_ms() < lock.ends_ms else None
 
@@ -88,11 +88,11 @@ class Locks:
         return any(now_ms < lock.ends_ms for lock in self._of(group).values())
 
     def give_up(self, group: str, client_id: str) -> None:
-        """The client has said goodbye to the group: its queues are free."""
+        """Free the queues of a client that has said goodbye to the group."""
         self._keep(group, {p: lock for p, lock in self._of(group).items() if lock.client_id != client_id})
 
     def doubt(self, group: str, client_id: str) -> None:
-        """The client's last connection is gone: its locks end with its own trust in them."""
+        """Shorten the locks of a client without a connection to the time for which it trusts them."""
         for lock in self._of(group).values():
             if lock.client_id == client_id:
                 lock.ends_ms = min(lock.ends_ms, lock.renewed_ms + TRUST_MS)
@@ -190,7 +190,7 @@ class Assignments:
                 }
                 for i in queue_ids
             ]
-        # Null leaves the client's queues as they are; an empty list takes them all away.
+        # Null leaves the client's queues as they are. An empty list takes them all away.
         return call.answer_json({"messageQueueAssignments": found})
 
     async def _set_mode(self, call: Call) -> Reply:
@@ -203,7 +203,7 @@ class Assignments:
 
 
 def averagely(client_id: str, queue_ids: list[int], client_ids: list[str]) -> list[int]:
-    """AVG: neighbouring queues, the first clients one more."""
+    """AVG: neighbouring queues. The first clients get one more."""
     at, (each, more) = client_ids.index(client_id), divmod(len(queue_ids), len(client_ids))
     begin = at * each + min(at, more)
     return queue_ids[begin : begin + each + (at < more)]
@@ -220,10 +220,10 @@ STRATEGIES = {"AVG": averagely, "AVG_BY_CIRCLE": by_circle}
 def assign(
     client_id: str, queue_ids: list[int], client_ids: list[str], *, strategy: str, pops: bool, share_with: int
 ) -> list[int] | None:
-    """The queues of one member; None when that cannot be said: the client then goes on as before.
+    """Return the queues of one member, or None if that cannot be decided. The client then continues as before.
 
-    `share_with`: a popping member also gets the queues of so many members after it. Where these are all, or it is 0,
-    the member pops from any queue in one request. Only so does the broker decide which queue comes first.
+    `share_with`: a popping member also gets the queues of this many members after it. If these are all members, or it
+    is 0, the member pops from any queue in one request. Only then does the broker decide which queue comes first.
     """
     allocate, members = STRATEGIES.get(strategy), sorted(set(client_ids))
     if allocate is None or not members or not queue_ids:

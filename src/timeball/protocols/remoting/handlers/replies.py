@@ -3,9 +3,10 @@
     producer --- request, REPLY_TO_CLIENT=its id, CORRELATION_ID ---> topic ---> consumer
     producer <------- PUSH_REPLY_MESSAGE_TO_CLIENT (326) ------------ broker <--- SEND_REPLY_MESSAGE (324, 325)
 
-The request is a message like others, with the cluster's name added to it, from which clients make the name of the topic
-that they reply to. The reply is kept nowhere: it is handed to a connected client in the name of that topic, and the
-consumer hears whether that client took it. So a reply to a producer that has gone is refused at once.
+A request is an ordinary message, to which the broker adds the cluster's name. From that name clients derive the topic
+that replies are sent to. A reply is not stored: the broker pushes it to a connected client, under the name of that
+topic. The consumer's answer states whether the client took it. So a reply to a producer that has gone is refused at
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from timeball.protocols.remoting.connection import Connection
 from timeball.reserved_topics import reply_topic
 
 REPLY_TO = "REPLY_TO_CLIENT"
-PUSH_S = 3.0  # a client takes a reply when it can look at it at all; producers wait 3 s by default
+PUSH_S = 3.0  # a live client takes a reply sooner. Producers wait 3 s by default
 
 
 class Replies:
@@ -44,7 +45,7 @@ class Replies:
 
     async def _push(self, call: Call, fields: SendFields) -> Reply:
         if fields.topic != self._topic:
-            # Who may send to some topic may not speak to every client.
+            # Permission to send to some topic must not allow messages to every client.
             remark = f"replies go to topic[{self._topic}], not to [{fields.topic}]"
             raise Refused(ResponseCode.INVALID_PARAMETER, remark)
         client_id = decode_properties(fields.properties or "").get(REPLY_TO)
@@ -61,7 +62,7 @@ class Replies:
             raise _not_taken(client_id, str(error)) from error
         if taken.code != ResponseCode.SUCCESS:
             raise _not_taken(client_id, taken.remark or f"code {taken.code}")
-        # It has no place in a queue; clients fail without one.
+        # A reply has no position in a queue, but clients fail without one.
         place = {"msgId": "0", "queueId": str(max(0, fields.queue_id or 0)), "queueOffset": "0"}
         return call.answer(ext=place | TRACED)
 
@@ -73,7 +74,7 @@ class Replies:
         raise Refused(ResponseCode.SYSTEM_ERROR, remark)
 
     def _header(self, call: Call, fields: SendFields) -> dict[str, str]:
-        """RocketMQ's ReplyMessageRequestHeader: a send's header in words, and what the broker knows of it."""
+        """Return RocketMQ's ReplyMessageRequestHeader: a send's header in words, with the broker's fields."""
         named: dict[str, Any] = {
             "producerGroup": fields.group,
             "topic": fields.topic,

@@ -1,8 +1,8 @@
-"""Messages that come back: a consumer hands one back (36), or its client sends it to %RETRY% by itself.
+"""Failed messages: a consumer hands one back (request 36), or its client sends it to a %RETRY% topic itself.
 
-Where it goes is decided in broker/consuming/retry.py; here the message is read again from the log and sent on.
-The client names it by the number it was handed as the message's physical offset, and nothing else of what it
-says about the message is believed.
+broker/consuming/retry.py decides where the message goes. This module reads it again from the log and sends it on. The
+client identifies it by the number that it got as the message's physical offset. Nothing else that the client states
+about the message is trusted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from timeball.protocols.remoting.codec.records import Host, offset_msg_id
 
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
-# The largest messages all fit into one request: or a turn would be refused whole, with the messages of others in it.
+# This many of the largest messages fit into one request. A larger turn would be refused as a whole, together with the
+# messages of other clients in it.
 RETURNS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 _DECIDING = ["kind", "topic", "properties", "reconsume_times"]
-# Taken over from the row that comes back.
+# Copied from the row that comes back.
 KEPT = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
 
 
@@ -47,7 +48,7 @@ class _SendBack(msgspec.Struct):
 
 
 class _Returned(NamedTuple):
-    """One message that has come back, as far as its client's words are believed."""
+    """One message that has come back, with the trusted part of its request."""
 
     call: Call
     asked: _SendBack
@@ -57,7 +58,7 @@ class _Returned(NamedTuple):
 
 
 class Retries:
-    """Serves CONSUMER_SEND_MSG_BACK. `is_orderly`: are a group's queues locked, as only orderly consumers do?"""
+    """Serves CONSUMER_SEND_MSG_BACK. `is_orderly`: whether a group's queues are locked, as for orderly consumers."""
 
     def __init__(
         self, context: RemotingContext, is_orderly: Callable[[str], bool] = lambda group: False
@@ -67,11 +68,11 @@ class Retries:
         self.handlers: Handlers = {RequestCode.CONSUMER_SEND_MSG_BACK: self.hand_back}
 
     async def hand_back(self, call: Call) -> Reply:
-        """CONSUMER_SEND_MSG_BACK: the message at `offset` again, later, or as a dead letter."""
+        """Serve CONSUMER_SEND_MSG_BACK: deliver the message at `offset` again, later, or as a dead letter."""
         asked = call.fields(_SendBack)
         queues, most = self._group(asked.group, call.command.version, asked.maxReconsumeTimes)
         if queues <= 0:
-            # RocketMQ's word for a group that wants no retries: nothing is kept, and the consumer goes on.
+            # In RocketMQ, a group without retry queues wants no retries: no copy is kept, and the consumer goes on.
             return call.answer()
         host = store_host(self._context, call.connection)
         await self._turns.put(_Returned(call, asked, queues, most, host))
@@ -88,7 +89,7 @@ class Retries:
                 continue
             then = _next(row, each)
             try:
-                # The number may be any row's: handing a row back must not let a client read what it may not.
+                # The number may belong to any row. A client must not read a row without permission by handing it back.
                 self._context.broker.policy.allow(each.call.caller, Verb.RECEIVE, topic=row["topic"])
                 self._context.broker.policy.returning(then.topic, 1 if then.is_dead_letter else each.queues)
             except TimeballError as error:
@@ -114,9 +115,9 @@ class Retries:
         max_reconsume_times: int | None,
         version: int,
     ) -> retry.Next:
-        """Return where a client's own message to `topic`, a %RETRY%…, really goes; raises GroupNotFound, Forbidden.
+        """Return the real destination of a client's message to `topic`, a %RETRY%…. Raises GroupNotFound, Forbidden.
 
-        The numbers are those of the send's header; where it has none, the properties may have them.
+        The numbers come from the send's header. A number missing there may be in the properties.
         """
         group = retry.group_of(topic)
         if max_reconsume_times is None:
@@ -134,13 +135,13 @@ class Retries:
         return then
 
     def _group(self, name: str, version: int, of_client: int | None) -> tuple[int, int]:
-        """A group's number of retry queues, and how often it tries; raises GroupNotFound."""
+        """Return a group's number of retry queues, and its maximum number of attempts. Raises GroupNotFound."""
         config = self._context.broker.parts.groups.get(name)
         given = of_client if version >= HAS_TIMES_MAX_VERSION else None
         return config.retry_queue_nums, times_max(config.retry_max_times, given)
 
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:
-        """The rows with these numbers, a row each; raises Refused when one of them is not there."""
+        """Read the rows with these numbers, one for each. Raises Refused if one of them is missing."""
         parts = self._context.broker.parts
         outside = [seq for seq in seqs if not parts.reader.first_seq <= seq < parts.reader.next_seq]
         if outside:
@@ -148,7 +149,7 @@ class Retries:
         try:
             wanted = np.array(seqs, dtype=np.int64)
             return await in_thread(parts.reader_thread, parts.reader.read_rows, wanted)
-        except OutOfRange as error:  # a number that was set aside, or a segment let go since
+        except OutOfRange as error:  # a reserved number, or a segment that retention has deleted since
             raise _not_found(seqs[0]) from error
 
 
@@ -170,7 +171,7 @@ def _next(row: dict[str, Any], returned: _Returned) -> retry.Next:
 
 
 def _copies(rows: pa.RecordBatch, thens: list[retry.Next]) -> pa.RecordBatch:
-    """Return the batch for the broker: the rows, changed where `thens` say so."""
+    """Return the batch for the broker: the rows, with the changes from `thens`."""
     changed = {
         "topic": [then.topic for then in thens],
         "properties": [encode_properties(then.properties) for then in thens],
@@ -183,7 +184,7 @@ def _copies(rows: pa.RecordBatch, thens: list[retry.Next]) -> pa.RecordBatch:
 
 
 def _number(properties: dict[str, str], name: str) -> int | None:
-    """A property that counts something; None when it is missing or no number."""
+    """Return a numeric property, or None if it is missing or no number."""
     try:
         return int(properties[name])
     except (KeyError, ValueError):

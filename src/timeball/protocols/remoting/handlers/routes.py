@@ -1,8 +1,8 @@
-"""What a name server is asked: where a topic lives, and which brokers there are.
+"""The requests of a name server: the route of a topic, and the list of brokers.
 
-There is one broker, so every route names it. A topic that does not exist yet has no route; a producer then asks for
-RocketMQ's template topic TBW102 and sends with its route, and the first message makes the topic. The names of
-the cluster and of the broker are topics too, as far as routes go: administration tools ask for them.
+There is one broker, so every route contains it. A topic that does not exist yet has no route. A producer then asks for
+RocketMQ's template topic TBW102 and sends with its route, and the first message creates the topic. The names of the
+cluster and of the broker count as topics too, because administration tools ask for their routes.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class Routes:
             read, write, perm = known.read_queues, known.write_queues, known.perm
             sys_flag = known.config.sys_flag
         elif topic.startswith(RETRY_PREFIX):
-            # A consumer asks before its first heartbeat makes it; an honest "no" would be its answer for 20 to 30 s.
+            # A consumer asks before its first heartbeat creates the topic. After a refusal it would ask again only in
+            # 20 to 30 s.
             check_topic(topic)
             read = write = 1
         elif topic == AUTO_CREATE_TOPIC and context.broker.policy.has_template:
-            perm |= INHERIT  # what tells a producer that a topic may be made from it
+            perm |= INHERIT  # shows a producer that it may create a topic from the template
         elif standing is not None:
             read = write = standing
         else:

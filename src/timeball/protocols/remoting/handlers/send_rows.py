@@ -1,7 +1,7 @@
-"""Sends as rows: what a request brings to a batch, and what its answer repeats.
+"""Sends as rows: the content that a request adds to a batch, and the fields that its answer repeats.
 
-One by one, by the reference (`Ticket`, `SendRows`), or in runs that the compiled codec has cut out (`RunTicket`). Both
-give the same rows; where neighbours of both kinds share a batch, a run is rows too.
+The reference reads sends one by one (`Ticket`, `SendRows`). The compiled codec cuts out runs of them (`RunTicket`).
+Both produce the same rows. If sends of both kinds share a batch, a run is turned into rows too.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ from timeball.protocols.remoting.connection import Connection
 
 BATCH = int(RequestCode.SEND_BATCH_MESSAGE)
 ONE_WAY = int(CommandFlag.ONE_WAY)
-# The answer names each message, some 66 characters, in a header that the client must parse.
+# The answer contains the ids of each message, about 66 characters, in a header that the client must parse.
 BATCH_ROWS_MAX = 8_192
 _BODY_SAFE, _PROPERTIES_SAFE = rules.SAFE_LENGTHS["body"], rules.SAFE_LENGTHS["properties"]
-_SHORT = 60  # characters: within all limits, of any bytes
-OVERHEAD_BYTES = 256  # of a row beside its body and texts, about
+_SHORT = 60  # characters: within all limits, in any encoding
+OVERHEAD_BYTES = 256  # of a row in addition to its body and texts, approximately
 _UNIQUE_KEY, _DUE_MS = (SEND_NAMES.index(name) for name in ("unique_key", "due_ms"))
 
 
 class Ticket(Piece, gc=False):
-    """One send on its way: the rows that it brings, and what its answer repeats."""
+    """One pending send: its rows, and the fields that its answer repeats."""
 
     origin: Connection
     opaque: int
     serialisation: int
     is_one_way: bool
     topic: str
-    queue_id: int  # as asked for: what the answer repeats when the message is for later
+    queue_id: int  # as asked for. The answer to a scheduled message repeats it
     unique_key: str
     due_ms: int | None
-    counted_bytes: int = 0  # of a large one: what its connection counts as under way until it is answered
+    counted_bytes: int = 0  # of a large body, counted by its connection until the answer
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return number and serialisation of the request, if it waits for an answer."""
+        """Return opaque and serialisation of the request, if it expects an answer."""
         return [] if self.is_one_way else [(self.opaque, self.serialisation)]
 
 
 class RunTicket(Piece, gc=False):
-    """A run of plain sends on its way; `rows` is the run."""
+    """A pending run of plain sends. `rows` is the run."""
 
     origin: Connection
     codec: Codec
-    now_ms: int  # when it was read: from then on delays count; 0 of a run that needs no time
-    tickets: Callable[[RunTicket], list[Ticket]]  # of its sends, one by one
+    now_ms: int  # the time of the read, from which delays count; 0 if the run needs no time
+    tickets: Callable[[RunTicket], list[Ticket]]  # creates one ticket per send
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return number and serialisation of each request that waits for an answer."""
+        """Return opaque and serialisation of each request that expects an answer."""
         run: SendRun = self.rows
         return run.requests()
 
     def join(self, pieces: Sequence[Piece]) -> Sends:
-        """Return the runs of these pieces, or rows where others are among them: see Piece."""
+        """Return the runs of these pieces, or rows if there are other pieces among them. See Piece."""
         runs = [piece.rows for piece in pieces]
         if all(type(piece) is RunTicket for piece in pieces):
             return Runs(self.codec, runs)
         return [row for run in runs for row in run]
 
     def apart(self) -> Sequence[Piece]:
-        """Return the sends one by one: see Piece."""
+        """Return the sends one by one. See Piece."""
         return (self,) if self.count == 1 else self.tickets(self)
 
 
 class Runs:
-    """Runs that share a batch: see SendRuns (broker/few_sends.py). Iterates as their rows."""
+    """Runs that share a batch. See SendRuns (broker/few_sends.py). Iterates over their rows."""
 
     def __init__(self, codec: Codec, runs: list[SendRun]) -> None:
         self._codec, self._runs = codec, runs
@@ -93,11 +93,11 @@ class Runs:
         return chain.from_iterable(self._runs)
 
     def batch(self) -> SendBatch:
-        """See SendRuns."""
+        """Return the sends as rows or columns. See SendRuns."""
         return list(self) if len(self) <= FEW_ROWS_MAX else self._codec.join(self._runs)
 
     def log_rows(self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str) -> FewSends | None:
-        """See SendRuns."""
+        """Encode the sends as rows of the log, if all of them are plain. See SendRuns."""
         made = self._codec.log_rows(self._runs, topics, tag_number, now_ms, last_ms, host)
         if made is None:
             return None
@@ -107,7 +107,7 @@ class Runs:
 
 
 class SendRows:
-    """Makes tickets of sends. `keys` names the messages whose producers did not."""
+    """Creates tickets of sends. `keys` creates ids for messages that have none."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class SendRows:
         queue_id: int,
         now_ms: int,
     ) -> Ticket:
-        """Return the ticket of one send, put by `edge`; raises InvalidMessage or InvalidDelay."""
+        """Return the ticket of one send, put by `edge`. Raises InvalidMessage or InvalidDelay."""
         fields = header.fields
         if header.code == BATCH or fields.batch:
             rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
@@ -140,7 +140,7 @@ class SendRows:
             properties = fields.properties or ""
             row = self._row(fields, fields.flag or 0, body, properties, born_host, queue_id, now_ms)
             rows, unique_key, due_ms = [row], row[_UNIQUE_KEY], row[_DUE_MS]
-        # In characters: near enough to bytes for what this is for, and a batch has its properties in the body.
+        # Counted in characters, which is close enough to bytes here. The properties of a batch are in the body.
         size_bytes = len(body) + len(fields.properties or "") + OVERHEAD_BYTES * len(rows)
         return Ticket(
             edge, rows, len(rows), size_bytes, 0, None, origin, header.opaque, serialisation,
@@ -152,7 +152,7 @@ class SendRows:
     ) -> SendRow:  # fmt: skip
         if (
             len(body) > _BODY_SAFE or len(properties) > _PROPERTIES_SAFE
-        ):  # hardly ever, and two calls are 0.2 us
+        ):  # rare, and the two calls take 0.2 us
             rules.check("body", body)
             rules.check("properties", properties)
         found = decode_properties(properties)
@@ -168,7 +168,7 @@ class SendRows:
             unique_key = self._keys.next(now_ms)
             properties = with_property(properties, "UNIQ_KEY", unique_key)
         if "REPLY_TO_CLIENT" in found and "CLUSTER" not in found:
-            # A request: the consumer makes the name of the topic that it replies to from this (replies.py).
+            # A request that expects a reply: the consumer derives the reply topic from the cluster's name (replies.py).
             properties = with_property(properties, "CLUSTER", self._cluster_name)
         if keys is not None or len(unique_key) >= _SHORT or (tag is not None and len(tag) >= _SHORT):
             for name, text in (("tag", tag), ("keys", keys), ("unique_key", unique_key)):
@@ -186,7 +186,7 @@ class SendRows:
         records = decode_batch(body, BATCH_ROWS_MAX)
         if not records:
             raise InvalidMessage("a batch without messages")
-        # One answer names one place in a queue for all, so none of them may wait. MessageBatch has properties too.
+        # All messages share one offset in the answer, so none may be delayed. MessageBatch itself has properties too.
         for properties in (fields.properties or "", *(record.properties for record in records)):
             found = decode_properties(properties)
             if not delays.NAMES.isdisjoint(found) and delays.names_delay(found, self._user_names):
@@ -196,6 +196,6 @@ class SendRows:
 
 
 def with_property(properties: str, name: str, value: str) -> str:
-    """The properties text with one more property."""
+    """Append a property to the text of properties."""
     end = "" if not properties or properties.endswith("\x02") else "\x02"
     return f"{properties}{end}{name}\x01{value}\x02"

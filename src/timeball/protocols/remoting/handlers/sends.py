@@ -1,8 +1,8 @@
-"""Sends: checked here, batched with those of others by broker/ingress.py, and answered when they are durable.
+"""Sends: checked here, batched with the sends of other clients by broker/ingress.py, and answered when durable.
 
-A send that breaks a rule is answered at once and shares no batch. What looks like a send and is more is directed
-elsewhere first: a message for %RETRY% goes where broker/retry.py says, and a half message to a batcher of its own,
-whose batches no consumer sees.
+A send that breaks a rule is answered at once and does not enter a batch. Two kinds of sends are redirected first. A
+message for a %RETRY% topic goes to the topic that broker/consuming/retry.py determines. A half message goes to a
+batcher of its own, whose batches no consumer sees.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from timeball.protocols.remoting.handlers.send_rows import (
 )
 from timeball.protocols.remoting.handlers.transactions import prepared
 
-# Plain numbers: an IntFlag makes an object of every result.
+# Plain numbers: arithmetic with an IntFlag creates an object per result.
 TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT)
 
 
 INT32_DIGITS = 10
-# A message with one of these is of another type.
+# A message with one of these properties has another type, and its priority does not count.
 _NO_PRIORITY = frozenset(
     {"TRAN_MSG", "__SHARDINGKEY", delays.LEVEL, delays.TIMER_SECONDS, delays.TIMER_MS, delays.TIMER_INSTANT}
 )
@@ -99,7 +99,7 @@ class Sends:
         self.handlers: Handlers = {RequestCode.RECALL_MESSAGE: self._recall}
 
     def put(self, connection: Connection, header: SendHeader, frame: Frame) -> None:
-        """Take a send, by its header; `frame` is where that was read."""
+        """Take a send with this header, read from `frame`."""
         try:
             ingress, ticket = self._ticket(connection, header, frame)
             size_bytes = len(frame.body)
@@ -115,7 +115,7 @@ class Sends:
                 connection.send(refusal(error, header.opaque, frame.serialisation))
 
     def _ticket(self, connection: Connection, header: SendHeader, frame: Frame) -> tuple[Ingress, Ticket]:
-        """Return where a send goes, and its ticket."""
+        """Return the ingress that a send goes to, and its ticket."""
         fields, ingress = header.fields, self._broker.sends
         if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
             ingress = self._directed(header)
@@ -125,17 +125,17 @@ class Sends:
         if queue_id >= queues:
             raise _no_such_queue(fields.topic, queue_id, queues)
         if queue_id < 0 and (header.code == BATCH or fields.batch):
-            queue_id = next(self._turn) % queues  # the answer names one place for all of a batch
+            queue_id = next(self._turn) % queues  # the answer has one queue and offset for a whole batch
         elif PRIORITY in (fields.properties or ""):
             queue_id = self._queue_by_priority(fields, queue_id)
         body, form, now_ms = frame.body, frame.serialisation, self._clock.now_ms()
         ticket = self._rows.ticket(self, connection, header, body, form, connection.name, queue_id, now_ms)
         if ingress is self._broker.halves:
-            ticket.due_ms = None  # its delay begins with the commit: there is nothing to take back yet
+            ticket.due_ms = None  # its delay begins with the commit, so there is no recall handle yet
         return ingress, ticket
 
     def _queue_by_priority(self, fields: SendFields, queue_id: int) -> int:
-        """Return the queue of a message's priority; `queue_id` where that counts for nothing, as in RocketMQ."""
+        """Return the queue for a message's priority, or `queue_id` if the priority does not count, as in RocketMQ."""
         properties = decode_properties(fields.properties or "")
         priority = properties.get(PRIORITY, "")
         counts = _NO_PRIORITY.isdisjoint(properties) and not fields.topic.startswith(RETRY_PREFIX)
@@ -145,7 +145,7 @@ class Sends:
         return rules.queue_of_priority(int(priority), max(1, topic.write_queues))
 
     def put_run(self, connection: Connection, run: SendRun) -> None:
-        """Take a run of plain sends; one by one when a decision about them is not the usual one."""
+        """Take a run of plain sends, one by one if the decision about them is not the usual one."""
         try:
             for name, queue_id in run.destinations:
                 topic = self._policy.destination(name, connection.caller)
@@ -153,7 +153,7 @@ class Sends:
                     break
             else:
                 settings, count = self._context.settings, len(run)
-                # Three clocks are read for an instant, at a cost like the rest of a lone send's way to here.
+                # now_ms() reads three clocks, which costs as much as all other steps of a single send up to here.
                 now_ms = self._clock.now_ms() if run.needs_time else 0
                 run.plan(
                     connection.name.encode(), now_ms, settings.delay_ms_max, settings.timing_zone,
@@ -167,14 +167,14 @@ class Sends:
                 )
                 return
         except TimeballError:
-            pass  # each of them is told for itself, by the reference
+            pass  # the reference sends each of them its own error
         for frame in run.frames():
             header = read_send(frame)
             assert header is not None, "plain sends are sends"
             self.put(connection, header, frame)
 
     def _tickets(self, ticket: RunTicket) -> list[Ticket]:
-        """Return the tickets of a run's sends, each for itself; all that could be refused of them has been decided."""
+        """Return one ticket per send of a run. Every check that could refuse one of them has passed."""
         found, origin, now_ms = [], ticket.origin, ticket.now_ms or self._clock.now_ms()
         for frame in ticket.rows.frames():
             header = read_send(frame)
@@ -186,7 +186,7 @@ class Sends:
         return found
 
     def _directed(self, header: SendHeader) -> Ingress:
-        """Return where a send goes that is more than a plain one; its fields are changed for that."""
+        """Return the ingress for a send that is not plain, and change its fields accordingly."""
         fields = header.fields
         if header.code == BATCH or fields.batch:
             raise InvalidMessage("a batch takes ordinary messages only; send these one by one")
@@ -208,7 +208,7 @@ class Sends:
         )
         properties = then.properties
         if not self._user_names.isdisjoint(properties):
-            # They have delayed the message before: only the level decided above may delay it again.
+            # The user's properties have delayed the message before. Now only the level decided above may delay it.
             properties = {name: value for name, value in properties.items() if name not in self._user_names}
         return msgspec.structs.replace(
             fields,
@@ -216,12 +216,12 @@ class Sends:
             queue_id=-1 if then.is_dead_letter else fields.queue_id,
             properties=encode_properties(properties),
             reconsume_times=then.reconsume_times,
-            # A message that was sent in a transaction comes back with the bit set, and is no half message.
+            # A message that was sent in a transaction still has the bit when it comes back, but is no half message.
             sys_flag=(fields.sys_flag or 0) & ~TRANSACTION_BITS,
         )
 
     def _queues(self, fields: SendFields, caller: Caller) -> int:
-        """How many queues the topic has to name; it is made when that is allowed. Raises what the policy raises."""
+        """Return the number of queues of the topic, which is created if that is allowed. Raises as the policy does."""
         topic = self._policy.destination(fields.topic, caller)
         if topic is None:
             self._policy.admit([fields.topic], caller, fields.default_queues)
@@ -229,9 +229,9 @@ class Sends:
         return max(topic.read_queues, topic.write_queues)
 
     async def _recall(self, call: Call) -> Reply:
-        """Take a message back that waits, by its handle; what success means is decided in broker/revoking/recall.py.
+        """Recall a pending message by its handle. broker/revoking/recall.py defines success.
 
-        A refusal is ILLEGAL_OPERATION, and its sentence says which: too late, unknown, no longer known, or not a handle
+        A refusal is ILLEGAL_OPERATION. Its text states the reason: too late, unknown, no longer known, or not a handle
         of this topic and broker.
         """
         fields = call.fields(_Recall)
@@ -246,10 +246,10 @@ class Sends:
     # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
 
     def answer(self, pieces: list[Ticket | RunTicket], accepted: Accepted) -> None:
-        """Answer these sends: one write a connection, however many of its sends the commit held."""
+        """Answer these sends with one write per connection, even if the commit contains several of its sends."""
         _end(pieces)
         queue_ids, given = accepted.places()
-        offsets = [offset or 0 for offset in given]  # what waits has none yet
+        offsets = [offset or 0 for offset in given]  # a scheduled message has no offset yet
         answers: dict[Connection, list[bytes]] = {}
         first_seq, handle = accepted.first_seq, self._handle
         for ticket in pieces:
@@ -265,11 +265,11 @@ class Sends:
             answers.setdefault(connection, []).append(answer)
         for connection, parts in answers.items():
             data = b"".join(parts)
-            if data:  # all may have been one-way
+            if data:  # empty if all sends were one-way
                 connection.write(data)
 
     def _reply(self, ticket: Ticket, host: str, first_seq: int, queue_id: int, offset: int) -> bytes:
-        """Return the answer to one send, whose first message stands here."""
+        """Return the answer to one send, given the position of its first message."""
         due_ms, key = ticket.due_ms, ticket.unique_key
         return encode_reply(
             ticket.opaque, ticket.serialisation,
@@ -279,12 +279,12 @@ class Sends:
         )  # fmt: skip
 
     def _id_prefix(self, connection: Connection) -> str:
-        """Return how the ids of messages sent over a connection begin, for its first answer."""
+        """Compute the beginning of the ids of messages sent over a connection, for its first answer."""
         connection.id_prefix = host_digits(store_host(self._context, connection))
         return connection.id_prefix
 
     def refuse(self, pieces: list[Ticket | RunTicket], error: BaseException) -> None:
-        """Answer that these were not taken, and why."""
+        """Answer that these sends were not accepted, and why."""
         for ticket in pieces:
             for opaque, serialisation in ticket.requests():
                 ticket.origin.send(refusal(error, opaque, serialisation))
@@ -302,11 +302,11 @@ def _no_such_queue(topic: str, queue_id: int, queues: int) -> Refused:
 
 
 def _end(tickets: Sequence[Ticket | RunTicket]) -> None:
-    """Free what large ones were counted for: they are on their way no more."""
+    """Give back the bytes that large sends were counted with: they are no longer pending."""
     for ticket in tickets:
         if isinstance(ticket, Ticket) and ticket.counted_bytes:
             ticket.origin.flow.ends(ticket.counted_bytes)
-            ticket.counted_bytes = 0  # once, also where an answer fails and is refused after all
+            ticket.counted_bytes = 0  # only once, even if an answer fails and the send is refused afterwards
 
 
 def _msg_ids(host: str, first_seq: int, rows: int) -> str:
@@ -314,7 +314,7 @@ def _msg_ids(host: str, first_seq: int, rows: int) -> str:
 
 
 def refusal(error: BaseException, opaque: int, serialisation: int) -> Command:
-    """The answer to a send that was not taken."""
+    """Create the answer to a send that was not accepted."""
     return Command(
         code=response_code(error),
         opaque=opaque,

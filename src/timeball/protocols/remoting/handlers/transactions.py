@@ -1,8 +1,9 @@
-"""Transactions at the edge: END_TRANSACTION (37) from producers, CHECK_TRANSACTION_STATE (39) to them.
+"""Transactions: handle END_TRANSACTION (37) from producers and send them CHECK_TRANSACTION_STATE (39).
 
-Half messages themselves come as sends (sends.py). A client ends one by the number it was given as the message's
-physical offset, nearly always one-way; of what it did not end, it is asked (broker/transaction_checks.py says when):
-the half message is pushed to a producer of the group, and its answer is an END_TRANSACTION again.
+Half messages arrive as sends (sends.py). A client ends a transaction by the number that it got as the message's
+physical offset, nearly always with a one-way request. broker/transaction_checks.py decides when a producer is asked
+about a transaction that was not ended. Then the half message is pushed to a producer of the group, which answers with
+another END_TRANSACTION.
 """
 
 from __future__ import annotations
@@ -42,20 +43,17 @@ class _End(msgspec.Struct):
 
 
 def prepared(properties: str, group: str | None) -> str:
-    """Return a half message's properties text with all that a later check needs.
-
-    Raises InvalidMessage.
-    """
+    """Return a half message's properties with everything that a later check needs. Raises InvalidMessage."""
     found = decode_properties(properties)
     owner = found.get(GROUP) or group or ""
     if len(owner) > limits.GROUP_BYTES_MAX:
-        # Each open half keeps it in memory, and there may be many.
+        # Each open half message keeps this name in memory, and there may be many.
         raise InvalidMessage(
             f"the producer group has {len(owner)} characters; at most {limits.GROUP_BYTES_MAX}"
         )
     marks = {PREPARED: "true", GROUP: owner}
     if found.get(UNIQUE_KEY):
-        marks[TRANSACTION_ID] = found[UNIQUE_KEY]  # consumers look for it
+        marks[TRANSACTION_ID] = found[UNIQUE_KEY]  # consumers read it
     if marks.items() <= found.items():
         return properties
     return encode_properties({**found, **marks})
@@ -72,11 +70,11 @@ class Transactions:
         self.handlers: Handlers = {RequestCode.END_TRANSACTION: self.end}
 
     async def end(self, call: Call) -> Reply:
-        """END_TRANSACTION: publish or drop the half message at `commitLogOffset`, or say nothing about it yet."""
+        """Serve END_TRANSACTION: commit or roll back the half message at `commitLogOffset`, or leave it open."""
         asked = call.fields(_End)
         commit = asked.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
         if not commit and asked.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
-            return call.answer()  # unknown: asked again later
+            return call.answer()  # the state is unknown: the producer is asked again later
         half = self._core.find_half(asked.commitLogOffset)
         if half is not None:
             self._context.broker.policy.allow(call.caller, Verb.SEND, topic=half.topic)
@@ -114,7 +112,7 @@ class Transactions:
         return bool(self._producers(half))
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
-        """Push the half message to one of them; returns the bytes pushed."""
+        """Push the half message to one of its producers, and return the number of bytes pushed."""
         producers = self._producers(half)
         if not producers:
             return 0
@@ -137,7 +135,7 @@ class Transactions:
         return len(command.body)
 
     def _producers(self, half: Half) -> list[Connection]:
-        """Return the producers that may see the half message: any client can call itself a producer of a group."""
+        """Return the producers that may see the half message: any client can claim to be a producer of a group."""
         return [
             one.connection
             for one in self._context.sessions.producers(half.group)
@@ -147,7 +145,7 @@ class Transactions:
 
 
 def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
-    """The half message as a producer is shown it."""
+    """Return the half message as a producer gets it in a check."""
     properties = decode_properties(row.column("properties")[0].as_py() or "")
     properties[CHECK_TIMES] = str(half.checks + 1)
     if half.unique_key is not None:

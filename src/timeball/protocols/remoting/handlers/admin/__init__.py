@@ -1,10 +1,10 @@
-"""Administration: what RocketMQ's tools and consoles ask a broker, in rooms by what they ask about.
+"""Administration: the requests of RocketMQ's tools and consoles, in modules by subject.
 
     topics               create, change, list, delete; the name server's table of ordered topics
-    groups               consumer groups: configure, list, delete; their members, and who is connected
-    progress             how far queues and groups have come; offsets set back to an instant
+    groups               consumer groups: configure, list, delete; their members, and connected clients
+    progress             the progress of queues and groups; offsets reset to a time
     client_forwarding    questions that a consumer answers
     runtime              figures and settings
 
-Nothing of it is on the way of a message.
+No message passes through these modules.
 """

@@ -1,6 +1,6 @@
-"""Questions to a consumer that tools ask through the broker: it passes them on and hands back the answers.
+"""Forward tools' questions to a consumer, and return its answers.
 
-The consumer is found by its group and client id. It has `ANSWER_S` to answer; a tool waits about as long.
+The consumer is found by its group and client id. It has `ANSWER_S` to answer. A tool waits about as long.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from timeball.protocols.remoting.codec.records import parse_offset_msg_id
 from timeball.protocols.remoting.connection import Connection, Member
 from timeball.protocols.remoting.handlers.queries import stored_message
 
-ANSWER_S = 10.0  # RocketMQ's, for what one consumer is asked
-STATUS_S = 5.0  # RocketMQ's, for where a group's members stand
+ANSWER_S = 10.0  # RocketMQ's, for a question to one consumer
+STATUS_S = 5.0  # RocketMQ's, for the offsets of a group's members
 
 
 class _Consumer(msgspec.Struct, rename="camel"):
@@ -44,7 +44,7 @@ class _Direct(msgspec.Struct, rename="camel"):
 class _Status(msgspec.Struct, rename="camel"):
     topic: str
     group: str
-    client_addr: str = ""  # which is a client's id, in spite of its name
+    client_addr: str = ""  # a client id, in spite of its name
 
 
 class ClientForwarding:
@@ -62,16 +62,16 @@ class ClientForwarding:
         return await self._relay(call, call.fields(_Consumer))
 
     async def _consume_directly(self, call: Call) -> Reply:
-        """Hand one message to one consumer's listener; what comes of it changes nothing here."""
+        """Hand one message to one consumer's listener. The result changes no offset."""
         asked = call.fields(_Direct)
         _, seq = parse_offset_msg_id(asked.msg_id)
         consumer = _Consumer(asked.consumer_group, asked.client_id)
-        self._find(consumer)  # before anything is read for it
+        self._find(consumer)  # before the message is read for it
         body = await stored_message(self._context, call, seq)
         return await self._relay(call, consumer, body, brokerName=self._context.broker_name)
 
     async def _consumer_status(self, call: Call) -> Reply:
-        """Ask the members of a group, or one of them, where they stand in a topic."""
+        """Ask the members of a group, or one of them, for their offsets in a topic."""
         asked = call.fields(_Status)
         group = self._context.sessions.group(asked.group)
         if group is None:
@@ -80,20 +80,20 @@ class ClientForwarding:
             )
         members = [member for member in group.members if asked.client_addr in ("", member.client_id)]
         answers = await asyncio.gather(*(_status(member, asked) for member in members))
-        # Who has not answered, or refuses, is left out, as with RocketMQ.
+        # A member that does not answer, or refuses, is left out, as in RocketMQ.
         told = {m.client_id: table for m, table in zip(members, answers, strict=True) if table is not None}
         return call.answer_json({"consumerTable": told, "messageQueueTable": {}})
 
     async def _relay(self, call: Call, asked: _Consumer, body: bytes = b"", **more: str) -> Reply:
         connection = self._find(asked)
-        # Its fields go on as they are: whether a stack trace is wanted is between the tool and the consumer.
+        # All fields are forwarded unchanged: whether a stack trace is wanted is between the tool and the consumer.
         command = Command(call.command.code, ext={**call.command.ext, **more}, body=body)
         said = await connection.request(command, ANSWER_S)
         answer = call.answer(said.code, said.remark, ext=said.ext, body=said.body)
         try:
             encode(answer)
         except (ValueError, struct.error) as error:
-            # Said in JSON, and asked for in the binary form, whose numbers and names are shorter.
+            # The consumer answered in JSON and the tool asked in the binary form, whose numbers and names are shorter.
             raise Refused(
                 ResponseCode.SYSTEM_ERROR,
                 f"what <{asked.client_id}> has answered cannot be passed on: {error}",
@@ -112,7 +112,7 @@ class ClientForwarding:
 
 
 async def _status(member: Member, asked: _Status) -> msgspec.Raw | None:
-    """Return where a consumer says that it stands, by queue; None when it says nothing."""
+    """Return a consumer's own offsets by queue, or None if it does not answer or refuses."""
     ext = {"topic": asked.topic, "group": asked.group}
     command = Command(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, ext=ext)
     try:

@@ -1,7 +1,7 @@
-"""Consumer groups as tools manage them: configure, list, delete; their members, and who else is connected.
+"""Administration of consumer groups: configure, list and delete them; their members, and connected clients.
 
-What a tool writes is saved before the answer. A group that is deleted while it has members comes back with
-their next heartbeat, with the defaults; RocketMQ does the same.
+A tool's change is saved before the answer. A group that is deleted while it has members is created again by their next
+heartbeat, with the defaults, as in RocketMQ.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GroupAdmin:
         return await self._update_all(call, call.body(_Configs).group_config_list)
 
     async def _update_all(self, call: Call, said: list[dict[str, msgspec.Raw]]) -> Reply:
-        """Configure groups: none of them when one cannot be read, those before it when one is refused later."""
+        """Configure all groups, none if one cannot be decoded, or only those before the first that is refused."""
         try:
             await self._broker.administration.configure_groups([_group(one) for one in said], call.caller)
         except (msgspec.ValidationError, InvalidMessage) as error:
@@ -96,7 +96,7 @@ class GroupAdmin:
         return call.answer()
 
     async def _all(self, call: Call) -> Reply:
-        # The version first: a change meanwhile makes the tool ask again.
+        # Read the version first: after a change meanwhile, the tool then asks again.
         version = data_version(self._groups.version, 0)
         table = await by_name(self._groups.all(), lambda group: (group.group_name, group))
         return call.answer_json(
@@ -118,7 +118,7 @@ class GroupAdmin:
         return call.answer()
 
     async def _clone_offsets(self, call: Call) -> Reply:
-        """A group gets the offsets of another, of one topic or of all that it reads."""
+        """Copy a group's offsets to another group, for one topic or for all topics that it reads."""
         said = call.fields(_Clone)
         offsets, topics = self._broker.parts.offsets, self._broker.parts.topics
         group = self._sessions.group(said.src_group)
@@ -126,7 +126,7 @@ class GroupAdmin:
             if topics.find_topic(topic) is None:
                 continue
             if group is not None and not said.offline and topic not in group.subscriptions:
-                continue  # as RocketMQ: what is left of a subscription that its members have given up
+                continue  # as in RocketMQ: its members no longer subscribe to the topic
             await self._broker.commit_offsets(
                 said.dest_group, topic, offsets.get(said.src_group, topic), call.caller
             )
@@ -198,7 +198,7 @@ class GroupAdmin:
 
 
 def _group(said: dict[str, msgspec.Raw]) -> SubscriptionGroup:
-    # Java leaves out what is null, other tools write it; either way it means the default.
+    # Java leaves out fields that are null, other tools write them. Both mean the default.
     wanted = msgspec.json.encode({name: raw for name, raw in said.items() if bytes(raw) != b"null"})
     return msgspec.json.decode(wanted, type=SubscriptionGroup, strict=False)
 
@@ -220,7 +220,7 @@ def _language(member: Member) -> str:
 
 
 def _words(one: Subscription) -> dict[str, object]:
-    """RocketMQ's SubscriptionData."""
+    """Return RocketMQ's SubscriptionData."""
     tags = [] if one.expression_type != "TAG" or one.expression == "*" else one.expression.split("||")
     return {
         "topic": one.topic,

@@ -1,12 +1,13 @@
-"""How far queues and groups have come, for tools: offsets, when the last message came, how many are unread; and resets.
+"""The progress of queues and groups, for tools: offsets, times of last messages, unread messages, and resets.
 
-The tables have queues as keys, in fastjson's manner (calls.py). Times are read from the messages
-themselves, in the reader thread; a message that retention has let go in between has none any more and counts as 0.
+The tables have queues as keys, as fastjson writes them (calls.py). Times are read from the messages themselves, in the
+reader thread. The time of a message that retention has deleted meanwhile is 0.
 
-A reset (`mqadmin resetOffsetByTime` and the consoles) sets a group's offsets to an instant, in all queues or in one, or
-one queue to an offset (`resetOffsetByQueueId`). The offsets are stored here, as RocketMQ 5 does, whether or not the
-group has members. Members are told (220): each drops what it has pulled, goes on from there and stores its own offsets
-from then on. Without `isForce` an instant only takes a group back, never forward over messages it has not seen.
+A reset (`mqadmin resetOffsetByTime` and the consoles) sets a group's offsets to those of a given time, in all queues or
+in one, or sets one queue to an offset (`resetOffsetByQueueId`). The offsets are stored here whether or not the group
+has members, as in RocketMQ 5. Members are notified (request 220). Each drops the messages it has pulled, continues at
+the new offsets and stores its own offsets from then on. Without `isForce`, a time moves a group only backward, never
+forward over unread messages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from timeball.protocols.remoting.codec.frame import Command, text
 from timeball.protocols.remoting.connection import Member
 from timeball.protocols.sessions import Group
 
-Wanted = list[tuple[QueueIndex, int]]  # whose store time: a queue and an offset
+Wanted = list[tuple[QueueIndex, int]]  # the messages to read the store time of: queue and offset
 
 
 class _Topic(msgspec.Struct):
@@ -48,7 +49,7 @@ class _Topic(msgspec.Struct):
 class _Stats(msgspec.Struct, rename="camel"):
     consumer_group: str
     topic: str | None = None
-    topic_list: str = ""  # of 5.x tools, with semicolons; counts before `topic`
+    topic_list: str = ""  # from 5.x tools, separated by semicolons, preferred to `topic`
 
 
 class _Span(msgspec.Struct):
@@ -61,8 +62,8 @@ class _Reset(msgspec.Struct, rename="camel"):
     group: str
     timestamp: int = 0
     is_force: bool = False
-    queue_id: int = -1  # of 5.x tools: this queue alone
-    offset: int | None = None  # of that queue; none or -1: the one at `timestamp`
+    queue_id: int = -1  # from 5.x tools: only this queue
+    offset: int | None = None  # of that queue. None or -1: the one at `timestamp`
 
 
 class Progress:
@@ -110,7 +111,7 @@ class Progress:
         return call.answer_json({"consumeTps": tps, "offsetTable": by_object(entries)})
 
     async def _all_consume_stats(self, call: Call) -> Reply:
-        """Every group's progress, by topic."""
+        """Serve GET_BROKER_CONSUME_STATS: the progress of every group, by topic."""
         found: list[msgspec.Raw] = []
         behind = 0
         for group in self._broker.parts.groups.all():
@@ -122,7 +123,7 @@ class Progress:
                 tps = self._per_second(Stat.GROUP_GET_NUMS, of_group(name, group.group_name))
                 stats.append({"consumeTps": tps, "offsetTable": by_object(entries)})
             if stats:
-                # Encoded one by one: to encode those of all at the end would hold the event loop.
+                # Encoded one by one, because to encode all groups at the end would block the event loop.
                 found.append(msgspec.Raw(msgspec.json.encode({group.group_name: stats})))
         return call.answer_json(
             {
@@ -134,7 +135,7 @@ class Progress:
         )
 
     async def _time_spans(self, call: Call) -> Reply:
-        """Of each queue: when its first and last messages were stored, and the last one that a group has read."""
+        """Return for each queue when its first, its last, and the group's last read message were stored."""
         asked = call.fields(_Span)
         topic = self._topic(asked.topic)
         stored = self._broker.offsets(asked.group, topic.name, call.caller)
@@ -172,7 +173,7 @@ class Progress:
         return call.answer(body=self._table(said.topic, offsets))
 
     async def _offsets_at(self, topic: Topic, said: _Reset, caller: Caller) -> dict[int, int]:
-        """Return where a reset takes the group, by queue."""
+        """Return the offsets that a reset sets, by queue."""
         stored = self._broker.offsets(said.group, said.topic, caller)
         if said.queue_id >= topic.read_queues:
             raise illegal_queue(ResponseCode.INVALID_PARAMETER, said.queue_id, topic)
@@ -192,7 +193,7 @@ class Progress:
 
     def _tell(self, group: Group[Member], said: _Reset, offsets: dict[int, int]) -> None:
         for member in group.members:
-            # The C++ client reads JSON and no more, so RocketMQ has a form of its own for it.
+            # The C++ client can only parse plain JSON, so RocketMQ sends it a different form.
             is_cpp = member.language == Language.CPP
             body = self._list(said.topic, offsets) if is_cpp else self._table(said.topic, offsets)
             member.connection.push(
@@ -238,7 +239,7 @@ class Progress:
     async def _progress(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
         stored = self._broker.offsets(group, topic.name, caller)
         queues = topic.queues[: topic.read_queues]
-        # A group that has not come yet is behind by all that is there.
+        # A group without an offset is behind by all messages of the queue.
         offsets = [stored.get(at, queue.index.min_offset) for at, queue in enumerate(queues)]
         ends = [queue.index.max_offset for queue in queues]
         times = await self._store_times(
@@ -266,12 +267,12 @@ class Progress:
 
 
 def store_times(reader: LogReader, wanted: Wanted) -> list[int]:
-    """When each of these messages was stored; 0 where there is none (reader thread)."""
+    """Return when each of these messages was stored, 0 for a missing message (reader thread)."""
     found = []
     for index, offset in wanted:
         try:
             seqs = index.read(offset, 1)["seq"].astype(np.int64)
             found.append(int(reader.read_rows(seqs).column("store_ms")[0].as_py()) if len(seqs) else 0)
-        except OutOfRange:  # an empty queue, or one whose messages retention has just let go
+        except OutOfRange:  # an empty queue, or retention has deleted the message just now
             found.append(0)
     return found

@@ -1,10 +1,10 @@
 """The broker's figures and settings, for tools, under RocketMQ's names.
 
-What RocketMQ counts and Timeball has no such thing of (thread pools, page-cache locks) is 0, since tools read these
-names and fail without them. Rates come from samples that the edge takes once a second; "yesterday" and
-"today" are days of UTC and begin, for a broker that started today, with its start. Settings can be read and not
-written: what a broker does follows from its command line and nothing else. Messages and bytes by topic and group, which
-exporters and consoles draw, are counted in broker/rates.py.
+Some figures of RocketMQ have no counterpart in Timeball (thread pools, page-cache locks). They are 0, since tools read
+these names and fail without them. Rates come from samples that the edge takes once a second. "Yesterday" and "today"
+are days of UTC. If the broker started today, "today" begins with its start. Settings can be read but not written,
+because they are fixed when the broker starts. broker/rates.py counts messages and bytes by topic and group, which
+exporters and consoles draw.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Runtime:
         }
 
     def sample(self) -> None:
-        """Note how much has been written, and let the counters know the time; called about once a second."""
+        """Note the numbers of rows, and pass the time to the counters of rates. Called about once a second."""
         rows, day = self._broker.parts.writer.statistics.rows, self._now_ms() // limits.DAY_MS
         gets = self._gets()
         if day > self._day:
@@ -90,7 +90,7 @@ class Runtime:
         return call.answer_json({"table": self._table(earliest_ms or self._now_ms())})
 
     def _table(self, earliest_ms: int) -> dict[str, str]:
-        """RocketMQ's BrokerRuntimeInfo."""
+        """Return RocketMQ's BrokerRuntimeInfo."""
         parts, now_ms = self._broker.parts, self._now_ms()
         written, segments = parts.writer.statistics, parts.reader.segments
         put_tps, get_tps = self._tps(1, written.rows), self._tps(2, self._gets())
@@ -110,7 +110,7 @@ class Runtime:
             "msgGetTotalTodayNow": self._gets(),
             "putTps": put_tps,
             "getTransferredTps": get_tps,
-            "getTransferedTps": get_tps,  # as 4.x spells it
+            "getTransferedTps": get_tps,  # 4.x's spelling
             "putMessageTimesTotal": written.rows,
             "putMessageSizeTotal": written.bytes,
             "putMessageAverageSize": written.bytes / written.rows if written.rows else 0.0,
@@ -137,7 +137,7 @@ class Runtime:
         return waiting - counts["cancelled_rows"]
 
     def _tps(self, of_sample: int, rows: int) -> str:
-        """Return RocketMQ's three averages of one of a sample's counts, which is `rows` now."""
+        """Return RocketMQ's three averages of one count of the samples, whose value now is `rows`."""
         now_ms, rates = self._context.monotonic_ms(), []
         for window_s in TPS_WINDOWS_S:
             begin_ms = now_ms - window_s * limits.SECOND_MS
@@ -158,10 +158,10 @@ class Runtime:
         )
 
     def _words(self, asked: _View, window: Window) -> dict[str, object]:
-        """RocketMQ's BrokerStatsItem."""
+        """Return RocketMQ's BrokerStatsItem."""
         found = self._rate(asked, window)
         if found is None:
-            # RocketMQ's sentence; tools take it for "nothing yet".
+            # RocketMQ's sentence. Tools understand it as "no data yet".
             remark = f"The stats <{asked.stats_name}> <{asked.stats_key}> not exist"
             raise Refused(ResponseCode.SYSTEM_ERROR, remark)
         return {"sum": found.sum, "tps": found.per_second, "avgpt": found.per_time}
@@ -214,17 +214,17 @@ class Runtime:
 
 
 def first_store_ms(reader: LogReader) -> int | None:
-    """When the oldest row kept was stored; None for an empty log (reader thread)."""
+    """Return when the oldest row of the log was stored, or None for an empty log (reader thread)."""
     try:
         _, rows = next(reader.frames(reader.first_seq, reader.first_seq + 1))
-    except (StopIteration, OutOfRange):  # retention may take it in this very moment
+    except (StopIteration, OutOfRange):  # retention may delete it at this moment
         return None
     found = rows.column("store_ms")[0].as_py()
     return None if found is None else int(found)
 
 
 def _spelled(ms: int) -> str:
-    """A duration as RocketMQ spells it."""
+    """Format a duration as RocketMQ does."""
     seconds = max(0, ms) // 1_000
     days, seconds = divmod(seconds, 86_400)
     hours, seconds = divmod(seconds, 3_600)

@@ -1,11 +1,11 @@
-"""Topics as tools manage them: create, change, list, delete.
+"""Administration of topics: create, change, list, delete.
 
-What a change means is decided in broker/administration.py; what a tool writes is saved before the answer.
+broker/administration.py defines the effect of a change. A tool's change is saved before the answer.
 
-Of the name server's table of keys and values one namespace is left in use: ordered topics. In RocketMQ a topic is made
-an ordered one twice, in the broker and in this table, and an ordered topic's route says how many queues each broker
-has, so that they stay where they are when a broker is away. Here the topic's own configuration is the one place: a
-write to the table changes it, and a read is made from it.
+Of the name server's key-value table, one namespace is still used: ordered topics. In RocketMQ a topic is declared as
+ordered twice, in the broker and in this table. The route of an ordered topic contains the number of queues of each
+broker, so that queues keep their places while a broker is away. Here only the topic's own configuration counts: a write
+to the table changes it, and a read is computed from it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Create(msgspec.Struct, rename="camel"):
     attributes: str = ""
 
     def read(self) -> TopicChange:
-        """Return the same in the broker's words."""
+        """Convert to the broker's TopicChange."""
         config = TopicConfig(
             self.read_queue_nums, self.write_queue_nums, self.perm, self.order, self.topic_sys_flag
         )
@@ -64,7 +64,7 @@ class _Config(msgspec.Struct, rename="camel"):
     attributes: dict[str, str] | None = None
 
     def read(self) -> TopicChange:
-        """Return the same in the broker's words; attributes without a sign are to be added."""
+        """Convert to the broker's TopicChange. Attributes without a sign are to be added."""
         config = TopicConfig(
             self.read_queue_nums, self.write_queue_nums, self.perm, self.order, self.topic_sys_flag
         )
@@ -93,7 +93,7 @@ class _Namespace(msgspec.Struct):
 
 
 class TopicAdmin:
-    """Serves the requests that create, change, list and delete topics, and those about keys and values."""
+    """Serves the requests that create, change, list and delete topics, and those about the key-value table."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context, self._administration = context, context.broker.administration
@@ -129,7 +129,7 @@ class TopicAdmin:
         return call.answer()
 
     async def _all(self, call: Call) -> Reply:
-        # The version first: a change meanwhile makes the tool ask again.
+        # Read the version first: after a change meanwhile, the tool then asks again.
         version = data_version(self._topics.version, 0)
         table = await by_name(self._topics.all(), lambda topic: (topic.name, _words(topic)))
         return call.answer_json({"dataVersion": version, "topicConfigTable": table})
@@ -142,7 +142,7 @@ class TopicAdmin:
         return call.answer()
 
     def _nothing_to_do(self, call: Call) -> Reply:
-        """Agree: what a name server or an index still has of a topic elsewhere goes here with the topic and the log."""
+        """Answer with success: Timeball has no name server or index from which a topic must be removed separately."""
         return call.answer()
 
     def _system_topics(self, call: Call) -> Reply:
@@ -182,7 +182,7 @@ class TopicAdmin:
         return call.answer()
 
     async def _delete_value(self, call: Call) -> Reply:
-        """Also when there is no such topic: tools say so of every topic that they have deleted."""
+        """Clear the order of a topic, even if it does not exist: tools send this for every topic that they delete."""
         await self._set_order(call, order=False)
         return call.answer()
 
@@ -203,7 +203,7 @@ class TopicAdmin:
 
 
 def _words(topic: Topic) -> dict[str, object]:
-    """RocketMQ's TopicConfig."""
+    """Return RocketMQ's TopicConfig."""
     return {
         "topicName": topic.name,
         "readQueueNums": topic.read_queues,
@@ -217,5 +217,5 @@ def _words(topic: Topic) -> dict[str, object]:
 
 
 def order_conf(topic: Topic, broker_name: str) -> str | None:
-    """RocketMQ's orderTopicConf: each broker and its number of queues; None for a topic that is not ordered."""
+    """Return RocketMQ's orderTopicConf, `broker:queues`, or None for a topic that is not ordered."""
     return f"{broker_name}:{topic.write_queues}" if topic.config.order else None
