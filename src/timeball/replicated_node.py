@@ -214,7 +214,7 @@ class ReplicatedNode:
         state, offsets = thread.state, thread.clock_offsets.ms
         peers = state.lead.peers if state.lead else {}
         return ReplicaFigures(
-            state.rules.group, state.rules.replica, str(state.role), member.leader(),
+            self.settings.group, state.rules.replica, str(state.role), member.leader(),
             epoch=state.epoch, promised=state.promised, log_seq=state.log.seq,
             committed_seq=state.committed_seq, applied_seq=state.applied_seq,
             since_ms=thread.since_ms, connections=thread.connected, version=__version__,

@@ -1,8 +1,8 @@
 """The pipeline: Spark loads, moves, queries and audits scheduled messages as tables.
 
-Input: rows of the log over Flight, files of the pending table by their URI, any DataFrame.
-State: ledger and archive, which store how far they have come. The broker's log stays the source of truth.
-Output: files for the pending table (attached in one step), the ledger, audit reports.
+Receives: rows of the log over Flight, files of the pending table by their URI, any DataFrame.
+Keeps: ledger and archive, which store how far they have come. The broker's log stays the source of truth.
+Hands on: files for the pending table (attached in one step), the ledger, audit reports.
 
 The jobs for ledger and archive also run without Spark.
 

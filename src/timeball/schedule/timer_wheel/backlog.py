@@ -80,8 +80,7 @@ class TimerWheel(BacklogInFiles):
         # The number of all arrivals, and of those due in slots that are not opened.
         self.arrival_rows = self._far_rows = 0
         self._arrivals_first: int | None = None  # the first slot from `bound` on that has an arrival
-        # Opened messages that are not in the slot of their due time: to be rolled, or rolled too late. They keep `low`
-        # back.
+        # Opened messages outside the slot of their due time: to be rolled, or rolled too late. They keep `low` back.
         self._held: list[Entries] = []
         self._opened: int | None = None  # slots before it are opened; None: all before `bound`
 
@@ -153,8 +152,7 @@ class TimerWheel(BacklogInFiles):
         self.logs = [self._log.links, self._log.entries]
         self._ring = Ring(self._files, RING, self.slots, bound=bound)
         self._low = bound - 1 if state is None else state.low
-        # Messages rolled after the checkpoint have new rows in the log, so their old entries are marked before links
-        # are pushed.
+        # Messages rolled after the checkpoint have new rows in the log. Their old entries are marked first.
         self._log.gone_by_seq(waiting.seq[waiting.row_seq != waiting.seq])
         again = self._sorted_out(self._log.entries_of(self._push_links()))
         self._keep_first()
@@ -170,8 +168,7 @@ class TimerWheel(BacklogInFiles):
         if not self._congest_rows or not len(due_ms):
             return
         slots = self.slots.of_instants(due_ms)
-        # Only slots within reach have a limit. Slots beyond it only collect messages for rolling, which happens in
-        # time.
+        # Only slots within reach have a limit. Those beyond it collect messages, which are rolled in time.
         slots = slots[(slots > self._low) & (slots < self._ring.bound + self.slots.reach)]
         distinct, rows = np.unique(slots, return_counts=True)
         there = self.rows_in(distinct)
@@ -205,8 +202,7 @@ class TimerWheel(BacklogInFiles):
             return
         waiting, bound = Waiting.joined(self._arrivals), self._ring.bound
         slots = self.slots.of_instants(waiting.due_ms)
-        # Late ones go to a slot that is opened but not delivered, where a restart finds them (see the module
-        # docstring).
+        # Late ones go to a slot that is opened but not delivered, where a restart finds them.
         slots = np.where(slots >= bound, self.slots.place(slots, bound), np.maximum(slots, self._low))
         if bool((np.diff(slots) < 0).any()):
             order = np.argsort(slots, kind="stable")
@@ -260,8 +256,7 @@ class TimerWheel(BacklogInFiles):
         if self._held:
             parts = [held.part(~self._outcomes.is_settled(held.due_ms, held.seq)) for held in self._held]
             self._held = [held for held in parts if len(held)]
-        # One slot before the bound always counts as not delivered, because late messages need a slot that a restart
-        # reads.
+        # One slot before the bound is never delivered: late messages need a slot that a restart reads.
         opened = self._ring.bound if self._opened is None else self._opened
         # A message to be rolled is in a slot before its due time. Until the roll is durable, a restart needs that slot.
         held = (int(entries.slot.min()) for entries in self._held)

@@ -127,8 +127,7 @@ class Ring:
         # A slot is 16 bytes of a page. Read-ahead of the pages around it would fill the memory with a fine ring.
         mapped = self._file.map(at_random=True)
         self._records: Records = np.frombuffer(mapped, dtype=RECORD, count=slots.count)
-        # The number of used slots from `bound` on in each block of the ring. It finds the next one without a scan of
-        # the ring.
+        # Used slots from `bound` on in each block of the ring. They find the next one without a scan.
         self._used = np.zeros(-(-slots.count // BLOCK), np.int64)
         self.rows = 0  # in slots from `bound` on
         self._first: int | None = None  # the first used slot; None: there is none, or it is not known

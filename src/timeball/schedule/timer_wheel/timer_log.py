@@ -108,8 +108,7 @@ class TimerLog:
         entries = np.empty(len(waiting), ENTRY)
         entries["due_ms"], entries["seq"], entries["row_seq"] = waiting.due_ms, waiting.seq, waiting.row_seq
         self._extend_span(int(slots.max()), int(waiting.row_seq.min()), bound)
-        # Entries before links: on a full disk an entry without a link only takes space, but a link without entries is a
-        # fault.
+        # Entries first: on a full disk an entry without a link only takes space. A link without entries is a fault.
         first = self.entries.append(entries)
         links = np.empty(len(slots), LINK)
         links["prev"], links["slot"], links["rows"] = prev, slots, rows
