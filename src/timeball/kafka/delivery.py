@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 ROWS_MAX = 2_000  # in one transaction
 WAIT_MS = 1_000  # of one long poll
-INIT_S, COMMIT_S = 30.0, 10.0
+INIT_S, ABORT_S = 30.0, 10.0
+COMMIT_S = 1.0  # after this time without an answer, the bridge looks for topics that were deleted meanwhile
 FAILED_WAIT_S = 0.2  # after a failed transaction, unless a record was to blame
 # Kafka answers a commit before it has written the end markers to each partition. If the next transaction begins
 # earlier, Kafka asks its client to retry, and the client waits 20 ms.
@@ -78,6 +79,10 @@ FILED = "the value is in the bridge's file of undeliverable records"
 FENCED = frozenset(
     {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
 )  # fmt: skip
+
+
+class TopicDeleted(KafkaException):
+    """A topic was deleted while a transaction with a record for it was being committed."""
 
 
 class Outgoing(NamedTuple):
@@ -190,6 +195,9 @@ class Delivery:
                 else:
                     self._deliver(rows, stop)
                 failures, wrote_ms = 0, self._clock.wall_ms()
+            except TopicDeleted as error:
+                # The next transaction knows that the topic does not exist, and writes dead letters.
+                self._begin_anew(error, stop)
             except KafkaException as error:
                 self._begin_anew(error, stop)
                 failures += 1
@@ -286,7 +294,7 @@ class Delivery:
         self._produce(
             self._options.position_topic, msgspec.json.encode(Position(position)), KEY, 0, [], False
         )
-        self._commit(stop)
+        self._commit({one.envelope.topic for one in found}, stop)
 
     def _produce(
         self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers, alone: bool
@@ -310,7 +318,8 @@ class Delivery:
         if error is not None and error.code() in LASTING:
             self._told = error
 
-    def _commit(self, stop: threading.Event) -> None:
+    def _commit(self, topics: set[str], stop: threading.Event) -> None:
+        """Commit the transaction with records of these topics."""
         while True:
             try:
                 self._producer.commit_transaction(COMMIT_S)
@@ -321,6 +330,10 @@ class Delivery:
                 # one, finds out.
                 if not error.args[0].retriable() or stop.is_set():
                     raise
+                # The client asks Kafka for a deleted topic until its records time out. All other records would wait.
+                if gone := self._topics.gone(topics):
+                    reason = f"topic {gone[0]!r} was deleted during the transaction"
+                    raise TopicDeleted(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART, reason)) from error
 
     def _begin_anew(self, error: KafkaException, stop: threading.Event) -> None:
         """End a failed transaction, and make a new producer. Raises SetupError if fenced, and KafkaException."""
@@ -332,7 +345,13 @@ class Delivery:
                 f"a minute ({cause.str()})"
             ) from error
         logger.warning("transaction failed reason=%s", cause.str())
-        is_aborted = self._abort(stop)
+        if isinstance(error, TopicDeleted):
+            # The client aborts no transaction whose commit is under way. Without the purge, the end of the producer
+            # would wait for the records.
+            self._producer.purge()
+            is_aborted = False
+        else:
+            is_aborted = self._abort(stop)
         if stop.wait(ABORT_MARKS_S):
             return
         self._producer = self._new_producer()
@@ -344,7 +363,7 @@ class Delivery:
         """Abort the transaction. False if it may still be open: then `init_transactions` ends it."""
         while True:
             try:
-                self._producer.abort_transaction(COMMIT_S)
+                self._producer.abort_transaction(ABORT_S)
                 return True
             except KafkaException as failure:
                 if failure.args[0].fatal() and failure.args[0].code() in FENCED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from timeball.clock import Clock
@@ -29,6 +29,11 @@ class Topics:
             self._known = {one.topic: len(one.partitions) for one in found.values() if one.error is None}
             self._at_ms = now_ms
         return self._known.get(name, 0)
+
+    def gone(self, names: Iterable[str]) -> list[str]:
+        """Return those of the topics that do not exist now, whatever the cache contains."""
+        self._at_ms = None
+        return [name for name in names if not self.has(name)]
 
     def has(self, name: str) -> bool:
         """Return whether the topic exists."""
