@@ -69,8 +69,10 @@ def test_a_loop_follows_the_log_and_says_where_it_is(node: RunningNode, broker: 
     loop = job.start(InProcess(), node.endpoint, options={"max_rows_per_batch": "10"})
     try:
         eventually(lambda: len(loop.recentProgress) == 3, "three epochs")
+        seen = iter(loop.recentProgress)
         send(node.endpoint, 5)
         eventually(lambda: len(loop.recentProgress) == 4, "one more")
+        assert len(list(seen)) == 3, "what a reader has begun to read stays as it was"
     finally:
         loop.stop()
     assert not loop.isActive and loop.exception() is None

@@ -133,7 +133,7 @@ class Loop:
         self._busy = False  # an epoch is running
         self._error: TimeballError | None = None
         self._stopping = threading.Event()
-        self.recentProgress: deque[dict[str, Any]] = deque(maxlen=PROGRESS_KEPT)
+        self._progress: deque[dict[str, Any]] = deque(maxlen=PROGRESS_KEPT)
         self._thread = threading.Thread(target=self._run, name=self._label, daemon=True)
         self._thread.start()
 
@@ -145,7 +145,12 @@ class Loop:
     @property
     def lastProgress(self) -> dict[str, Any] | None:  # noqa: N802
         """The progress report of the latest epoch."""
-        return self.recentProgress[-1] if self.recentProgress else None
+        return self._progress[-1] if self._progress else None
+
+    @property
+    def recentProgress(self) -> list[dict[str, Any]]:  # noqa: N802
+        """The progress reports of the latest epochs, oldest first: a copy, because the loop goes on meanwhile."""
+        return list(self._progress)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -231,7 +236,7 @@ class Loop:
             self._busy = False
         latest = {group.name: status.log.durable_seq for group, status in found}
         took_ms = (self._clock.monotonic_ns() - begun_ns) // 1_000_000
-        self.recentProgress.append(
+        self._progress.append(
             {
                 "batchId": self._epochs,
                 "sources": [
