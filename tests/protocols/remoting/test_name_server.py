@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire, json_body
 
 from timeball.errors import SetupError
-from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
+from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
 from timeball.protocols.remoting.name_server import GroupPlace, NameServer
 
 NOWHERE = ("127.0.0.1", 1)
@@ -102,6 +104,34 @@ def test_a_group_without_a_leader_keeps_its_queues_and_has_no_address(groups: li
             assert queues == {"g1": 2, "g2": 3} and addresses["g2"] == {} and addresses["g1"]
         server.places["g2"] = two
         assert route(wire, "orders")[1]["g2"], "it is back"
+
+
+@contextmanager
+def another_program(body: bytes) -> Iterator[tuple[str, int]]:
+    """A leader that answers one request with success and this body."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            (frame,) = Splitter().feed(connection.recv(1 << 16))
+            connection.sendall(
+                encode(Command(code=0, opaque=decode(frame).opaque, flag=CommandFlag.RESPONSE, body=body))
+            )
+            connection.recv(1)  # until it is closed
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield listener.getsockname()
+
+
+def test_an_answer_that_is_no_route_is_an_error_and_no_silence() -> None:
+    with (
+        another_program(b'{"queueDatas": [{}], "brokerDatas": [{}]}') as leader,
+        names({"g1": leader}) as (_, wire),
+    ):
+        answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="orders")
+        assert answer.code == ResponseCode.SYSTEM_ERROR
 
 
 def test_without_any_leader_the_client_is_told_to_ask_again() -> None:

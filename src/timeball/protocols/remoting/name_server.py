@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from timeball.errors import SetupError, TimeballError, Unavailable
+from timeball.errors import SetupError, Unavailable
 from timeball.protocols import first_byte
 from timeball.protocols.first_byte import Listening
 from timeball.protocols.remoting.calls import Call
@@ -110,7 +110,7 @@ class NameServer:
         call.connection.calls += 1
         try:
             reply = await self._reply(call)
-        except TimeballError as error:
+        except Exception as error:  # of any kind, as in dispatch.py: the client gets an answer
             reply = failure(call, error)
         finally:
             call.connection.calls -= 1
