@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.trio import Replica, Trio, running_trio
+from tests.ports import free_ports
 
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.replica import Role
@@ -102,7 +103,7 @@ def test_a_node_that_is_registered_elsewhere_is_dialed_there(tmp_path: Path) -> 
         leader = await trio.leader()
         moved = trio.others(leader)[0]
         await moved.close()
-        before, moved.port = moved.port, 0
+        before, (moved.port,) = moved.port, free_ports(1)
         await leader.append(1)
         await moved.start()
         assert moved.port != before
