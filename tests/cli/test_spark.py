@@ -1,4 +1,4 @@
-"""The door to Spark: missing parts are one sentence, and Spark's own words go to a file."""
+"""cli/spark.py: a missing dependency is reported in one sentence, and Spark's own output goes to a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from timeball.errors import SetupError
 def no_pyspark(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine where only the broker is installed."""
     before = {name: sys.modules.pop(name) for name in _of_spark()}
-    # A fresh copy becomes the package's attribute as well; others are to find the one they know.
+    # A new import also replaces the attribute `timeball.pipeline`. Restore it, so that later tests get the original.
     monkeypatch.setattr(timeball, "pipeline", getattr(timeball, "pipeline", None), raising=False)
-    sys.modules["pyspark"] = None  # type: ignore[assignment]  # what an import of it then finds
+    sys.modules["pyspark"] = None  # type: ignore[assignment]  # makes `import pyspark` raise ImportError
     yield
     for name in _of_spark():
         del sys.modules[name]
@@ -34,7 +34,7 @@ def _of_spark() -> list[str]:
 
 @pytest.mark.usefixtures("no_pyspark")
 def test_without_pyspark_it_says_what_to_install() -> None:
-    """The extra, by name."""
+    """The error names the extra `spark` to install."""
     with pytest.raises(SetupError, match=r"pip install '\.\[spark\]'"):
         door.load_runner()
     with pytest.raises(SetupError, match=r"pip install '\.\[spark\]'"):

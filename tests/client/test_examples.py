@@ -1,4 +1,4 @@
-"""The examples in the client's docstrings run, against a real node, as they stand."""
+"""The examples in the client's docstrings run unchanged against a real node."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Generations: one is used again, or a new one begun, and the logs of all others are gone."""
+"""Generations: a start reuses the saved one or begins a new one, and removes the logs of all others."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
 
 
 def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
-    """Compute the due time of each row, null for immediate ones.
+    """Compute the due time of each row (ms since 1970). Null for rows that are visible at once.
 
     Relative delays become absolute here, once, on the broker's clock.
     """

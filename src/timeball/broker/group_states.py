@@ -19,7 +19,7 @@ from timeball.broker.registry.lease_counts import Counts, topic_of
 from timeball.broker.shares import shares
 from timeball.errors import GroupNotFound, OutOfRange
 
-QUEUES_AT_ONCE = 1_024  # the number of queues in a share of the event loop
+QUEUES_AT_ONCE = 1_024  # queues that are counted before the event loop gets control back
 
 
 def lags(parts: Components, groups: Iterable[str]) -> Counts:

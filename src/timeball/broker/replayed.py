@@ -130,7 +130,7 @@ class Replayed:
     def _replay_change(self, row: pa.RecordBatch) -> None:
         change, seq = att.decode_change(row.column("body")[0].as_py()), row.column("seq")[0].as_py()
         if isinstance(change, att.Reservation):
-            # The reserved numbers begin after the row itself (table_changes.reserve).
+            # The reservation covers the numbers directly after its own row (table_changes.reserve).
             self._ledger.reserve(seq + 1, change.rows)
             return
         self._ledger.apply(change, seq, row.column("store_ms")[0].as_py())

@@ -237,9 +237,9 @@ class TableChanges:
         )  # fmt: skip
 
     async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
-        """Move the scheduled messages of the log's tail to the pending table. None if there are none.
+        """Move the scheduled messages after the watermark from the log to the pending table. None if there are none.
 
-        `even_without_promises` also moves the watermark if there are none, so that retention may remove older rows.
+        `even_without_promises`: advance the watermark even if there are none, so that retention may remove older rows.
         """
         self._check_compacts()
         ledger, end_seq, attached = self.parts.ledger, self.parts.reader.next_seq, None

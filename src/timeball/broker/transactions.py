@@ -374,8 +374,8 @@ def _messages(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.Recor
 
 
 def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
-    """Find the outcome of a half message that is not open. Reader thread."""
-    # Retention has removed the half message, or it never existed. The log does not show which.
+    """Find the outcome of a half message that is not open. Runs in the reader thread."""
+    # Outside the kept log: removed by retention, or never sent. The two cannot be distinguished.
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND
     try:
@@ -391,7 +391,8 @@ def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Ou
         seqs = key_index.find_rows(hash_text(pa.array([half["unique_key"]], pa.string())))
         for row in reader.read_rows(seqs).select(["kind", "source_seq", "due_ms"]).to_pylist():
             if row["source_seq"] == seq:
-                # A CANCEL row with a due time ended a promise, so the half message was committed with a delay before.
+                # A rollback is a CANCEL row without a due time. One with a due time cancels a scheduled message: the
+                # half message had been committed before.
                 is_roll_back = row["kind"] == Kind.CANCEL and row["due_ms"] is None
                 return Outcome.ROLLED_BACK if is_roll_back else Outcome.COMMITTED
     return Outcome.ENDED

@@ -319,7 +319,7 @@ class ReplicaThread(Disk):
     def _carry_out(self, effect: do.Effect) -> None:
         match effect:
             case do.Send(node, Pong(epoch, _, boot_ms)):
-                # Read the clock again: the step used that of the last tick, which is up to TICK_MS old.
+                # Replace the wall time of the PONG: the step took it from the last tick, so it may be TICK_MS old.
                 self._connections.send(node, Pong(epoch, self._clock.wall_ms(), boot_ms))
             case do.Send(node, message):
                 self._connections.send(node, message)

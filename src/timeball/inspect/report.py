@@ -69,7 +69,7 @@ def describe_rows(found: FrameFound, selection: Selection) -> Iterator[dict[str,
     first_seq = found.frame.first_seq
     begin = max(0, selection.from_seq - first_seq)
     end = found.rows.num_rows if selection.to_seq is None else max(begin, selection.to_seq - first_seq)
-    # People pass dumps on when they ask for help, so secrets of the broker are left out.
+    # Users attach dumps to bug reports, so the broker's secrets are removed.
     rows = without_secrets(found.rows.slice(begin, end - begin))
     for seq, row in enumerate(rows.to_pylist(), first_seq + begin):
         kind = row.pop("kind")

@@ -36,7 +36,7 @@ class Bridge:
         self._queue = WaitingQueue(self._calls, options.topic)
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None]) -> None:
-        """Carry records until `stop` is set. Raises errors that only an operator can resolve.
+        """Copy records in both directions until `stop` is set. Raises errors that a restart does not resolve.
 
         `on_ready` is called once, when both directions are open.
         """
@@ -52,7 +52,8 @@ class Bridge:
             delivery.run(stop)
 
         def take() -> None:
-            # Records are taken only once a position exists (see Delivery.open).
+            # Kafka is read only after `Delivery.open` has stored a first position there. Without one, a restart would
+            # refuse to start.
             while not is_open.wait(AGAIN_S):
                 if stop.is_set():
                     return
@@ -65,7 +66,7 @@ class Bridge:
                 stop.wait()
             finally:
                 stop.set()
-                self._calls.close()  # ends calls that would be tried again
+                self._calls.close()  # ends calls that are being retried
         for way in ways:
             way.result()
 

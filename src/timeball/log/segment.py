@@ -291,9 +291,10 @@ def last_epoch(segments: Segments) -> int:
 
 
 def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
-    """List every start of the broker whose first row is in [from_seq, to_seq), oldest first.
+    """List the restarts of the broker whose first row is in [from_seq, to_seq), oldest first.
 
-    The first start of a log is not listed, and the start of the oldest kept frame is unknown. Raises Corrupt.
+    A restart is a change of the epoch between two frames. So the run that wrote the oldest kept frame is not listed.
+        Raises Corrupt.
     """
     found: list[Start] = []
     before: fmt.Frame | None = None

@@ -76,7 +76,11 @@ def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.Rec
 
 
 def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert rows of the log (of _KINDS, in _COLUMNS) to events of one promise each."""
+    """Convert log rows to events, at most one per row.
+
+    The rows have kinds in _KINDS and the columns _COLUMNS. Rows that are no event are left out (see the module
+    docstring).
+    """
     moved = pc.equal(rows.column("kind"), int(Kind.MOVED))
     is_event = pc.or_(pc.invert(moved), rows.column("from_due_ms").is_valid())
     rows = rows.filter(pc.and_(is_event, rows.column("due_ms").is_valid()))

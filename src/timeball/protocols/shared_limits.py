@@ -30,7 +30,7 @@ Granted = Callable[[], None]
 
 
 class ByteShares:
-    """Counts the bytes that each address holds. Belongs to the event loop."""
+    """Counts the bytes held for each address: received requests, or unread answers. Belongs to the event loop."""
 
     def __init__(self, bytes_max: int, item_bytes_max: int = 0) -> None:
         self.bytes_max, self._item_bytes_max = bytes_max, item_bytes_max
@@ -107,7 +107,7 @@ class ByteShares:
             raise
 
     def check(self, address: str, size_bytes: int = 0) -> None:
-        """Raise OverLimit if there is no room for an answer of this size to `address`."""
+        """Raise OverLimit if an answer of this size exceeds the share of `address`. Size 0: if it does so already."""
         if not self.fits(address, size_bytes):
             mine = self.held_by(address)
             raise OverLimit(

@@ -1,4 +1,4 @@
-"""Rows as promises: by columns or one by one, the same; nothing is lost of a message, and nothing acts twice."""
+"""Copies for redelivery: columns and single rows agree, and a copy keeps the message but not its old delay."""
 
 from __future__ import annotations
 

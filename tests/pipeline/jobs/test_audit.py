@@ -201,7 +201,7 @@ def test_moved_promises_balance(spark: SparkSession, node: RunningNode, broker: 
 
 
 def test_halves_balance(spark: SparkSession, node: RunningNode) -> None:
-    """One that is committed with a delay is accepted by that, under its own number; an open one is no promise yet."""
+    """A half message that is committed with a delay counts as accepted from the commit on, under its own number."""
     soon = [commit_half(node, **delay) for delay in ({"delay_ms": 1}, {"delay_level": 1})]
     later = [
         commit_half(node, **delay) for delay in ({"delay_ms": 10**7}, {"delay_level": 18}) for _ in range(3)

@@ -62,7 +62,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
-    """Convert a progress report of Spark's form to an epoch, or None if the position did not change."""
+    """Convert a progress report of Spark to an epoch. None without an end offset, a move or a duration."""
     source = progress["sources"][0]
     start, end, latest = (_offset(source[key]) for key in ("startOffset", "endOffset", "latestOffset"))
     if end is None:
@@ -70,7 +70,9 @@ def epoch_of(progress: Mapping[str, Any]) -> Epoch | None:
     unit, position = end
     took_ms = int(progress["durationMs"].get("triggerExecution", 0))
     lag = 0 if latest is None else max(0, latest[1] - position)
-    if start is None:  # the first epoch of a checkpoint: its first row is stored in the sink only
+    if (
+        start is None
+    ):  # The first epoch of a checkpoint has no start offset, so the number of its rows is unknown.
         return Epoch(progress["batchId"], unit, position, took_ms, lag)
     moved = position - start[1]
     if not moved or not took_ms:
@@ -157,7 +159,7 @@ class Board:
             self._give_up(error)
 
     def write_audit(self, report: bytes) -> None:
-        """Write the report of an audit, encoded as JSON, for `GET /v1/jobs`."""
+        """Write the JSON report of an audit to `audit.json` beside the checkpoints, for `GET /v1/jobs`."""
         if self._files is None:
             return
         target = f"{self._root.removesuffix(FOLDER)}audit.json"

@@ -128,7 +128,7 @@ def continuous(master: str | None, conf: Mapping[str, str] | None = None) -> dic
 def build_session(
     master: str | None = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Build a session in which the format `timeball` is registered. Raises SetupError if Java or Spark cannot start."""
+    """Build a Spark session with Timeball's formats registered. Raises SetupError if Java or Spark cannot start."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     _show_package_to_workers()
     with spark_errors(), _java(), warnings.catch_warnings():

@@ -77,9 +77,10 @@ def check_columns(schema: StructType) -> None:
 
 
 def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
-    """Convert the input to TABLE_SCHEMA, with null for `seq`. Values are not checked yet.
+    """Convert the input to TABLE_SCHEMA, with `seq` null. Does not check the values.
 
-    `now_ms` is the due time of rows that have no column for it, and the acceptance of all rows.
+    `now_ms` becomes `born_ms` and `accepted_ms` of all rows. It is also `due_ms` if the input has neither `due_ms`
+    nor `due`.
     """
     count = rows.num_rows
     given = {name: rows.column(name).combine_chunks() for name in rows.column_names}
@@ -91,7 +92,8 @@ def normalise(rows: pa.Table, now_ms: int) -> pa.Table:
     if "keys" in given:
         columns["keys"] = _keys(given["keys"])
     queue = given.get("queue_id", pa.nulls(count, pa.int32())).fill_null(rules.ANY_QUEUE)
-    # Clamp numbers beyond 32 bits to values that also break the rule for queues.
+    # The column may be bigint. Clamp it to -2..32,767, so that the cast cannot overflow. Both ends are invalid
+    # queues, which the check finds later.
     columns["queue_id"] = pc.min_element_wise(pc.max_element_wise(queue, -2), _QUEUES_END).cast(pa.int32())
     for name in ("born_ms", "accepted_ms"):
         columns[name] = pa.repeat(pa.scalar(now_ms, pa.int64()), count)

@@ -54,7 +54,7 @@ class PacedStream(BrokerStream, Pace):
 
 
 def check_known(names: Iterable[str], groups: Collection[str]) -> None:
-    """Refuse an offset with a group that does not exist. Raises SetupError."""
+    """Check that each group in an offset still exists in the cluster. Raises SetupError."""
     for name in names:
         if name not in groups:
             raise SetupError(

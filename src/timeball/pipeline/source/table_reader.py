@@ -300,7 +300,10 @@ def groups_of(footer: Any, piece: Slice) -> list[int]:
 
 
 def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
-    """Check by the statistics in the footer whether a row group can contain a requested row."""
+    """Check by the statistics in the Parquet footer whether a row group can contain a requested row.
+
+    True if there are no statistics.
+    """
     if not rows.ranges:
         return True
     for index in range(footer.num_columns):

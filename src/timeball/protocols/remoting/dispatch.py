@@ -67,7 +67,7 @@ class Dispatch:
         try:
             check_new_fields(command)
             reply = handler(call)
-        except Exception as error:  # of any kind: the client gets an answer, and the broker continues
+        except Exception as error:  # any exception: the client gets an error answer, and the broker continues
             self._reply(call, failure(call, error))
             return
         if reply is None or isinstance(reply, Command):
@@ -82,7 +82,7 @@ class Dispatch:
     async def _finish(self, call: Call, pending: Awaitable[Reply]) -> None:
         try:
             self._reply(call, await pending)
-        except Exception as error:  # of any kind: as in `handle`
+        except Exception as error:  # any exception, as in `handle`
             self._reply(call, failure(call, error))
         finally:
             call.connection.calls -= 1

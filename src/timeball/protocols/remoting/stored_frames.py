@@ -29,7 +29,7 @@ Opened = dict[Place, StoredFrame]
 
 
 class _Closed(NamedTuple):
-    """A frame that is not open yet and must be opened in the reader thread."""
+    """The place of a frame that is not opened yet and must be opened in the reader thread."""
 
     segment: Segment
     position: int
@@ -126,7 +126,7 @@ class StoredFrames:
             opening = in_thread(self._parts.reader_thread, self._open_from, closed)
             self._opening[place] = opening
             opening.add_done_callback(lambda _: self._opening.pop(place))
-        # Shielded: if one waiting pull is cancelled because its client goes, the others still need the frame.
+        # Shielded: if one pull is cancelled because its client disconnects, the others still need the frame.
         return await asyncio.shield(opening)
 
     def _open_from(self, closed: _Closed) -> Opened:

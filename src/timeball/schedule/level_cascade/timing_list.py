@@ -61,14 +61,14 @@ def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
 
 
 def encode_waiting(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Add the list of the later levels to the scheduled messages among these rows, accepted now."""
+    """Add TIMING-LIST to the scheduled messages among these rows. `now_ms` is the time at which they were accepted."""
     promised = rows.column("kind").to_numpy() == Kind.PROMISE
     if not promised.any():
         return rows
     left = rest(plan(rows.column("due_ms").fill_null(0).to_numpy() - now_ms))
     if promised.all():
         return with_column(rows, "properties", with_list(rows.column("properties"), left))
-    # A message to be delivered at once is not scheduled: its properties stay unchanged.
+    # The properties of immediate messages stay unchanged.
     mask = pa.array(promised)
     said = with_list(rows.column("properties").filter(mask), left[promised])
     return with_column(rows, "properties", pc.replace_with_mask(rows.column("properties"), mask, said))

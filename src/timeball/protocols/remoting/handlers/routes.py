@@ -67,7 +67,7 @@ class Routes:
             check_topic(topic)
             read = write = 1
         elif topic == AUTO_CREATE_TOPIC and context.broker.policy.has_template:
-            perm |= INHERIT  # shows a producer that it may create a topic from the template
+            perm |= INHERIT  # tells a producer that it may create a topic from the template
         elif standing is not None:
             read = write = standing
         else:
