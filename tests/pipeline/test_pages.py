@@ -267,7 +267,7 @@ def test_the_first_block_of_the_pipeline_runs(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     """As it stands, with nothing before it."""
-    [code] = [block for block in blocks("docs/pipeline.md", "python") if 'format("timeball")' in block]
+    code = next(block for block in blocks("docs/pipeline.md", "python") if 'format("timeball")' in block)
     assert "session.register(spark)" in code
     exec(compile(code.replace(DEFAULT_ENDPOINT, node.endpoint), "docs/pipeline.md", "exec"), {})
     assert len(attached_seqs(broker)) == 1
