@@ -14,6 +14,18 @@ from tests.node_fixture import eventually
 pytestmark = pytest.mark.interop
 
 
+def traced(broker: StockBroker, message_id: str) -> str | None:
+    """Print the trace of a message with RocketMQ's tool; None: it has none. Tried again when the tool is too slow."""
+    while True:
+        try:
+            return mqadmin(broker, "queryMsgTraceById", "-i", message_id)
+        except AssertionError as error:  # the tool fails when it finds nothing
+            if "no message" in str(error):
+                return None
+            # It gives its own requests some hundred milliseconds, and its Java is starting meanwhile.
+            assert "RemotingTimeoutException" in str(error), error
+
+
 @pytest.mark.parametrize("client", [*JAVA, JAVA5_5], indirect=True)
 def test_a_message_is_traced_from_its_producer_to_its_consumer(
     client: Driver, broker: StockBroker, name: str
@@ -25,12 +37,7 @@ def test_a_message_is_traced_from_its_producer_to_its_consumer(
 
     def groups() -> set[str]:
         """The groups that the tool lists for this message."""
-        try:
-            printed = mqadmin(broker, "queryMsgTraceById", "-i", sent["message_id"])
-        except AssertionError as error:  # the tool fails when it finds nothing
-            assert "no message" in str(error), error
-            return set()
-        return set(re.findall(rf"{name}-(?:producer|group)", printed))
+        return set(re.findall(rf"{name}-(?:producer|group)", traced(broker, sent["message_id"]) or ""))
 
     wanted = {f"{name}-producer", talk.group}
     eventually(lambda: groups() == wanted, "producer and consumer have written what they did")
@@ -41,5 +48,4 @@ def test_a_producer_that_does_not_trace_writes_no_trace(
     client: Driver, broker: StockBroker, name: str
 ) -> None:
     sent = Conversation(client, broker, name).send("not traced")
-    with pytest.raises(AssertionError, match="no message"):
-        mqadmin(broker, "queryMsgTraceById", "-i", sent["message_id"])
+    assert traced(broker, sent["message_id"]) is None
