@@ -395,7 +395,8 @@ class Delivery:
             envelope.topic == self._options.dead,
         )  # fmt: skip
         refusal = self._rules.refusal(envelope.topic)
-        if refusal is None and not self._topics.has(envelope.topic):
+        # Kafka may not list the topic of dead letters yet, which the bridge has just made.
+        if refusal is None and not one.is_dead and not self._topics.has(envelope.topic):
             refusal = f"Kafka has no topic {envelope.topic[:100]!r}"
         return one if refusal is None else self._dead(one, refusal)
 
