@@ -14,16 +14,20 @@ BUSY = (
     " message only with care.**"
 )
 HOW = """\
-`make versus` writes this page. It runs the same work on both brokers, round by round in turn, while both are up and
-warm. Each cell is the median of {rounds}.
+`make versus` writes this page. It runs the same work on both brokers on one machine, in turn in each round, while
+both brokers are running and warm. Each cell is the median of {rounds}.
 
-- Bodies have 128 bytes, and headers are those of stock Java clients. The code of each answer is checked.
-- C x W means C connections with W requests in flight each.
-- CPU is the server's user and system time for each processed message, from the first request to the last answer. For a
-  steady stream it ends with the last release, and for a burst it starts at the due time.
-- Before each measurement, free memory is filled with page cache.
-- p50 and p99 are those of the lateness in the lateness rows, and those of the answers in all other rows.
-- The burst and waiting rows have about {waiting} scheduled messages. Memory is that of the broker's process."""
+- Message bodies have 128 bytes. Requests have the headers of unmodified RocketMQ clients for Java. The load generator
+  checks the code of each answer. A request without success counts as failed, and so does a scheduled message that is
+  early, missing or there twice.
+- C x W means C connections, each with up to W requests in flight (sent and not answered yet).
+- CPU is the server's user and system time in microseconds (us) for each processed message, from the first request to
+  the last answer. For a steady stream it ends with the last release, and for a burst it starts at the due time.
+- p50 and p99 are those of the lateness in the lateness rows, and those of the time until the answer in all other
+  rows. Lateness is the time at which a message was stored in its queue, minus its due time.
+- The burst and waiting rows have about {waiting} scheduled messages. Memory is that of the broker's process. Waiting
+  means that the messages are pending.
+- Before each measurement, free memory is filled with page cache, as on a machine that has been in use for a while."""
 SMALL = "**A small run: the figures mean nothing.**"
 
 
