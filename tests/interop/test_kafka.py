@@ -244,6 +244,18 @@ def test_what_cannot_be_taken_or_delivered_is_a_dead_letter(place: Place) -> Non
     assert values(place.wait_for(place.out, 1)) == {"good": 1}
 
 
+def test_without_the_topic_of_dead_letters_they_are_filed_and_nothing_waits(place: Place) -> None:
+    place.make(partitions=1)
+    bridge = place.bridge()
+    place.produce([{"value": b"first", "headers": [("after", b"1ms")]}])
+    place.wait_for(place.out, 1)
+    admin = place.kafka.admin()
+    admin.delete_topics([place.dead])[place.dead].result(BOUND_S)
+    place.produce([{"value": b"wrong", "headers": []}, {"value": b"good", "headers": [("after", b"1ms")]}])
+    assert values(place.wait_for(place.out, 2)) == {"first": 1, "good": 1}
+    bridge.wait_line(event="status", filed=1)
+
+
 # ---- records that Kafka refuses at their instants --------------------------------------------------------------------
 
 SMALL = 100_000  # a topic's max.message.bytes

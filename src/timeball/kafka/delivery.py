@@ -294,7 +294,8 @@ class Delivery:
         self._produce(
             self._options.position_topic, msgspec.json.encode(Position(position)), KEY, 0, [], False
         )
-        self._commit({one.envelope.topic for one in found}, stop)
+        # Not the topic of dead letters: without it they go to the local file, which takes a refusal by Kafka.
+        self._commit({one.envelope.topic for one in found} - {self._options.dead}, stop)
 
     def _produce(
         self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers, alone: bool
