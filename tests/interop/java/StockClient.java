@@ -51,6 +51,9 @@ import org.apache.rocketmq.remoting.RPCHook;
  * each version of the client; what differs between versions is in Version.java.
  */
 public final class StockClient {
+    /** Of a request for a route. After its own 3 s the client closes the connection, and so fails its other requests. */
+    private static final int API_TIMEOUT_MS = 20_000;
+
     private static final PrintStream OUT = System.out;
     private static final RPCHook HOOK = hook();
     private final String nameServer;
@@ -155,6 +158,7 @@ public final class StockClient {
         }
         producer.setNamesrvAddr(nameServer);
         producer.setClientIP("127.0.0.1");
+        producer.setMqClientApiTimeout(API_TIMEOUT_MS);
         producer.setSendMsgTimeout(20_000);
         producer.start();
         producers.put(r.getString("name"), producer);
@@ -290,6 +294,7 @@ public final class StockClient {
                 r.getString("group"), HOOK, new AllocateMessageQueueAveragely(), r.getBooleanValue("trace"), null);
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
+        consumer.setMqClientApiTimeout(API_TIMEOUT_MS);
         consumer.setInstanceName(r.getString("name"));
         consumer.setPollNameServerInterval(1_000);
         // 5.x's first heartbeat and its first rebalance may collide, and pulls are refused until the next heartbeat.
@@ -374,6 +379,7 @@ public final class StockClient {
         DefaultLitePullConsumer consumer = new DefaultLitePullConsumer(r.getString("group"), HOOK);
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
+        consumer.setMqClientApiTimeout(API_TIMEOUT_MS);
         consumer.setInstanceName(name);
         consumer.setConsumeFromWhere(ConsumeFromWhere.CONSUME_FROM_FIRST_OFFSET);
         consumer.setAutoCommit(false);
@@ -419,6 +425,7 @@ public final class StockClient {
         DefaultMQPullConsumer consumer = new DefaultMQPullConsumer(r.getString("group"), HOOK);
         consumer.setNamesrvAddr(nameServer);
         consumer.setClientIP("127.0.0.1");
+        consumer.setMqClientApiTimeout(API_TIMEOUT_MS);
         consumer.start();
         return consumer;
     }
