@@ -29,8 +29,8 @@ import pyarrow.compute as pc
 from benchmarks.cluster import cpu_s
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.errors import SetupError, TimeballError
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.model.errors import SetupError, TimeballError
+from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from benchmarks.harness import CHECKOUT, TOPIC, Server, messages, now_ms, quantiles, serving
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 ROWS_PER_S, AHEAD_MS = 100, 300
 SECONDS, SECONDS_SMALL = 10.0, 0.5

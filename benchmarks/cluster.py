@@ -20,7 +20,7 @@ from benchmarks.harness import TOPIC, Server
 from benchmarks.remoting import QUEUES
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
     from tests.cluster.processes import Cluster

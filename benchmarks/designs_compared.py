@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.config import Settings
-from timeball.limits import DELAY_MS_MAX
-from timeball.message import Int64Array, Kind
+from timeball.model.config import Settings
+from timeball.model.limits import DELAY_MS_MAX
+from timeball.model.message import Int64Array, Kind
 from timeball.schedule.delay_levels.levels import LevelTable
 
 HOUR_MS = 3_600_000

@@ -27,7 +27,7 @@ from benchmarks.designs_compared import HOUR_MS, Design, Ledger, level_of
 from benchmarks.harness import BODY_BYTES, TOPIC, messages
 from timeball.broker.components import in_thread
 from timeball.clock import ManualClock
-from timeball.config import Settings
+from timeball.model.config import Settings
 from timeball.node import Node
 
 DELAYS_MS = {"10 s": 10_000, "1 h": HOUR_MS, "3 d": 72 * HOUR_MS, "40 d": 960 * HOUR_MS}

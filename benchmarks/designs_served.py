@@ -22,7 +22,7 @@ from benchmarks.report import Report
 from timeball import Timeball
 from timeball.files import RealFiles
 from timeball.log import checkpoint
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 BURST_BAR_S, LATENESS_BAR_MS, RESTART_BAR_S = 1.5, 20.0, 2.0  # of burst, punctual and restart
 ON_TIME_MS = 20

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from benchmarks.report import Spent
 from timeball import Timeball
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 READY_S = 60.0
 BODY_BYTES = 128

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from benchmarks.harness import Server
 from benchmarks.stored_message import decode_stored
 from timeball import Timeball
-from timeball.message import encode_properties
+from timeball.model.message import encode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 from timeball.protocols.grpc.dispatch import SERVICE_NAME

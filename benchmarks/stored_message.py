@@ -7,8 +7,8 @@ from zlib import crc32
 
 import msgspec
 
-from timeball.errors import InvalidMessage
-from timeball.message import decode_properties
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import decode_properties
 from timeball.protocols.remoting.codec.codes import MessageFlag
 from timeball.protocols.remoting.codec.records import MAGIC_V1, MAGIC_V2, Host
 

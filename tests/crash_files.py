@@ -35,7 +35,7 @@ from tests.crash_disk import Bytes, Folder, Inode, Survival
 from tests.crash_mirror import absorb_folder, mirror_content, mirror_folder
 from tests.crash_power import Power, PowerCut
 
-from timeball.errors import DiskFailed, NotFound, TimeballError
+from timeball.model.errors import DiskFailed, NotFound, TimeballError
 
 __all__ = ["CrashFile", "CrashFiles", "PowerCut", "Survival"]
 

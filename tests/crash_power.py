@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from timeball.errors import OverLimit, TimeballError
+from timeball.model.errors import OverLimit, TimeballError
 
 
 class PowerCut(BaseException):

@@ -17,7 +17,7 @@ from tests.bounds import BOUND_S
 from timeball.broker import transaction_checks
 from timeball.broker.service import Broker
 from timeball.clock import Clock, ManualClock
-from timeball.config import Settings
+from timeball.model.config import Settings
 from timeball.node import Node
 from timeball.protocols.grpc.handlers import renewals
 from timeball.schedule import ticker

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 COLUMNS = ["seq", "kind", "unique_key", "due_ms", "store_ms", "source_seq", "version_seq", "from_due_ms"]
 KINDS = [Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL]

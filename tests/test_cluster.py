@@ -28,7 +28,7 @@ from timeball.cluster.messages import (
 from timeball.cluster.positions import BEGINNING, EpochEnd, Position
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Log, Replica, Role, Rules
-from timeball.errors import PeerError
+from timeball.model.errors import PeerError
 
 SET = ("a/1", "b/1", "c/1")
 HEADER = b"h" * 64

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.crash_files import CrashFiles, PowerCut, Survival
 from tests.crash_images import images, synced_file
 
-from timeball.errors import DiskFailed, OverLimit
 from timeball.files import File, Files
+from timeball.model.errors import DiskFailed, OverLimit
 
 
 def test_it_is_a_files() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from timeball.data_folder import FORMAT_NAME, RESTORING, check_folder, write_format
-from timeball.errors import SetupError
 from timeball.files import RealFiles
+from timeball.model.errors import SetupError
 
 
 def test_an_empty_folder_becomes_ours(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from timeball.descriptors import OPEN_FILES_MAX, OPEN_FILES_MIN, RESERVE, allow_many, lent, open_files_max
-from timeball.errors import SetupError
 from timeball.files import RealFiles
+from timeball.model.errors import SetupError
 
 
 @pytest.fixture

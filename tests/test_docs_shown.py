@@ -14,11 +14,11 @@ from tests.cli.in_process import run_here
 from tests.docs_pages import page
 from tests.node_fixture import running_node
 
-from timeball import errors
-from timeball.key_hash import KeyRun, hash_one
 from timeball.log import checkpoint, queue_file
 from timeball.log import format as fmt
-from timeball.message import Kind
+from timeball.model import errors
+from timeball.model.key_hash import KeyRun, hash_one
+from timeball.model.message import Kind
 from timeball.schedule.mapped_log import checksums_of
 from timeball.schedule.timer_wheel import timer_log
 

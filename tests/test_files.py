@@ -21,8 +21,8 @@ import pytest
 from tests.crash_files import CrashFiles
 
 from timeball import files as module
-from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
 from timeball.files import Files, RealFiles, read_secret
+from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
 
 
 @pytest.fixture(params=["real", "crash"])

@@ -26,15 +26,15 @@ import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
-from timeball.errors import Corrupt
 from timeball.inspect.folder import FolderDump, FrameFound
-from timeball.key_hash import KeyRun, hash_keys
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log import queue_file as queue_format
 from timeball.log.segment import FOLDER, Segment, segment_name
-from timeball.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
+from timeball.model.errors import Corrupt
+from timeball.model.key_hash import KeyRun, hash_keys
+from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
 from timeball.table import attachment as att
 
 GOLDEN = Path(__file__).parent / "golden"

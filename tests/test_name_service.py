@@ -9,7 +9,7 @@ from tests.cluster.worlds import led, world_of
 from tests.protocols.remoting.wire import Wire
 
 from timeball.cluster.coordinator import Node
-from timeball.config import Settings
+from timeball.model.config import Settings
 from timeball.name_service import NameService
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command

@@ -23,13 +23,13 @@ from timeball import Timeball, __version__
 from timeball.broker.components import Tables
 from timeball.broker.recovery import apply_log, starting_point
 from timeball.clock import ManualClock
-from timeball.config import Settings
 from timeball.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
-from timeball.errors import DiskFailed, SetupError, StorageError
 from timeball.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
+from timeball.model.config import Settings
+from timeball.model.errors import DiskFailed, SetupError, StorageError
 from timeball.node import Node
 
 

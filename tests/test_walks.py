@@ -15,8 +15,8 @@ from tests.protocols.grpc.wire import Wire as GrpcWire
 from tests.protocols.remoting.wire import Wire
 from tests.walks import Walk, Walks, entered
 
-from timeball import limits
-from timeball.message import encode_properties
+from timeball.model import limits
+from timeball.model.message import encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.implementation import COMPILED
 from timeball.schedule import scheduler

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from examples.time_limits import limit_s
 
-from timeball.errors import SetupError, Unavailable
+from timeball.model.errors import SetupError, Unavailable
 
 CLUSTER, GROUP, NAMES = "demo", "g1", ("a", "b", "c")
 # Option -> the port of the first node; the others' are 1,000 and 2,000 further.

@@ -28,7 +28,7 @@ from examples.flights.show import Work, run_demo
 
 from timeball.cli.exit_codes import ExitCode, explain
 from timeball.cli.output import print_json
-from timeball.config import STRATEGIES
+from timeball.model.config import STRATEGIES
 
 SECONDS_MIN, SECONDS_MAX = 5, 3_600
 EPILOG = """\

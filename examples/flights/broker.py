@@ -16,8 +16,8 @@ import msgspec
 from examples.time_limits import limit_s
 
 from timeball.cli.spark import no_child_left_behind
-from timeball.config import StrategyName
-from timeball.errors import SetupError
+from timeball.model.config import StrategyName
+from timeball.model.errors import SetupError
 
 READY_S, STOP_S = 60.0, 40.0  # on an idle machine
 KEPT_LINES = 20

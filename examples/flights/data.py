@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as csv
 
-from timeball.errors import SetupError
-from timeball.message import Int64Array
+from timeball.model.errors import SetupError
+from timeball.model.message import Int64Array
 
 YEAR = 2013
 CHECK_IN_MS = 24 * 3_600_000  # check-in opens a day before departure

@@ -18,8 +18,8 @@ from examples.time_limits import limit_s
 
 from timeball.client import Timeball
 from timeball.clock import Clock
-from timeball.errors import Unavailable
-from timeball.message import Int64Array
+from timeball.model.errors import Unavailable
+from timeball.model.message import Int64Array
 
 TOPIC = "departures"
 GROUP = "tower"

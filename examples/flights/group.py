@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.cluster.machines import NAMES, LocalCluster, local_cluster
 
-from timeball.config import StrategyName
+from timeball.model.config import StrategyName
 
 # As the broker's of `broker.py`: a node at work compacts once a minute.
 OPTIONS = ("--compact-interval-ms", "3s")

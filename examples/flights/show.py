@@ -37,8 +37,8 @@ from examples.time_limits import limit_s
 from timeball.cli.output import err, out, progress_bar
 from timeball.client import Timeball
 from timeball.clock import Clock, SystemClock
-from timeball.config import StrategyName
-from timeball.errors import SetupError
+from timeball.model.config import StrategyName
+from timeball.model.errors import SetupError
 
 HEAD_START_MS = 1_500  # between scheduling the day and its midnight
 COMPACTED_S = 90.0  # on an idle machine: a Spark starts, and moves 336,776 rows

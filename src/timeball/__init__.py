@@ -24,7 +24,7 @@ The main modules and packages, lower layers first:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from timeball.errors import (
+from timeball.model.errors import (
     Conflict,
     Corrupt,
     DiskFailed,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` su
     from timeball.client.sender import AcceptedRows, ExistingRows, Receipt, RefusedRows, SendSummary
     from timeball.client.timeball import Timeball
     from timeball.client.worker import Dead, Retry, Worker
-    from timeball.wire import (
+    from timeball.model.wire import (
         Attached,
         Content,
         DeadLetterPage,
@@ -123,25 +123,25 @@ _PLACES = {
     "AcceptedRows": "timeball.client.sender",
     "AsyncMessage": "timeball.client.async_timeball",
     "AsyncTimeball": "timeball.client.async_timeball",
-    "Attached": "timeball.wire",
-    "Content": "timeball.wire",
+    "Attached": "timeball.model.wire",
+    "Content": "timeball.model.wire",
     "Dead": "timeball.client.worker",
-    "DeadLetterPage": "timeball.wire",
-    "DeadLetterRow": "timeball.wire",
+    "DeadLetterPage": "timeball.model.wire",
+    "DeadLetterRow": "timeball.model.wire",
     "ExistingRows": "timeball.client.sender",
-    "GroupPlace": "timeball.wire",
-    "GroupState": "timeball.wire",
+    "GroupPlace": "timeball.model.wire",
+    "GroupState": "timeball.model.wire",
     "Message": "timeball.client.messages",
-    "MessagePlace": "timeball.wire",
-    "QueueRange": "timeball.wire",
+    "MessagePlace": "timeball.model.wire",
+    "QueueRange": "timeball.model.wire",
     "Receipt": "timeball.client.sender",
     "RefusedRows": "timeball.client.sender",
-    "Resolved": "timeball.wire",
+    "Resolved": "timeball.model.wire",
     "Retry": "timeball.client.worker",
     "SendSummary": "timeball.client.sender",
     "Timeball": "timeball.client.timeball",
-    "TopicState": "timeball.wire",
-    "Verdict": "timeball.wire",
+    "TopicState": "timeball.model.wire",
+    "Verdict": "timeball.model.wire",
     "Worker": "timeball.client.worker",
 }
 

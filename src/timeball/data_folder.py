@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.errors import SetupError
 from timeball.files import Files, RealFiles
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.segment import holds_log
+from timeball.model.errors import SetupError
 
 FORMAT_NAME = "FORMAT"
 RESTORING = "RESTORING"  # exists until a restore is finished: no broker starts on such a folder

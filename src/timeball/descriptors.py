@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 # Some systems allow a billion, but some programs close every possible number when they start as a child process.
 OPEN_FILES_MAX = 1 << 20

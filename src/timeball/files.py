@@ -29,7 +29,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from timeball import descriptors
-from timeball.errors import DiskFailed, NotFound, OverLimit, SetupError
+from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError
 
 WARM_STEP = 8 * 1024 * 1024
 _CLOSED = (1 << 31) - 1  # a descriptor number that no process has: every call on it fails with EBADF

@@ -6,7 +6,7 @@ import asyncio
 
 from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.directory import Directory
-from timeball.config import Settings
+from timeball.model.config import Settings
 from timeball.protocols.remoting.name_server import GroupPlace, NameServer
 from timeball.security import Security, load_client_tls
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from timeball import __version__, local_time
-from timeball.access import ANONYMOUS, Caller
+from timeball import __version__
 from timeball.broker.applying import Applying, Recovered
 from timeball.broker.components import Components, Tables, Tracing, in_thread
 from timeball.broker.durations import find_durations
@@ -30,7 +29,6 @@ from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.broker.upkeep import Upkeep
 from timeball.clock import Clock, SchedulerClock, SystemClock
-from timeball.config import Settings
 from timeball.data_folder import check_folder, write_format
 from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.files import Files, RealFiles
@@ -43,7 +41,10 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.replication import Leading
 from timeball.log.writer import LogWriter
-from timeball.message import SCHEDULE_TOPIC
+from timeball.model import local_time
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.config import Settings
+from timeball.model.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.replica_groups import ReplicaReadOuts
 from timeball.monitoring.tracing_extra import open_traces

@@ -36,12 +36,12 @@ from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.survey import survey
-from timeball.config import BROKER_NAME, Settings
 from timeball.data_folder import check_folder, write_format
-from timeball.errors import LeaseLost, SetupError
 from timeball.files import RealFiles
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
+from timeball.model.config import BROKER_NAME, Settings
+from timeball.model.errors import LeaseLost, SetupError
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts
 from timeball.name_service import NameService

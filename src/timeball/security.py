@@ -15,11 +15,11 @@ import ssl
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from timeball import access
-from timeball.access import ANONYMOUS, Access, Accounts, Caller
-from timeball.config import Settings
-from timeball.errors import SetupError
 from timeball.files import read_secret
+from timeball.model import access
+from timeball.model.access import ANONYMOUS, Access, Accounts, Caller
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError
 
 ANYBODY = 0o007  # forbidden mode of a key: its group may read it, as with Debian's group ssl-cert
 

@@ -17,9 +17,9 @@ from timeball.backup.manifest import Manifest
 from timeball.cli.pending import count_waiting
 from timeball.clock import SystemClock
 from timeball.data_folder import check_folder
-from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import RealFiles
-from timeball.message import Kind
+from timeball.model.errors import Corrupt, NotFound, SetupError
+from timeball.model.message import Kind
 
 
 def backed_up(source: Path, target: Path) -> Manifest:

@@ -8,8 +8,8 @@ import pytest
 
 from timeball.backup import manifest as mf
 from timeball.backup.manifest import CopiedFile, Manifest, Progress
-from timeball.errors import Corrupt, SetupError
 from timeball.files import RealFiles
+from timeball.model.errors import Corrupt, SetupError
 
 
 def test_a_manifest_is_read_as_it_was_written_and_ends_the_progress(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.backup.plan import plan
-from timeball.errors import Corrupt, NotFound
 from timeball.files import RealFiles
 from timeball.log import format as fmt
+from timeball.model.errors import Corrupt, NotFound
 
 LOG = "log/0000000001.log"
 

@@ -8,11 +8,11 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.access import ANONYMOUS, Access, Caller, parse
 from timeball.broker.administration import TopicChange
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, TopicConfig
-from timeball.errors import Forbidden, InvalidName, RequestError
+from timeball.model.access import ANONYMOUS, Access, Caller, parse
+from timeball.model.errors import Forbidden, InvalidName, RequestError
 
 
 @on_node()

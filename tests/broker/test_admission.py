@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.on_node import batch, column
 
-from timeball import limits
 from timeball.broker.admission import admit
-from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.limits import DAY_MS
-from timeball.message import LOG_SCHEMA, SEND_COLUMNS, Kind, codes_of
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
+from timeball.model.limits import DAY_MS
+from timeball.model.message import LOG_SCHEMA, SEND_COLUMNS, Kind, codes_of
 from timeball.schedule.delay_levels.levels import LevelTable
 
 NOW_MS = 1_700_000_000_000

@@ -7,11 +7,11 @@ from tests.broker.test_grouped import shop
 from tests.broker.test_handed_rows import promises
 from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 
-from timeball.access import ANONYMOUS
 from timeball.broker.handed_rows import encode_sent, handed_rows
 from timeball.broker.registry.drains import AdoptedFacts
 from timeball.broker.revoking.group_questions import AdoptHere
-from timeball.errors import Forbidden, InvalidMessage, OutOfRange
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, InvalidMessage, OutOfRange
 
 
 def transfer(number: int, rows: int = 3, since_ms: int = 5) -> AdoptHere:

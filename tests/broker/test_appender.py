@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.broker.on_node import column, on_node
 from tests.crash.world import World
 
-from timeball import limits
 from timeball.broker.appender import TailCount
-from timeball.errors import OverLimit
-from timeball.message import Kind, build_rows
+from timeball.model import limits
+from timeball.model.errors import OverLimit
+from timeball.model.message import Kind, build_rows
 
 KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.PROMISE]
 

@@ -24,11 +24,11 @@ from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.replayed import Replayed
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.tail_promises import TailPromises
-from timeball.config import MIB
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
+from timeball.model.config import MIB
 from timeball.node import Node
 from timeball.schedule.moved import Moved
 from timeball.table.catalog import Catalog

@@ -20,14 +20,14 @@ from tests.crash.lives import run, until_cut
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World, table_rows
 
-from timeball import limits
 from timeball.broker import campaign_changes, upkeep
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.tables import rewrite
 from timeball.broker.tables.rewrite import FILES_MIN
 from timeball.clock import ManualClock
-from timeball.errors import Corrupt, InvalidMessage, NotFound, OutOfRange, OverLimit
-from timeball.message import Kind
+from timeball.model import limits
+from timeball.model.errors import Corrupt, InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.model.message import Kind
 from timeball.table import layout
 from timeball.table.attachment import Attachment
 

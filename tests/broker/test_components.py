@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from timeball.broker.components import Gate, in_thread, rollback_on_error
-from timeball.errors import DiskFailed
+from timeball.model.errors import DiskFailed
 
 
 def test_a_call_runs_in_the_thread_named_with_what_it_was_given() -> None:

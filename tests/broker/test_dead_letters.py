@@ -24,14 +24,14 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
-from timeball.access import ANONYMOUS
-from timeball.answers import DeadLetterRow
 from timeball.broker import dead_letters
 from timeball.broker.appender import Appender
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.clock import ManualClock
-from timeball.errors import GroupNotFound, InvalidMessage
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.answers import DeadLetterRow
+from timeball.model.errors import GroupNotFound, InvalidMessage
 
 
 async def kill(world: World, texts: list[bytes]) -> None:

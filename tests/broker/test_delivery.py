@@ -16,12 +16,12 @@ from tests.broker.revoking.test_cancel import delivered, said
 from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import eventually, running_node
 
-from timeball import limits
 from timeball.broker.delivery import FEW_ROWS, Brought, Lateness, in_frames, moved_rows, release_rows
 from timeball.clock import ManualClock
-from timeball.errors import InvalidMessage, OutOfRange, OverLimit
-from timeball.limits import DAY_MS
-from timeball.message import TABLE_SCHEMA, Kind, build_rows, lateness_ms, with_seq
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
+from timeball.model.limits import DAY_MS
+from timeball.model.message import TABLE_SCHEMA, Kind, build_rows, lateness_ms, with_seq
 from timeball.schedule.locations import as_promises
 
 

@@ -19,7 +19,6 @@ from tests.crash.lives import run
 from tests.crash.world import HOUR_MS, CutFiles
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.access import ANONYMOUS, Access, parse
 from timeball.broker import draining
 from timeball.broker.draining import MARGIN_MS, Draining
 from timeball.broker.registry.drains import Drains
@@ -27,9 +26,10 @@ from timeball.broker.registry.topic import READ
 from timeball.broker.revoking.group_questions import AdoptHere, RouteHere
 from timeball.broker.revoking.recall import RecallRefused, encode_handle
 from timeball.clock import ManualClock
-from timeball.errors import Conflict, Forbidden, InvalidMessage, NotFound, Unavailable
-from timeball.message import Kind
-from timeball.wire import Verdict
+from timeball.model.access import ANONYMOUS, Access, parse
+from timeball.model.errors import Conflict, Forbidden, InvalidMessage, NotFound, Unavailable
+from timeball.model.message import Kind
+from timeball.model.wire import Verdict
 
 ACCOUNTS = b"""
 [[accounts]]

@@ -17,8 +17,8 @@ from tests.broker.on_node import TURNS, batch, on_node, settled
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.clock import PROBATION_MS, STEP_MS
-from timeball.config import STRATEGIES
-from timeball.message import Kind
+from timeball.model.config import STRATEGIES
+from timeball.model.message import Kind
 
 # By how much the wall is set: large and small, back and forward.
 STEPS_MS = (-24 * HOUR_MS, -HOUR_MS, -STEP_MS, -200, 200, STEP_MS, HOUR_MS, 24 * HOUR_MS)

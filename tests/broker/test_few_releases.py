@@ -12,12 +12,12 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
 from timeball.broker import delivery
 from timeball.broker.registry.topic import TopicConfig
 from timeball.clock import ManualClock
 from timeball.log.few_rows import NumberedRows
-from timeball.message import READ_SCHEMA, Kind, encode_properties, int64
+from timeball.model import limits
+from timeball.model.message import READ_SCHEMA, Kind, encode_properties, int64
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 
 NOW_MS = 1_700_000_000_000

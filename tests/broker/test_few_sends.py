@@ -14,15 +14,15 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
 from timeball.broker import few_sends
 from timeball.broker.admission import batch_of
 from timeball.broker.registry.topic import TopicConfig
 from timeball.clock import ManualClock
-from timeball.errors import TimeballError
 from timeball.log import format as fmt
 from timeball.log.few_rows import rows_of
-from timeball.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows
+from timeball.model import limits
+from timeball.model.errors import TimeballError
+from timeball.model.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows
 
 NOW_MS = 1_700_000_000_000
 TOPICS = ("one", "many", "missing")

@@ -11,14 +11,14 @@ from tests.broker.on_node import on_node
 from tests.crash.world import World
 from tests.loop_turns import LoopTurns, Watched
 
-from timeball import limits
-from timeball.access import ANONYMOUS
-from timeball.answers import TopicState
 from timeball.broker.group_states import add_in_flight, lags
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.lease_counts import Counts
 from timeball.broker.shares import GROUPS_AT_ONCE
-from timeball.errors import GroupNotFound, OutOfRange
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.answers import TopicState
+from timeball.model.errors import GroupNotFound, OutOfRange
 
 
 @on_node()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.broker.handed_rows import SENT, adopted_rows, decode_sent, encode_sent, handed_rows, is_handed
-from timeball.errors import InvalidMessage
-from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
 
 PROPERTIES = [
     None,

@@ -14,14 +14,14 @@ from tests.broker.on_node import on_node
 from tests.crash.lives import run
 from tests.crash.world import World
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller
 from timeball.broker import ingress
 from timeball.broker.admission import batch_of
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import AsyncBatcher, Ingress, Piece, settle
-from timeball.errors import DiskFailed, InvalidMessage, NotFound, OverLimit, TimeballError, Unavailable
-from timeball.message import SEND_COLUMNS, SEND_NAMES, Kind, SendBatch, SendRow
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import DiskFailed, InvalidMessage, NotFound, OverLimit, TimeballError, Unavailable
+from timeball.model.message import SEND_COLUMNS, SEND_NAMES, Kind, SendBatch, SendRow
 
 
 def in_turns(items_max: int = 100) -> Callable[[Callable[[Bakery], Coroutine[Any, Any, None]]], Any]:

@@ -7,9 +7,9 @@ from tests.broker.on_node import on_node
 from tests.broker.test_push_changes import principal
 from tests.crash.world import World
 
-from timeball.access import ANONYMOUS
 from timeball.broker import job_reports
-from timeball.errors import Forbidden
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden
 
 
 @on_node()

@@ -14,10 +14,10 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
-from timeball.access import ANONYMOUS
 from timeball.clock import ManualClock
-from timeball.limits import DAY_MS
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.limits import DAY_MS
 
 # The group reads nothing more: unread messages of its retry topics are no subject here.
 SETTINGS: dict[str, Any] = {"retention_ms": HOUR_MS, "unread_retention_ms": 0}

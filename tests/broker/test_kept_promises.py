@@ -13,8 +13,8 @@ from tests.crash.lives import run
 from tests.crash.world import BOUND_S, HOUR_MS, SECOND_MS, CutFiles, World
 
 from timeball.clock import ManualClock
-from timeball.errors import OverLimit, RequestError
-from timeball.message import Kind, stored_sizes
+from timeball.model.errors import OverLimit, RequestError
+from timeball.model.message import Kind, stored_sizes
 from timeball.schedule import scheduler as scheduler_module
 
 KEEPERS = ["timer_wheel", "level_cascade"]

@@ -14,15 +14,15 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller
 from timeball.broker import keyed_sends
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.registry import idempotency
 from timeball.clock import ManualClock
-from timeball.errors import Conflict, InvalidMessage, InvalidName, OverLimit
-from timeball.message import Kind
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import Conflict, InvalidMessage, InvalidName, OverLimit
+from timeball.model.message import Kind
 
 
 class Named(Caller):

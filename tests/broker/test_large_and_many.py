@@ -10,9 +10,9 @@ from tests.broker.consuming.subscriber import in_queue
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
 
-from timeball import limits
-from timeball.config import STRATEGIES
-from timeball.message import encode_properties
+from timeball.model import limits
+from timeball.model.config import STRATEGIES
+from timeball.model.message import encode_properties
 
 TOPIC = "later"
 MANY = 20_000

@@ -9,10 +9,10 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import SECOND_MS, World
 
-from timeball.config import Settings
-from timeball.errors import DiskFailed, Forbidden, InvalidDelay, InvalidMessage, NotFound, SetupError
-from timeball.limits import DAY_MS
-from timeball.message import SCHEDULE_TOPIC, Kind, decode_properties
+from timeball.model.config import Settings
+from timeball.model.errors import DiskFailed, Forbidden, InvalidDelay, InvalidMessage, NotFound, SetupError
+from timeball.model.limits import DAY_MS
+from timeball.model.message import SCHEDULE_TOPIC, Kind, decode_properties
 from timeball.node import Node
 
 

@@ -10,9 +10,9 @@ from tests.broker.on_node import batch, column, on_node
 from tests.broker.test_push_changes import principal
 from tests.crash.world import HOUR_MS, World
 
-from timeball.access import ANONYMOUS
 from timeball.broker.live_tail import Offsets
-from timeball.errors import Forbidden, NotFound
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, NotFound
 
 LONG_S = 30.0
 

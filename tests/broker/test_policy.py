@@ -20,15 +20,15 @@ from tests.crash_files import CrashFiles
 from tests.starving import no_descriptors
 
 import timeball
-from timeball import limits
-from timeball.access import ANONYMOUS, Access, Account, Caller, Principal
 from timeball.broker.policy import NewTopics, queues_to_read
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import Topics
 from timeball.clock import ManualClock
-from timeball.config import MIB, Settings
-from timeball.errors import Forbidden, GroupNotFound, InvalidName, NotFound, OutOfRange, OverLimit
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Access, Account, Caller, Principal
+from timeball.model.config import MIB, Settings
+from timeball.model.errors import Forbidden, GroupNotFound, InvalidName, NotFound, OutOfRange, OverLimit
 from timeball.node import Node
 
 

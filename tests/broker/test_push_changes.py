@@ -10,9 +10,9 @@ from tests.broker.on_node import on_node
 from tests.broker.registry.test_push_subscriptions import subscription
 from tests.crash.world import World
 
-from timeball.access import ANONYMOUS, Access, Account, Principal
-from timeball.errors import Forbidden, InvalidFilter, InvalidMessage, NotFound, RequestError
-from timeball.message import Kind
+from timeball.model.access import ANONYMOUS, Access, Account, Principal
+from timeball.model.errors import Forbidden, InvalidFilter, InvalidMessage, NotFound, RequestError
+from timeball.model.message import Kind
 
 
 def principal(**fields: Any) -> Principal:

@@ -12,7 +12,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.queue_entries import rebuild
 from timeball.log.queue_file import QueueFile, encode
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 Read = dict[tuple[str, int], list[tuple[int, str]]]  # by topic and queue: offset and key
 FAR_MS = 300 * SECOND_MS

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from timeball.broker import rates as module
 from timeball.broker.rates import Rate, Rates, Stat
-from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 
 NUMS = Stat.TOPIC_PUT_NUMS
 

@@ -17,8 +17,8 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.table.test_catalog import commits
 
-from timeball.errors import Corrupt
 from timeball.log import checkpoint
+from timeball.model.errors import Corrupt
 from timeball.table.catalog import DELTA_LOG
 from timeball.table.layout import KEYS_FOLDER
 

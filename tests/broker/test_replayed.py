@@ -13,7 +13,7 @@ from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.replayed import Replayed
 from timeball.broker.tables.attach import AttachState
 from timeball.log.checkpoint import Checkpoint, Facts
-from timeball.message import NO_INSTANT_MS, Kind, build_rows, with_seq
+from timeball.model.message import NO_INSTANT_MS, Kind, build_rows, with_seq
 from timeball.schedule.moved import Moved
 from timeball.table.attachment import Attachment, FileEntry, Reservation, encode
 

@@ -8,9 +8,9 @@ import pytest
 from tests.broker.on_node import on_node
 from tests.crash.world import HOUR_MS, World
 
-from timeball.access import ANONYMOUS
 from timeball.broker import retention
 from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.model.access import ANONYMOUS
 
 MIB = 1024 * 1024
 TOPIC, GROUP = "orders", "billing"

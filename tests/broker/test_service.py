@@ -13,9 +13,9 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.checker import check
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball import limits
-from timeball.errors import InvalidDelay, NotFound, OutOfRange, OverLimit
-from timeball.message import Kind
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, NotFound, OutOfRange, OverLimit
+from timeball.model.message import Kind
 
 
 async def queue(world: World, topic: str, queue_id: int = 0) -> pa.RecordBatch:

@@ -13,14 +13,14 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.access import ANONYMOUS
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.registry import source_positions
 from timeball.clock import ManualClock
-from timeball.errors import Conflict, InvalidName
-from timeball.message import build_rows
-from timeball.wire import SourceStep
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Conflict, InvalidName
+from timeball.model.message import build_rows
+from timeball.model.wire import SourceStep
 
 RECORDS = 9
 

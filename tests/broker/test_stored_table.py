@@ -23,12 +23,13 @@ from tests.s3_fixtures import proxy as proxy
 from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, FaultyStore
 
-from timeball import Timeball, places
-from timeball.access import ANONYMOUS
+from timeball import Timeball
 from timeball.broker import components, stored_table
 from timeball.clock import ManualClock
-from timeball.errors import SetupError, TimeballError, Unavailable
-from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
+from timeball.model import storage_uris
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import SetupError, TimeballError, Unavailable
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import open_table
 from timeball.table import object_store, stored_catalog
@@ -328,7 +329,7 @@ def test_what_needs_a_silent_store_is_told_so_in_time(world: World, monkeypatch:
     monkeypatch.setattr(object_store, "ANSWER_S", 0.2)
     monkeypatch.setattr(stored_catalog, "START_ANSWER_S", 0.2)
     # What is left behind ends sooner: Arrow makes no second file system in a process while a request is under way.
-    monkeypatch.setattr(places, "_REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(storage_uris, "_REQUEST_TIMEOUT_S", 0.3)
     world.restart()
     world.attach("far", *[3 * DAY_MS] * 10)
     world.attach("soon", *[SOON_MS] * 100)

@@ -20,10 +20,18 @@ from tests.starving import no_descriptors, no_room
 from tests.table.small_table import attachment, table_rows, write
 from tests.table.test_catalog import seqs
 
-from timeball import limits
 from timeball.cli.exit_codes import ExitCode, explain
-from timeball.errors import Corrupt, DiskFailed, InvalidMessage, NotFound, OutOfRange, OverLimit, Unavailable
-from timeball.message import Kind, lateness_ms
+from timeball.model import limits
+from timeball.model.errors import (
+    Corrupt,
+    DiskFailed,
+    InvalidMessage,
+    NotFound,
+    OutOfRange,
+    OverLimit,
+    Unavailable,
+)
+from timeball.model.message import Kind, lateness_ms
 from timeball.table.attachment import Attachment, FileEntry, decode_change
 
 

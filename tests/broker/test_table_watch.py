@@ -23,7 +23,7 @@ from tests.rounds import rounds
 from tests.table.test_catalog import seqs
 
 from timeball.broker.tables import rewrite
-from timeball.errors import MissingFile, OverLimit
+from timeball.model.errors import MissingFile, OverLimit
 from timeball.table import catalog as catalog_module
 from timeball.table import live_files
 

@@ -14,7 +14,7 @@ from tests.log.small_log import opened
 
 from timeball.broker import tail_promises
 from timeball.broker.tail_promises import TailPromises
-from timeball.message import Kind, build_rows, with_seq
+from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule.outcomes import Settled
 
 # due_ms, and how many rows before this one the promise came whose row this is (0: a new one).

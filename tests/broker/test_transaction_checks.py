@@ -9,11 +9,11 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball import limits
 from timeball.broker import transaction_checks
 from timeball.broker.transactions import Half
-from timeball.errors import OverLimit
-from timeball.message import READ_SCHEMA, encode_properties
+from timeball.model import limits
+from timeball.model.errors import OverLimit
+from timeball.model.message import READ_SCHEMA, encode_properties
 
 
 class Edge:

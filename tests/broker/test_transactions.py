@@ -12,13 +12,13 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 
-from timeball import limits
 from timeball.broker import transactions
 from timeball.broker.transactions import Half, Outcome
 from timeball.clock import ManualClock
-from timeball.errors import InvalidMessage, OverLimit
 from timeball.log import checkpoint
-from timeball.message import NO_INSTANT_MS, Kind, encode_properties
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.message import NO_INSTANT_MS, Kind, encode_properties
 
 FIRST_MS, EACH_MS = limits.TRANSACTION_FIRST_CHECK_MS, limits.TRANSACTION_CHECK_INTERVAL_MS
 GROUP = "payers"

@@ -13,11 +13,11 @@ from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import upkeep
 from timeball.broker.tables.rewrite import FILES_MIN
-from timeball.config import MIB
-from timeball.errors import Corrupt, DiskFailed, OverLimit
-from timeball.key_hash import KeyRun
-from timeball.limits import DAY_MS, MINUTE_MS
 from timeball.log import checkpoint
+from timeball.model.config import MIB
+from timeball.model.errors import Corrupt, DiskFailed, OverLimit
+from timeball.model.key_hash import KeyRun
+from timeball.model.limits import DAY_MS, MINUTE_MS
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 

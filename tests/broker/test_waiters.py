@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from timeball import limits
 from timeball.broker.waiters import Waiters, WaitQueue
-from timeball.errors import OverLimit
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 
 async def _waits(waiters: Waiters, *places: tuple[str, int | None]) -> list[asyncio.Task[bool]]:

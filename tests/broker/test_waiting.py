@@ -12,12 +12,12 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.test_push_changes import principal
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball.access import ANONYMOUS
 from timeball.broker.waiting import forecast as forecasts
 from timeball.broker.waiting import log_tail, table_walk
 from timeball.broker.waiting.forecast import UNITS
 from timeball.broker.waiting.pages import Page, Waiting, Wanted
-from timeball.errors import Forbidden, NotFound, OutOfRange, OverLimit
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, NotFound, OutOfRange, OverLimit
 from timeball.table import layout
 
 STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are beside each of them

@@ -11,11 +11,11 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.access import ANONYMOUS, Access, Caller
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.clock import ManualClock
-from timeball.errors import Unavailable
+from timeball.model.access import ANONYMOUS, Access, Caller
+from timeball.model.errors import Unavailable
 from timeball.node import Node
 
 

@@ -11,7 +11,7 @@ from tests.cli.in_process import run_here
 
 import timeball as package
 from timeball.cli import bench
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 def test_each_is_listed_with_what_it_is_about() -> None:

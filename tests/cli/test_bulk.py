@@ -13,8 +13,8 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.cli.bulk import Format, campaign_id, describe, document, format_of, place, source_of
-from timeball.errors import NotFound, RequestError
-from timeball.limits import DAY_MS
+from timeball.model.errors import NotFound, RequestError
+from timeball.model.limits import DAY_MS
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cli.in_process import run_here
 
 from timeball.cli.cluster_drain import _sentence
-from timeball.wire import Drained
+from timeball.model.wire import Drained
 
 
 def test_a_broker_that_is_in_no_cluster_is_not_drained(endpoint: str) -> None:

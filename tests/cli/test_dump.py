@@ -15,7 +15,7 @@ from tests.node_fixture import RunningNode, running_node
 from tests.written_again import fill_segment, write_again
 
 from timeball import Timeball
-from timeball.config import MIB
+from timeball.model.config import MIB
 
 
 @pytest.fixture(scope="module")

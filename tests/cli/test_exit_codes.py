@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from timeball import errors
 from timeball.cli.exit_codes import ExitCode, explain
+from timeball.model import errors
 
 
 def _all_errors(root: type[errors.TimeballError]) -> list[type[errors.TimeballError]]:

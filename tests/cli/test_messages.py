@@ -7,7 +7,7 @@ import pytest
 from tests.cli.in_process import run_here
 
 from timeball.cli.units import show_wait
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:

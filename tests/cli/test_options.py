@@ -11,8 +11,8 @@ from tests.node_fixture import running_node
 from typer.testing import CliRunner
 
 from timeball.cli.options import SparkOptions, build_settings, connect, settings_options, spark_options
-from timeball.config import Settings
-from timeball.errors import NotFound, RequestError, SetupError, Unavailable
+from timeball.model.config import Settings
+from timeball.model.errors import NotFound, RequestError, SetupError, Unavailable
 from timeball.pipeline.run import SUBMITTED
 
 

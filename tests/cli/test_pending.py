@@ -12,7 +12,7 @@ from tests.written_again import fill_segment, let_go, write_again
 from timeball import Timeball
 from timeball.cli.pending import BARS_MAX, Unit, Waiting, count_waiting
 from timeball.clock import ManualClock
-from timeball.config import MIB
+from timeball.model.config import MIB
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS

@@ -21,7 +21,7 @@ from tests.pipeline.traffic import send
 from timeball import Timeball
 from timeball.cli.pipeline import Job, _stop_on_eof, parse_job_options
 from timeball.clock import SystemClock
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 from timeball.pipeline.run.job_status import Board, Epoch, JobStatus
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")

@@ -15,8 +15,8 @@ from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
 from timeball.cli.replay import agree, beginning, describe_plan, instant, print_report
-from timeball.errors import InvalidDelay, RequestError
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.errors import InvalidDelay, RequestError
+from timeball.model.limits import DAY_MS, HOUR_MS
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 

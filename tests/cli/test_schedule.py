@@ -12,7 +12,7 @@ from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
 from timeball import Timeball
 from timeball.cli.send import timing
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 DAY_MS = 86_400_000
 

@@ -18,7 +18,7 @@ from tests.node_fixture import eventually, running_node
 from timeball import Timeball, __version__
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.serve import announce
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

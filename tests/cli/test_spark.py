@@ -12,7 +12,7 @@ import pytest
 
 import timeball
 from timeball.cli import spark as door
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 @pytest.fixture

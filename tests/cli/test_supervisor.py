@@ -15,8 +15,8 @@ from tests.ports import free_ports
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.supervisor import PORTS, PORTS_APART, command_of, group_names, options_of
-from timeball.config import Settings
-from timeball.errors import SetupError
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError
 
 SETTINGS = replace(
     Settings(), cluster="c", node="a", group="g1,g2", etcd="http://127.0.0.1:1", data=Path("d")

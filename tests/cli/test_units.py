@@ -12,7 +12,7 @@ from timeball.cli.units import (
     show_bytes,
     show_ms,
 )
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import SparkOptions
 from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
 from timeball.clock import ManualClock
-from timeball.config import Settings
+from timeball.model.config import Settings
 
 
 def test_the_pipeline_compacts_by_the_brokers_settings() -> None:

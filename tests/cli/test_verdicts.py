@@ -9,7 +9,7 @@ import typer
 
 from timeball.cli.cancel import SENTENCES, report, sentence
 from timeball.cli.exit_codes import ExitCode
-from timeball.wire import VERDICTS, Verdict
+from timeball.model.wire import VERDICTS, Verdict
 
 
 def test_each_verdict_has_a_sentence() -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.client.exchange import SendExchange
-from timeball.errors import TimeballError
+from timeball.model.errors import TimeballError
 
 STREAMS = 1_000
 ANSWER_S = 0.0008  # within which a stream that is begun is broken: the two ends meet somewhere in it

@@ -10,8 +10,8 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.client.messages import Message
-from timeball.errors import NotFound, RequestError
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.errors import NotFound, RequestError
+from timeball.model.limits import DAY_MS, HOUR_MS
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:

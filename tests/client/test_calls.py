@@ -13,7 +13,7 @@ from tests.node_fixture import BOUND_S, RunningNode, running_node
 
 from timeball import Timeball
 from timeball.client.calls import RETRY_PAUSES_S, Calls, NotSent, translate, translated
-from timeball.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
+from timeball.model.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
 
 NOBODY = "grpc://127.0.0.1:1"
 

@@ -10,7 +10,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from timeball import Timeball
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.client.messages import Message
-from timeball.errors import InvalidFilter, InvalidReceipt, NotFound, RequestError
+from timeball.model.errors import InvalidFilter, InvalidReceipt, NotFound, RequestError
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:

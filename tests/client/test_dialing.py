@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode
 from timeball import Timeball
 from timeball.client.calls import RETRY_PAUSES_S
 from timeball.client.dialing import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS, Credentials, credentials
-from timeball.errors import RequestError, Unauthorized, Unavailable
+from timeball.model.errors import RequestError, Unauthorized, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 
 

@@ -6,7 +6,7 @@ import importlib
 import pytest
 from tests.node_fixture import RunningNode
 
-MODULES = ["timeball.client.timeball", "timeball.client.reader", "timeball.instants"]
+MODULES = ["timeball.client.timeball", "timeball.client.reader", "timeball.model.time_parsing"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -17,7 +17,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.client.calls import NotSent
 from timeball.client.exchange import Lost, SendExchange
-from timeball.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
+from timeball.model.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 

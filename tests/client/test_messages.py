@@ -4,7 +4,7 @@ import pyarrow as pa
 
 from timeball import Timeball
 from timeball.client.messages import Member, _parts, view
-from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
 
 
 def rows() -> pa.RecordBatch:

@@ -26,8 +26,8 @@ from timeball.client.outgoing import (
     from_dicts,
     one,
 )
-from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import decode_properties
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.message import decode_properties
 
 NOW_MS = 1_700_000_000_000
 

@@ -17,8 +17,8 @@ from timeball import AsyncTimeball, Timeball
 from timeball.client.calls import NotNow
 from timeball.client.exchange import Lost
 from timeball.client.sender import Receipt, outcome
-from timeball.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
-from timeball.wire import SendAck
+from timeball.model.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
+from timeball.model.wire import SendAck
 
 
 def test_threads_share_a_client(ball: Timeball) -> None:

@@ -11,10 +11,11 @@ import pytest
 from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
-from timeball import Timeball, wire
+from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
-from timeball.errors import Conflict, InvalidMessage, RequestError
+from timeball.model import wire
+from timeball.model.errors import Conflict, InvalidMessage, RequestError
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 

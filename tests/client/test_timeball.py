@@ -8,9 +8,10 @@ import pytest
 from tests.node_fixture import RunningNode
 
 import timeball
-from timeball import Timeball, errors, limits
-from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, RequestError
-from timeball.message import READ_SCHEMA, Kind
+from timeball import Timeball
+from timeball.model import errors, limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, RequestError
+from timeball.model.message import READ_SCHEMA, Kind
 
 
 def test_a_receipt_tells_the_truth(ball: Timeball) -> None:

@@ -8,7 +8,7 @@ from tests.node_fixture import eventually
 
 from timeball.client import worker_processes
 from timeball.client.worker_processes import Processes
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 
 def test_they_end_in_order_when_stopped_and_start_once() -> None:

@@ -38,8 +38,8 @@ from timeball.clock import ManualClock
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Role
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.config import MIB
-from timeball.errors import Corrupt, TimeballError
+from timeball.model.config import MIB
+from timeball.model.errors import Corrupt, TimeballError
 from timeball.node import Node
 
 NAMES = ("a", "b", "c")

@@ -25,7 +25,7 @@ from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.lease import HeldLease
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 
 POLL_S = 1.0  # how often a node reads, whatever its watch says
 

@@ -6,12 +6,12 @@ tests alone: they must see the doubled messages.
 
 from __future__ import annotations
 
-from timeball.access import Caller
 from timeball.broker.adoption import Adoption
 from timeball.broker.registry.drains import Drains
 from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.cli.main import main
-from timeball.errors import Unavailable
+from timeball.model.access import Caller
+from timeball.model.errors import Unavailable
 
 if __name__ == "__main__":
     adopt, heard = Adoption.adopt, set[int]()

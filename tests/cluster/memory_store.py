@@ -22,7 +22,7 @@ from timeball.cluster.store import (
     Read,
     RevisionIs,
 )
-from timeball.errors import LeaseLost, Unavailable
+from timeball.model.errors import LeaseLost, Unavailable
 
 
 @dataclass

@@ -17,7 +17,7 @@ import google_crc32c
 from timeball.cluster.positions import BEGINNING, Position, extend
 from timeball.cluster.replica import Log
 from timeball.log import format as fmt
-from timeball.message import SCHEMA_VERSION
+from timeball.model.message import SCHEMA_VERSION
 
 FRAME_BYTES = 128
 SEGMENT_FRAMES = 6

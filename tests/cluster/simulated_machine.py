@@ -35,10 +35,10 @@ from timeball.cluster.receiver import Receiver
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
-from timeball.config import Settings
-from timeball.errors import PeerError, TimeballError, Unavailable
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
+from timeball.model.config import Settings
+from timeball.model.errors import PeerError, TimeballError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.node import Node
 from timeball.replicated_node import LentDisk

@@ -41,8 +41,8 @@ from timeball.cluster.messages import Begin, Bytes, Complete, Data
 from timeball.cluster.positions import BEGINNING
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Replica, Role, Rules
-from timeball.errors import PeerError
 from timeball.log.format import ALIGN
+from timeball.model.errors import PeerError
 
 NODES = ("a", "b", "c", "d")
 TTL_MS = 1_000

@@ -9,8 +9,8 @@ import pytest
 
 from timeball.clock import SystemClock
 from timeball.cluster.connect import coordinator_of
-from timeball.config import Settings
-from timeball.errors import SetupError
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError
 
 PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
 

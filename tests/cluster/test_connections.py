@@ -17,7 +17,7 @@ from timeball.clock import SystemClock
 from timeball.cluster import connections as sockets
 from timeball.cluster.connections import STRANGERS_MAX, Connections, listen, parse_address
 from timeball.cluster.messages import Ack, Data, Hello, Message, Ping, Refuse, encode
-from timeball.errors import PeerError, SetupError
+from timeball.model.errors import PeerError, SetupError
 
 GROUP = "g1"
 Seen = list[tuple[object, ...]]

@@ -19,8 +19,8 @@ from timeball.cluster.messages import Complete, File, Have, Message, Want
 from timeball.cluster.outgoing_files import PIECE_BYTES
 from timeball.cluster.positions import BEGINNING
 from timeball.cluster.replica import Lead, Peer, Replica, Role, Rules, Source
-from timeball.errors import NotFound, NotLeader
 from timeball.files import RealFiles
+from timeball.model.errors import NotFound, NotLeader
 from timeball.table.attachment import FileEntry
 
 SET = ("a/1", "b/1", "c/1")

@@ -18,7 +18,7 @@ from tests.cluster.processes import Cluster, NodeProcess, running_groups
 from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball, Unavailable
-from timeball.errors import TimeballError
+from timeball.model.errors import TimeballError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.protocols.remoting.codec.codes import RequestCode
 

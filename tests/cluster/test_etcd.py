@@ -15,7 +15,7 @@ from tests.ports import free_ports
 from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.store import VALUE_BYTES_MAX, KeyValue, LeaseIs, Put, Read, RevisionIs, Store
-from timeball.errors import LeaseLost, Unavailable
+from timeball.model.errors import LeaseLost, Unavailable
 
 pytestmark = pytest.mark.xdist_group("etcd")
 

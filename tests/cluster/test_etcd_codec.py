@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from timeball.cluster import etcd_codec as codec
 from timeball.cluster.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
 from timeball.cluster.store import Delete, KeyValue, LeaseIs, Outcome, Put, Read, RevisionIs
-from timeball.errors import LeaseLost, SetupError
+from timeball.model.errors import LeaseLost, SetupError
 
 HEADER = (
     b'"header":{"cluster_id":"14841639068965178418","member_id":"10276657743932975437",'

@@ -24,7 +24,7 @@ from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.lease import HeldLease
-from timeball.errors import LeaseLost, SetupError, Unavailable
+from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.security import load_client_tls
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("etcd")]

@@ -15,7 +15,7 @@ from timeball.cluster import etcd_codec as codec
 from timeball.cluster import etcd_members
 from timeball.cluster.etcd_codec import BadAnswer
 from timeball.cluster.etcd_members import EtcdAccess, Members
-from timeball.errors import SetupError, TimeballError, Unavailable
+from timeball.model.errors import SetupError, TimeballError, Unavailable
 
 READ = b'{"key":"eA=="}'
 HEADER = b'{"header":{"revision":"1"}}'

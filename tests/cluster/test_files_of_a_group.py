@@ -12,7 +12,7 @@ from tests.cluster.processes import Cluster, NodeProcess, running_cluster
 
 from timeball import Timeball
 from timeball.cluster.incoming_file import SUFFIX
-from timeball.errors import TimeballError
+from timeball.model.errors import TimeballError
 
 TOPIC = "later"
 

@@ -17,12 +17,12 @@ from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.messages import Begin
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.config import Settings
-from timeball.errors import Corrupt
 from timeball.files import RealFiles
 from timeball.log import format as fmt
 from timeball.log.checkpoint import Checkpoint, Facts, snapshot_row
-from timeball.message import Int64Array, Kind, build_rows, meta_rows
+from timeball.model.config import Settings
+from timeball.model.errors import Corrupt
+from timeball.model.message import Int64Array, Kind, build_rows, meta_rows
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog

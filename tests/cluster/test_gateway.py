@@ -12,7 +12,7 @@ from tests.ports import free_ports
 from timeball.cluster import gateway as module
 from timeball.cluster.connections import Address
 from timeball.cluster.gateway import Gateway
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 BYTES = bytes(range(256)) * 40_000  # 10 MB: more than sockets hold

@@ -15,7 +15,7 @@ from tests.ports import free_ports
 from timeball.cluster.connections import Address
 from timeball.cluster.gateway import HTTP, Gateway, Http
 from timeball.cluster.local_http import LocalAnswers
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.security import load_client_tls, load_tls
 

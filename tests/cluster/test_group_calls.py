@@ -15,7 +15,6 @@ import pytest
 from tests.certificates import certificate
 from tests.cluster.worlds import led, world_of
 
-from timeball.access import ANONYMOUS, Access, Caller, parse
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
 from timeball.client.outgoing import one as one_row
@@ -23,8 +22,9 @@ from timeball.clock import ManualClock, SystemClock
 from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.directory import Directory
 from timeball.cluster.group_calls import GroupCalls
-from timeball.config import Settings
-from timeball.errors import Unavailable
+from timeball.model.access import ANONYMOUS, Access, Caller, parse
+from timeball.model.config import Settings
+from timeball.model.errors import Unavailable
 from timeball.node import Node
 from timeball.security import load_client_tls
 

@@ -16,7 +16,7 @@ from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, made, 
 from timeball.cluster.coordinator import Node, Wish
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.store import Delete, Outcome, Put
-from timeball.errors import LeaseLost, SetupError
+from timeball.model.errors import LeaseLost, SetupError
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 
 Scenario = Callable[[World], Awaitable[None]]

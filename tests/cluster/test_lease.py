@@ -14,7 +14,7 @@ from timeball.clock import ManualClock, SystemClock
 from timeball.cluster.coordinator import LEASE_MARGIN_MS, Node
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.lease import HeldLease
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 TTL_MS = 1_000
 

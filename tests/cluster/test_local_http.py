@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from timeball.cluster.local_http import LocalAnswers, read_head
-from timeball.errors import Forbidden, Unauthorized
+from timeball.model.errors import Forbidden, Unauthorized
 from timeball.monitoring.replica_figures import ReplicaFigures
 
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a", promised=4, log_seq=9)

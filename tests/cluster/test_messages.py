@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from timeball.cluster import messages as m
 from timeball.cluster.positions import EpochEnd
 from timeball.cluster.receiver import Receiver
-from timeball.errors import PeerError
+from timeball.model.errors import PeerError
 
 small = st.integers(0, 2**31 - 1)
 large = st.integers(0, 2**63 - 1)

@@ -14,7 +14,7 @@ from timeball.cluster.coordinator import Lease, Wish
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.operations import Operations
 from timeball.cluster.record import Record
-from timeball.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
+from timeball.model.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
 
 Scenario = Callable[[World, Operations], Awaitable[None]]
 WAIT_S = 60.0  # longer than any of these takes

@@ -25,7 +25,7 @@ from tests.rounds import rounds
 
 from timeball import Timeball
 from timeball.clock import SystemClock
-from timeball.errors import TimeballError
+from timeball.model.errors import TimeballError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
 

@@ -26,9 +26,9 @@ from timeball.cluster import replica_log
 from timeball.cluster.positions import BEGINNING, Position
 from timeball.cluster.replica import Log
 from timeball.cluster.replica_log import IDENTITY_NAME, ReplicaLog
-from timeball.errors import Corrupt, SetupError
 from timeball.log import format as fmt
 from timeball.log.segment import segment_name
+from timeball.model.errors import Corrupt, SetupError
 
 
 def full(files: CrashFiles, commits: int = 12, frames: int = 2) -> tuple[ReplicaLog, Written]:

@@ -24,7 +24,7 @@ from tests.cluster.memory_store import MemoryStore
 from tests.cluster.worlds import LONG_TTL_MS, World
 
 from timeball.cluster.store import Comparison, Delete, LeaseIs, Operation, Outcome, Put, Read, RevisionIs
-from timeball.errors import LeaseLost
+from timeball.model.errors import LeaseLost
 
 KEYS = ("a", "b", "b/c")
 

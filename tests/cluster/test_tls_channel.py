@@ -8,7 +8,7 @@ import pytest
 from tests.certificates import Certificate, certificate
 
 from timeball.cluster.tls_channel import TlsChannel
-from timeball.errors import PeerError, SetupError
+from timeball.model.errors import PeerError, SetupError
 from timeball.security import load_peer_tls
 
 

@@ -21,7 +21,7 @@ from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.record import Record
 from timeball.cluster.store import Comparison, Operation, Outcome, Store
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 
 T = TypeVar("T")
 

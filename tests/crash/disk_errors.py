@@ -22,7 +22,7 @@ from tests.starving import no_descriptors, no_room
 
 from timeball.cli.exit_codes import ExitCode, explain
 from timeball.clock import ManualClock
-from timeball.errors import DiskFailed, OverLimit, SetupError, TimeballError
+from timeball.model.errors import DiskFailed, OverLimit, SetupError, TimeballError
 
 ERRORS: dict[str, Callable[[], TimeballError]] = {
     "EIO": lambda: DiskFailed("the disk of this test failed: Input/output error (errno 5)"),

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pyarrow as pa
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 
 Step = Callable[[World], Awaitable[object]]
 

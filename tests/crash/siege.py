@@ -30,10 +30,10 @@ from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
 from timeball.clock import SystemClock
-from timeball.errors import OutOfRange, Unavailable
 from timeball.files import RealFiles
 from timeball.inspect.folder import FolderDump, FrameFound
-from timeball.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
+from timeball.model.errors import OutOfRange, Unavailable
+from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 AHEAD_MS = 26 * HOUR_MS

@@ -18,8 +18,8 @@ from tests.crash.folder import VARIANTS, Kept, Look, known, lived, look
 from tests.crash.lives import AFTER_MS, Cut, live, run
 from tests.crash_files import CrashFiles
 
-from timeball.errors import StorageError
 from timeball.log import checkpoint
+from timeball.model.errors import StorageError
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
 SCENARIOS = ["plain", "compact", "bulk", "roll", "levels", "wheel", "cascade"]

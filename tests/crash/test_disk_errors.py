@@ -10,8 +10,8 @@ from tests.crash.disk_errors import IN_DELTA, SCENARIOS, Injected, Life, calls_o
 from tests.crash.world import CutFiles
 from tests.rounds import rounds
 
-from timeball.errors import DiskFailed
 from timeball.log import checkpoint
+from timeball.model.errors import DiskFailed
 
 ERRORS = rounds(40, 100)
 SEED = int(os.environ.get("CUT_SEED", "1"))

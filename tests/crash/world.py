@@ -21,8 +21,8 @@ from tests.crash.checker import Fault, Observed, Outcome, Place, Row, Sent
 from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.clock import ManualClock
-from timeball.config import MIB, Settings
-from timeball.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
+from timeball.model.config import MIB, Settings
+from timeball.model.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
 from timeball.node import Node
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry

@@ -18,7 +18,7 @@ from tests.certificates import certificate
 from tests.docs_pages import ROOT
 from tests.node_fixture import running_node
 
-from timeball.config import Settings, types
+from timeball.model.config import Settings, types
 
 FOLDER = ROOT / "deploy/docker"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()

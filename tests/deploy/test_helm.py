@@ -27,7 +27,7 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball, __version__
 from timeball.cli.options import build_settings
-from timeball.config import Settings, types
+from timeball.model.config import Settings, types
 
 CHART = ROOT / "deploy/helm/timeball"
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path.home() / "go/bin"))

@@ -11,7 +11,7 @@ from examples.flights import broker as demo_broker
 from examples.flights.broker import Broker, broker_in
 
 from timeball import Timeball
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 def _started_here() -> set[psutil.Process]:

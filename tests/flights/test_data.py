@@ -10,7 +10,7 @@ from examples.flights.data import HOUR_MS, CompressedDay, Flights, coming_year, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from tests.node_fixture import running_node
 from tests.pipeline.campaigning import attach, campaign_of
 
 from timeball import Timeball
-from timeball.errors import Unavailable
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.errors import Unavailable
+from timeball.model.limits import DAY_MS, HOUR_MS
 
 
 def test_what_is_shown_is_what_was_promised(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tests.log.small_log import fill
 
 from timeball.inspect.folder import Damage, FolderDump, FrameFound
 from timeball.inspect.report import Selection, describe_rows, find_rows, summarise
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 
 @pytest.fixture(scope="module")

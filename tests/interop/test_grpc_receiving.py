@@ -9,7 +9,7 @@ from tests.interop.drivers import ClientError
 from tests.interop.grpc_conversation import ALL, WITH_GO, GrpcConversation, came_early
 from tests.node_fixture import eventually
 
-from timeball import limits
+from timeball.model import limits
 
 pytestmark = pytest.mark.interop
 

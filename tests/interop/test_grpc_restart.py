@@ -15,7 +15,7 @@ from tests.interop.stock_broker import stock_broker
 from tests.interop.stock_clients import command
 
 from timeball import Timeball
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("grpc_restart")]  # one set of brokers and clients
 

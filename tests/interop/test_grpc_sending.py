@@ -10,7 +10,7 @@ from tests.interop.drivers import ClientError
 from tests.interop.grpc_conversation import ALL, PYTHON, WITH_GO, GrpcConversation
 from tests.interop.stock_broker import StockBroker
 
-from timeball import limits
+from timeball.model import limits
 from timeball.protocols.remoting.codec.codes import RequestCode
 
 pytestmark = pytest.mark.interop

@@ -10,9 +10,9 @@ from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.clock import SystemClock
-from timeball.errors import SetupError
 from timeball.kafka.bridge import Bridge
 from timeball.kafka.options import BridgeOptions
+from timeball.model.errors import SetupError
 
 
 def test_what_goes_in_comes_out(

@@ -11,12 +11,12 @@ from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
 from timeball.clock import ManualClock, SystemClock
-from timeball.errors import SetupError
 from timeball.kafka.counts import Counts
 from timeball.kafka.delivery import MARKS_S, STRANGE, Delivery
 from timeball.kafka.options import BridgeOptions
 from timeball.kafka.position import read_position
 from timeball.kafka.waiting import WaitingQueue
+from timeball.model.errors import SetupError
 
 
 def test_a_message_of_another_client_is_a_dead_letter(

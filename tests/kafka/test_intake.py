@@ -11,17 +11,18 @@ import pytest
 from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
-from timeball import Timeball, limits
+from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.clock import SystemClock
-from timeball.errors import Conflict, InvalidDelay, NotFound, OverLimit, SetupError
 from timeball.kafka import intake
 from timeball.kafka.counts import Counts
 from timeball.kafka.intake import Intake, pieces
 from timeball.kafka.options import BridgeOptions
 from timeball.kafka.records import Headers, Record, Waiting
 from timeball.kafka.waiting import WaitingQueue
+from timeball.model import limits
+from timeball.model.errors import Conflict, InvalidDelay, NotFound, OverLimit, SetupError
 
 Make = Callable[[], tuple[Intake, Counts]]
 LATER: Headers = [("after", b"1h")]

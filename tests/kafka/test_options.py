@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from timeball.errors import SetupError
 from timeball.kafka.options import BridgeOptions, read_properties
+from timeball.model.errors import SetupError
 
 
 def options(**changes: Any) -> BridgeOptions:

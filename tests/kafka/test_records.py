@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.kafka import records
 from timeball.kafka.records import Headers, Place, Record, Rules, Waiting, message_of
+from timeball.model import limits
 
 NOW_MS = 1_795_000_000_000
 TOPICS = ("in", "out", "elsewhere", "in.dead", "positions", "timeball.other.position", "__consumer_offsets")

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from timeball.errors import SetupError
 from timeball.kafka.counts import Counts
 from timeball.kafka.undeliverable import Undeliverable, UndeliverableFile
+from timeball.model.errors import SetupError
 
 LINE = Undeliverable(
     id="in-0-7", reason="Kafka: Broker: Message size too large", to="out", topic="in", partition=0, offset=7,

@@ -9,8 +9,8 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.client.calls import Calls
-from timeball.errors import OutOfRange, SetupError
 from timeball.kafka.waiting import WaitingQueue
+from timeball.model.errors import OutOfRange, SetupError
 
 
 def test_it_is_one_queue_that_is_pulled_and_cancelled(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pyarrow as pa
 from tests.crash_files import CrashFiles, PowerCut
 from tests.log.small_log import AtOnce, Log, batch, bodies, opened, read_all, reopened
 
-from timeball.errors import StorageError
-from timeball.message import Kind, build_rows
+from timeball.model.errors import StorageError
+from timeball.model.message import Kind, build_rows
 
 FAR_FUTURE_MS = 1 << 60
 

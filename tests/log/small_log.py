@@ -14,14 +14,14 @@ from tests.bounds import BOUND_S
 from tests.crash_files import CrashFiles
 
 from timeball.clock import ManualClock
-from timeball.config import Durability
 from timeball.files import Files
 from timeball.log.disk_thread import Disk, DiskThread
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
-from timeball.message import Kind, build_rows
+from timeball.model.config import Durability
+from timeball.model.message import Kind, build_rows
 
 SEGMENT_BYTES = 16 * 1024  # a handful of small frames
 

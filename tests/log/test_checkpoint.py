@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
 from tests.log.small_log import Log, batch, opened, reopened, run
 
-from timeball.errors import Corrupt
 from timeball.files import RealFiles
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
@@ -34,7 +33,8 @@ from timeball.log.checkpoint import (
     save,
     snapshot_row,
 )
-from timeball.message import without_secrets
+from timeball.model.errors import Corrupt
+from timeball.model.message import without_secrets
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 ranges = st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 10**6)), max_size=4)

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from timeball.log.commit import Entry, frames_of
 from timeball.log.few_rows import build_by_pyarrow
-from timeball.message import LOG_SCHEMA, SMALL_ROWS, Kind, meta_rows
+from timeball.model.message import LOG_SCHEMA, SMALL_ROWS, Kind, meta_rows
 
 
 def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from timeball.log import few_rows
 from timeball.log.few_rows import build_by_pyarrow, build_compiled, builder_of, rows_of
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, LogRow
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
 IS_COMPILED = few_rows.MessageEncoder is not None
 compiled = pytest.mark.skipif(not IS_COMPILED, reason="built without a compiler")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.log.small_log import batch
 
-from timeball import limits
-from timeball.errors import Corrupt, SetupError
 from timeball.log import format as fmt
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, with_seq
+from timeball.model import limits
+from timeball.model.errors import Corrupt, SetupError
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, with_seq
 
 CRC_AT = 52
 VERSION_AT = 4

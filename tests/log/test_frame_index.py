@@ -8,12 +8,12 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import fill, read_all, reopened
 
-from timeball.errors import Corrupt
 from timeball.files import RealFiles
 from timeball.log import frame_index
 from timeball.log.frame_index import ARRAYS_AT, HEADER, index_name, save_sealed
 from timeball.log.reader import LogReader
 from timeball.log.segment import Segments
+from timeball.model.errors import Corrupt
 
 
 def log_with_indexes(files: CrashFiles) -> Segments:

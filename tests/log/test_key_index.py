@@ -13,11 +13,11 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, Log, batch, opened, reopened
 
 from timeball.files import Files, RealFiles
-from timeball.key_hash import KeyRun, UInt64Array, hash_one
 from timeball.log import key_index as module
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.message import Kind, build_rows
+from timeball.model.key_hash import KeyRun, UInt64Array, hash_one
+from timeball.model.message import Kind, build_rows
 
 SMALL = 4096
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from timeball.log import few_rows, message_form
 from timeball.log.few_rows import build_compiled, rows_of
-from timeball.message import LOG_SCHEMA, Kind, LogRow, build_rows
+from timeball.model.message import LOG_SCHEMA, Kind, LogRow, build_rows
 
 MIN = message_form.SHARING_ROWS_MIN
 NOTHING = {pa.string(): "", pa.binary(): b""}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timeball.log import newest_rows
 from timeball.log.few_rows import EncodedRows, Rows, build_by_pyarrow, builder_of, rows_of
 from timeball.log.newest_rows import NewestRows
-from timeball.message import LOG_SCHEMA, Kind, LogRow
+from timeball.model.message import LOG_SCHEMA, Kind, LogRow
 
 Append = tuple[int, int, str, bool]  # rows, numbers set aside behind them, in which form, visible
 

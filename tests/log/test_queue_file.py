@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
-from timeball.errors import Corrupt
 from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.log.queue_file import (
     BLOCK_ENTRIES,
@@ -22,6 +21,7 @@ from timeball.log.queue_file import (
     open_files,
     remove_all,
 )
+from timeball.model.errors import Corrupt
 
 
 def entries(first_seq: int, count: int) -> EntryArray:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.crash_files import CrashFiles
 
-from timeball.errors import Corrupt, OutOfRange
 from timeball.files import Files, RealFiles
 from timeball.log import queue_index
 from timeball.log.queue_entry import ENTRY
 from timeball.log.queue_file import Part, file_name
 from timeball.log.queue_index import QueueIndex, QueueIndexes
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt, OutOfRange
+from timeball.model.message import Int64Array
 
 Queue = tuple[str, int]
 QUEUES: list[Queue] = [("a", 0), ("a", 1), ("b", 0)]

@@ -18,12 +18,12 @@ from tests.crash_files import CrashFiles
 from tests.held_memory import allocated_bytes
 from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
 
-from timeball.errors import Corrupt, OutOfRange, SetupError
 from timeball.files import RealFiles
 from timeball.log import reader as module
 from timeball.log.reader import FrameCache, LogReader
 from timeball.log.segment import Segment, Segments, segment_name
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
+from timeball.model.errors import Corrupt, OutOfRange, SetupError
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
 
 SMALL = 4096
 ASIDE = 5  # numbers that a reservation sets aside beside its row

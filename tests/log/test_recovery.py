@@ -12,12 +12,12 @@ from tests.crash_files import CrashFiles
 from tests.log.crash_loop import goes_on
 from tests.log.small_log import AtOnce, batch, fill, opened, read_all, reopened
 
-from timeball.errors import Corrupt, SetupError
 from timeball.files import Files, RealFiles
 from timeball.log import format as fmt
 from timeball.log.recovery import open_log, whole_frames
 from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name
-from timeball.message import Kind, build_rows
+from timeball.model.errors import Corrupt, SetupError
+from timeball.model.message import Kind, build_rows
 
 SEGMENT_BYTES = 16 * 1024
 

@@ -9,7 +9,7 @@ from tests.crash_files import CrashFiles, PowerCut, Survival
 from tests.log.crash_loop import Witness, goes_on, live, scenario, violations
 from tests.log.small_log import read_all, reopened
 
-from timeball.errors import StorageError, TimeballError
+from timeball.model.errors import StorageError, TimeballError
 
 # ---- the crash loop --------------------------------------------------------------------------------------
 

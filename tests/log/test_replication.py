@@ -10,12 +10,12 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES, batch, bodies, eventually, read_all, run
 
 from timeball.clock import ManualClock
-from timeball.errors import DiskFailed, NotLeader, StorageError
 from timeball.log import format as fmt
 from timeball.log.disk_thread import DiskThread
 from timeball.log.recovery import open_log
 from timeball.log.replication import Extent
 from timeball.log.writer import LogWriter
+from timeball.model.errors import DiskFailed, NotLeader, StorageError
 
 
 class Replicated:

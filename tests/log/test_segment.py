@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
 from tests.log.small_log import AtOnce, batch, opened, read_all, reopened
 
-from timeball.errors import Corrupt, DiskFailed, OutOfRange, OverLimit
 from timeball.files import Files, RealFiles
 from timeball.log import format as fmt
 from timeball.log import frame_index
@@ -29,8 +28,9 @@ from timeball.log.segment import (
     segment_name,
     starts,
 )
-from timeball.message import Kind, build_rows
-from timeball.wire import Start
+from timeball.model.errors import Corrupt, DiskFailed, OutOfRange, OverLimit
+from timeball.model.message import Kind, build_rows
+from timeball.model.wire import Start
 
 BLANK = pa.py_buffer(bytes(64))
 

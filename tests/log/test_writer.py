@@ -20,12 +20,12 @@ from tests.log.small_log import (
     turns,
 )
 
-from timeball import limits
-from timeball.errors import OverLimit, Unavailable
 from timeball.files import RealFiles
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
-from timeball.message import Kind, build_rows
+from timeball.model import limits
+from timeball.model.errors import OverLimit, Unavailable
+from timeball.model.message import Kind, build_rows
 
 # ---- group commit ----------------------------------------------------------------------------------------
 

@@ -25,12 +25,12 @@ from tests.log.small_log import (
 )
 from tests.starving import no_descriptors
 
-from timeball import limits
-from timeball.errors import DiskFailed, OverLimit, StorageError
 from timeball.files import RealFiles
 from timeball.log import next_segment
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
+from timeball.model import limits
+from timeball.model.errors import DiskFailed, OverLimit, StorageError
 
 # ---- fail-stop -------------------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, World
 
 from timeball import __version__
-from timeball.access import ANONYMOUS
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.delivery import Lateness
 from timeball.broker.rates import Stat
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.clock import BOUNDS_NS
-from timeball.limits import DAY_MS
+from timeball.model.access import ANONYMOUS
+from timeball.model.limits import DAY_MS
 from timeball.monitoring import metrics
 from timeball.monitoring.metrics import OTHERS
 

@@ -23,11 +23,11 @@ from tests.protocols.http.client import client_of
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.errors import SetupError
-from timeball.message import decode_properties
+from timeball.model.errors import SetupError
+from timeball.model.message import decode_properties
+from timeball.model.trace_context import TRACEPARENT
 from timeball.monitoring import traces
 from timeball.monitoring.traces import LEASES_MAX, SPANS_AT_ONCE, SPANS_PER_S, Traces
-from timeball.trace_context import TRACEPARENT
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{CALLER}-01"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from timeball.clock import SystemClock
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.monitoring.tracing_extra import open_traces
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.jobs import bulk
 from timeball.pipeline.jobs.bulk_input import Columns
 from timeball.pipeline.run.session import build_session

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.run.session import build_session
 
 TOPIC = "bulk"

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from tests.node_fixture import RunningNode
 
-from timeball.limits import HOUR_MS
-from timeball.message import Kind
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.campaign import Campaign
 from timeball.pipeline.source import promise_columns

@@ -11,7 +11,7 @@ import sys
 
 import msgspec
 
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, bulk, ledger, replay
 from timeball.pipeline.jobs.bulk_input import Columns

@@ -10,7 +10,7 @@ from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.traffic import visible
 
 from timeball import Timeball
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import Store
 from timeball.table.attachment import Attachment

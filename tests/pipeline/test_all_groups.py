@@ -13,7 +13,7 @@ from tests.pipeline.traffic import send, send_due_now
 from tests.pipeline.two_groups import TwoGroups, two_groups
 
 from timeball import Timeball
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.jobs import archive, audit, bulk, ledger, replay_groups
 from timeball.pipeline.jobs.bulk_input import Columns

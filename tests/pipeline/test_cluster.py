@@ -26,7 +26,7 @@ from tests.pipeline.traffic import send, send_due_now
 from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from timeball.errors import OutOfRange, StorageError
+from timeball.model.errors import OutOfRange, StorageError
 from timeball.pipeline.delta_append import app_version, append_once, table_schema, write_file
 
 SCHEMA = pa.schema([("a", pa.int64())])

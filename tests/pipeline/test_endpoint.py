@@ -9,12 +9,12 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 from tests.table.small_table import table_rows
 
-from timeball.errors import NotFound, OutOfRange, Unavailable
-from timeball.message import READ_SCHEMA, Kind
+from timeball.model.errors import NotFound, OutOfRange, Unavailable
+from timeball.model.message import READ_SCHEMA, Kind
+from timeball.model.wire import RangesCancelled
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import Store
 from timeball.table.attachment import Attachment
-from timeball.wire import RangesCancelled
 
 
 def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:

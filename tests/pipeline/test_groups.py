@@ -11,14 +11,14 @@ from tests.cluster.processes import Cluster, NodeProcess
 from tests.pipeline.traffic import send
 from tests.pipeline.two_groups import two_groups
 
-from timeball.answers import ClusterGroup, LogStatus, TableStatus
 from timeball.cluster.record import Record
-from timeball.errors import NotFound, SetupError, Unavailable
+from timeball.model.answers import ClusterGroup, LogStatus, TableStatus
+from timeball.model.errors import NotFound, SetupError, Unavailable
+from timeball.model.wire import Status
 from timeball.pipeline.endpoint import Endpoint, group_statuses, read_groups
 from timeball.pipeline.groups import Group, groups_of, pin, place_of, query_name, split_endpoint
 from timeball.pipeline.source.log_reader import LogReader
 from timeball.pipeline.source.options import read_options
-from timeball.wire import Status
 
 TWO = [ClusterGroup("g1", ["a:1", "b:1"]), ClusterGroup("g2", ["c:1"])]
 

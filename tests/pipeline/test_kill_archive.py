@@ -23,7 +23,7 @@ from tests.pipeline.test_kill_spark import BOUND_S, data_files, eventually, kill
 from tests.rounds import only_in_a_siege, rounds
 
 from timeball import Timeball
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 

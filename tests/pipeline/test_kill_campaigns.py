@@ -26,7 +26,7 @@ from tests.pipeline.campaigning import attach, released, waiting
 from tests.pipeline.test_kill_spark import kill_tree
 from tests.rounds import only_in_a_siege
 
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit
 from timeball.pipeline.jobs.campaign import Campaign

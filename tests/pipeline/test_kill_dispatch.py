@@ -22,8 +22,8 @@ from tests.pipeline.due_rows import attach, fetched, left, released
 from tests.pipeline.test_kill_spark import eventually, kill_tree
 from tests.rounds import only_in_a_siege
 
-from timeball.limits import HOUR_MS
-from timeball.message import Kind, int64
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Kind, int64
 from timeball.pipeline.endpoint import Endpoint
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]

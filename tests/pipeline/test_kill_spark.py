@@ -30,9 +30,9 @@ from tests.rounds import only_in_a_siege
 from timeball import Timeball
 from timeball.cli.options import SparkOptions
 from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
-from timeball.config import Settings
-from timeball.limits import HOUR_MS
-from timeball.message import Kind
+from timeball.model.config import Settings
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Kind
 from timeball.pipeline.jobs import audit
 
 pytestmark = [

@@ -8,7 +8,7 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import log_rows, send
 
 from timeball import Timeball
-from timeball.message import NO_INSTANT_MS, Kind
+from timeball.model.message import NO_INSTANT_MS, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA, attach_events, events_of, read_events, read_spans
 from timeball.table.attachment import Attachment, Reservation, encode

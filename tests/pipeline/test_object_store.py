@@ -26,9 +26,9 @@ from tests.s3_server import BUCKET, Fault, FaultyStore
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.errors import NotFound, OutOfRange, StorageError
-from timeball.limits import HOUR_MS
-from timeball.message import Kind
+from timeball.model.errors import NotFound, OutOfRange, StorageError
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Kind
 from timeball.pipeline.delta_append import app_version, append_once, write_file
 from timeball.pipeline.jobs import archive_writer
 from timeball.pipeline.jobs.archive_writer import FILE_SCHEMA

@@ -21,8 +21,8 @@ from tests.pipeline.traffic import attached_seqs, send, send_due_now
 
 from timeball import Timeball
 from timeball.cli import main
-from timeball.errors import RequestError
-from timeball.limits import HOUR_MS
+from timeball.model.errors import RequestError
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.bulk import REJECT_SCHEMA

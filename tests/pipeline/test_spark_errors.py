@@ -6,7 +6,14 @@ import pytest
 from py4j.protocol import Py4JError
 from pyspark.errors import AnalysisException, PySparkException
 
-from timeball.errors import InvalidMessage, OutOfRange, SetupError, StorageError, TimeballError, Unavailable
+from timeball.model.errors import (
+    InvalidMessage,
+    OutOfRange,
+    SetupError,
+    StorageError,
+    TimeballError,
+    Unavailable,
+)
 from timeball.pipeline.spark_errors import plain, spark_errors
 
 PAGE = """An error occurred while calling o12.save.
@@ -14,7 +21,7 @@ Traceback (most recent call last):
   File "endpoint.py", line 3, in attach
 pyarrow._flight.FlightServerError: compact from seq 3: the watermark is 7. Detail: Failed
 The above exception was the direct cause of the following exception:
-timeball.errors.OutOfRange: compact from seq 3: the watermark is 7
+timeball.model.errors.OutOfRange: compact from seq 3: the watermark is 7
 \tat org.apache.spark.Something(Something.scala:9)
 """
 
@@ -43,7 +50,7 @@ timeball.errors.OutOfRange: compact from seq 3: the watermark is 7
             "in a Python worker: ValueError: seven",
         ),
         ("something new\n\tat java.lang", Unavailable, "^Spark failed: something new$"),
-        ("timeball.errors.NotAnError: x", Unavailable, "Spark failed"),
+        ("timeball.model.errors.NotAnError: x", Unavailable, "Spark failed"),
         (
             "org.apache.spark.SparkException: Python worker failed to connect back.",
             Unavailable,

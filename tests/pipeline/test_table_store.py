@@ -11,8 +11,8 @@ from deltalake import DeltaTable, write_deltalake
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import NotFound, SetupError, StorageError
-from timeball.message import TABLE_SCHEMA
+from timeball.model.errors import NotFound, SetupError, StorageError
+from timeball.model.message import TABLE_SCHEMA
 from timeball.pipeline import table_store as module
 from timeball.pipeline.source import promise_columns
 from timeball.pipeline.table_store import Store, as_dataset, chunks, open_table, sibling

@@ -6,8 +6,8 @@ import pyarrow as pa
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
-from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.pipeline.endpoint import Endpoint
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE
 from tests.protocols.arrow_types import TYPES
 
-from timeball import limits
-from timeball.access import Access, parse
 from timeball.broker.few_sends import rows_in
 from timeball.broker.policy import Policy
-from timeball.errors import Forbidden, InvalidDelay, InvalidMessage, OverLimit
 from timeball.log.few_rows import MessageEncoder
-from timeball.message import SendRow
+from timeball.model import limits
+from timeball.model.access import Access, parse
+from timeball.model.errors import Forbidden, InvalidDelay, InvalidMessage, OverLimit
+from timeball.model.message import SendRow
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import SEND_SCHEMA, SendColumns
 

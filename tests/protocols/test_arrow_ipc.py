@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocols.arrow_types import STORED, TYPES, column
 
-from timeball import flatbuffer as fb
-from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.model import flatbuffer as fb
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.protocols import arrow_ipc as ipc
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import OverLimit
+from timeball.model.errors import OverLimit
 from timeball.protocols.grpc.edge import UNREAD_BYTES_MAX
 from timeball.protocols.shared_limits import ByteShares
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.node_fixture import running_node
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 def test_each_edge_listens_on_a_port_of_its_own(tmp_path: Path) -> None:

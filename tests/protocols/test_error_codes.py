@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from timeball import errors
-from timeball.errors import TimeballError
+from timeball.model import errors
+from timeball.model.errors import TimeballError
 from timeball.protocols import error_codes
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc.calls import status_of
@@ -19,7 +19,7 @@ def kinds(root: type[TimeballError] = TimeballError) -> list[type[TimeballError]
     return [root, *(kind for child in root.__subclasses__() for kind in kinds(child))]
 
 
-OURS = [kind for kind in kinds() if kind.__module__ == "timeball.errors"]
+OURS = [kind for kind in kinds() if kind.__module__ == "timeball.model.errors"]
 
 
 @pytest.mark.parametrize("kind", OURS)

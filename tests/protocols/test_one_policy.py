@@ -21,10 +21,10 @@ from tests.protocols.remoting.handlers.test_sends import sent
 
 import timeball.protocols
 from timeball import Timeball
-from timeball.access import ANONYMOUS
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
-from timeball.errors import TimeballError
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import TimeballError
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

@@ -22,10 +22,10 @@ from tests.races import COLUMNS, KINDS, Recorder
 
 from timeball import Timeball
 from timeball.broker.revoking.recall import encode_handle
-from timeball.message import Int64Array, Kind
+from timeball.model.message import Int64Array, Kind
+from timeball.model.wire import Verdict
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.schedule.scheduler import Scheduler
-from timeball.wire import Verdict
 
 TOPIC = "races"
 AHEAD_MS, SPREAD_MS, MOVED_MS = 300, 600, 350

@@ -16,7 +16,7 @@ from tests.protocols.grpc import wire as grpc_wire
 from tests.protocols.remoting import wire as remoting_wire
 
 from timeball import Timeball
-from timeball.errors import TimeballError
+from timeball.model.errors import TimeballError
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 from timeball.protocols.remoting.codec.codes import RequestCode

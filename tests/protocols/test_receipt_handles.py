@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Receipt
-from timeball.errors import InvalidReceipt
+from timeball.model.errors import InvalidReceipt
 from timeball.protocols.receipt_handles import CHARACTERS_MAX, ReceiptHandles
 
 SECRET = bytes(range(32))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.config import Settings
-from timeball.errors import OverLimit
+from timeball.model.config import Settings
+from timeball.model.errors import OverLimit
 from timeball.protocols import sessions as sessions_module
 from timeball.protocols.sessions import EdgeContext, Membership, Session, Sessions, Subscription, advertised
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import OverLimit
+from timeball.model.errors import OverLimit
 from timeball.protocols.shared_limits import SharedLimit, exceeds_share
 
 

@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball import Timeball
 from timeball.cli.exit_codes import ExitCode
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 from timeball.protocols import first_byte, wrong_protocols
 from timeball.protocols.http import connection as http
 from timeball.protocols.http2 import connection as http2

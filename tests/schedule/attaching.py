@@ -18,7 +18,7 @@ from timeball.broker.tables import compact, rewrite
 from timeball.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
-from timeball.message import Kind, build_rows
+from timeball.model.message import Kind, build_rows
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.holds import Holds
 from timeball.schedule.scheduler import Scheduler

@@ -20,8 +20,8 @@ from tests.schedule.moves import to_the_end
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
-from timeball import limits
 from timeball.clock import PROBATION_MS, STEP_MS
+from timeball.model import limits
 from timeball.schedule.ticker import CLOCK_LOOK_MS
 
 SECOND, HOUR, DAY = limits.SECOND_MS, limits.HOUR_MS, limits.DAY_MS

@@ -31,7 +31,7 @@ from tests.schedule.moves import Moves, sleep_through
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
-from timeball import limits
+from timeball.model import limits
 
 T = TypeVar("T")
 

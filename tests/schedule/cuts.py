@@ -25,9 +25,9 @@ from tests.schedule.moves import sleep_until_moving, to_the_end
 from tests.schedule.stage import Restart, Rig, Saved
 from tests.schedule.world import CHECKPOINT, World
 
-from timeball import limits
-from timeball.errors import TimeballError
-from timeball.message import Kind
+from timeball.model import limits
+from timeball.model.errors import TimeballError
+from timeball.model.message import Kind
 from timeball.table import attachment as att
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from tests.schedule.moves import sleep_until_moving
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
-from timeball import limits
+from timeball.model import limits
 from timeball.table.attachment import Attachment
 
 # Distances from now: past, now, the same few milliseconds, within the lead of a gather, around it, far, ten years.

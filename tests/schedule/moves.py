@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 from tests.schedule.world import ALL, World
 
-from timeball import limits
+from timeball.model import limits
 
 FAR_MS = 40 * limits.DAY_MS
 CALLS_MAX = 10_000

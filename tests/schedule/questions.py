@@ -22,8 +22,8 @@ from tests.schedule.readback import column
 from tests.schedule.stage import Restart, Rig
 from tests.schedule.world import World
 
-from timeball import limits
-from timeball.message import Kind, build_rows, int64
+from timeball.model import limits
+from timeball.model.message import Kind, build_rows, int64
 from timeball.schedule.backlog import Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import NOTHING, Waiting

@@ -11,7 +11,7 @@ import numpy as np
 from tests.schedule.stage import Restart, Saved, is_covered
 
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind
+from timeball.model.message import Int64Array, Kind
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry

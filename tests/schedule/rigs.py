@@ -10,11 +10,11 @@ import pyarrow as pa
 from tests.schedule.stage import Built, Restart
 from tests.schedule.world import World
 
-from timeball import limits
-from timeball.errors import SetupError
 from timeball.log.checkpoint import LevelFacts
 from timeball.log.queue_index import QueueIndex, QueueIndexes
-from timeball.message import LOG_SCHEMA, SCHEDULE_TOPIC, Kind
+from timeball.model import limits
+from timeball.model.errors import SetupError
+from timeball.model.message import LOG_SCHEMA, SCHEDULE_TOPIC, Kind
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
 from timeball.schedule.delay_levels.levels import LevelTable

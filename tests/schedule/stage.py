@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.log.disk_thread import Disk
-from timeball.message import Kind
+from timeball.model.message import Kind
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.locations import NOTHING, Waiting

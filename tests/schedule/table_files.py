@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 
 
 def table_rows(dues: Sequence[int], seqs: Sequence[int], accepted_ms: int) -> pa.Table:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule import columns
 from timeball.schedule.columns import leading, runs_of, with_column
 from timeball.schedule.locations import Waiting

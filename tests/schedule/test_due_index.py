@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule import due_index
 from timeball.schedule.due_index import FAR_MS, DueIndex
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from timeball.log import few_rows
 from timeball.log.few_rows import NumberedRows, builder_of, read_batch
-from timeball.message import Kind, build_rows, with_seq
+from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule import due_wheel as wheel_module
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.due_wheel import SLOT_MS, DueWheel, Run, slot_cuts

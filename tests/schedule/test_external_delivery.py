@@ -24,8 +24,8 @@ from tests.schedule.rigs import AHEAD_MS, HourLogRig
 from tests.schedule.stage import Built, Restart, Rig
 from tests.schedule.world import World
 
-from timeball.limits import HOUR_MS
-from timeball.message import Int64Array, int64
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Int64Array, int64
 from timeball.schedule import external_delivery
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.external_delivery import GRACE_MS, ExternalDelivery

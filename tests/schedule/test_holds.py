@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.holds import Holds
 from timeball.schedule.outcomes import Outcomes

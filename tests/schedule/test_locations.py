@@ -8,7 +8,7 @@ from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
 from timeball.broker.delivery import moved_rows
-from timeball.errors import OutOfRange
+from timeball.model.errors import OutOfRange
 from timeball.schedule.locations import take_promises
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.outcomes import Outcomes, ReleaseCursor, Settled
 
 Pair = tuple[int, int]

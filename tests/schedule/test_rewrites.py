@@ -11,8 +11,8 @@ import pytest
 from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
-from timeball.errors import OutOfRange
-from timeball.message import Int64Array
+from timeball.model.errors import OutOfRange
+from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Opened
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log.backlog import HourLog

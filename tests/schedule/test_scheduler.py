@@ -7,7 +7,7 @@ from typing import ClassVar
 from tests.schedule.contract import Contract, Variant
 from tests.schedule.rigs import DEFAULT, TINY, CascadeRig, HourLogRig, LevelsRig, WheelRig
 
-from timeball import limits
+from timeball.model import limits
 
 
 class TestHourLog(Contract):

@@ -12,9 +12,9 @@ import pytest
 from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
-from timeball import limits
-from timeball.config import Settings
 from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.level_cascade.backlog import LevelCascade

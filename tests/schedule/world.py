@@ -36,7 +36,7 @@ from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.writer import LogWriter
-from timeball.message import Int64Array, Kind, build_rows, int64, with_seq
+from timeball.model.message import Int64Array, Kind, build_rows, int64, with_seq
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes

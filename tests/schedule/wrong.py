@@ -18,7 +18,7 @@ from tests.schedule.rigs import DEFAULT, CascadeRig, HourLogRig, LevelsRig, Whee
 from tests.schedule.stage import Rig
 
 from timeball.files import File
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.backlog import DelayLevels
 from timeball.schedule.delay_levels.queue import Columns, LevelQueue

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from timeball.files import Files
-from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import TABLE_SCHEMA
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import TABLE_SCHEMA
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 

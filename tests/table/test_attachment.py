@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.table.attachment import Attachment, FileEntry, Reservation, decode, decode_change, encode
 
 COUNTS = st.integers(-(1 << 63), (1 << 63) - 1)

@@ -14,9 +14,9 @@ from deltalake import DeltaTable
 from tests.crash_files import CrashFiles, PowerCut
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.errors import Corrupt, MissingFile
 from timeball.files import Files, RealFiles
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.errors import Corrupt, MissingFile
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table import catalog as catalog_module
 from timeball.table import live_files
 from timeball.table.attachment import Attachment, FileEntry

@@ -18,8 +18,8 @@ from tests.crash_files import CrashFiles
 from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows, write
 from tests.table.test_layout import order
 
-from timeball.errors import Corrupt, NotFound
-from timeball.message import TABLE_SCHEMA
+from timeball.model.errors import Corrupt, NotFound
+from timeball.model.message import TABLE_SCHEMA
 from timeball.table import data_file, identities
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, Position

@@ -15,9 +15,9 @@ from tests.s3_fixtures import store as store
 from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, table_rows, write
 
-from timeball.errors import Corrupt, NotFound, Unavailable
 from timeball.files import RealFiles
-from timeball.limits import HOUR_MS
+from timeball.model.errors import Corrupt, NotFound, Unavailable
+from timeball.model.limits import HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 from timeball.table.file_cache import FileCache, Ranged

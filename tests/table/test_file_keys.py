@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from tests.table.small_table import ONE_BUCKET, table_rows
 
-from timeball.key_hash import hash_one
+from timeball.model.key_hash import hash_one
 from timeball.table import file_keys
 from timeball.table.file_keys import KEYS, ROW_BITS, FileKeys, run_path
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.table.small_table import NOW_MS, table_rows
 
-from timeball.errors import Corrupt
+from timeball.model.errors import Corrupt
 from timeball.table import identities
 from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, encode, is_there
 

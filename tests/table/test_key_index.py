@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
 from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows
 
-from timeball import key_hash
 from timeball.broker.tables.compact import write_files
-from timeball.errors import Corrupt, NotFound
 from timeball.files import Files
-from timeball.key_hash import KeyRun, hash_text
+from timeball.model import key_hash
+from timeball.model.errors import Corrupt, NotFound
+from timeball.model.key_hash import KeyRun, hash_text
 from timeball.table import identities, key_index
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.table.small_table import ALL_ZONES, GROUP_ROWS, NOW_MS, small_groups, table_rows
 
-from timeball.errors import Corrupt
-from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import TABLE_SCHEMA
+from timeball.model.errors import Corrupt
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import TABLE_SCHEMA
 from timeball.table import layout
 from timeball.table.file_keys import FileKeys
 from timeball.table.layout import SEAL, check_seal, encode_file, seal

@@ -11,9 +11,9 @@ from deltalake import DeltaTable
 from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.errors import MissingFile, NotFound
 from timeball.files import RealFiles
-from timeball.limits import HOUR_MS
+from timeball.model.errors import MissingFile, NotFound
+from timeball.model.limits import HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.catalog import Catalog
 from timeball.table.layout import FOLDER

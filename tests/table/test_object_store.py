@@ -10,7 +10,7 @@ from tests.s3_fixtures import server as server
 from tests.s3_fixtures import store as store
 from tests.s3_server import BUCKET, FaultyStore
 
-from timeball.errors import NotFound, SetupError, Unavailable
+from timeball.model.errors import NotFound, SetupError, Unavailable
 from timeball.table.layout import FOLDER
 from timeball.table.object_store import ObjectStore
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.bounds import BOUND_S
 
-from timeball.errors import NotFound, Unavailable
+from timeball.model.errors import NotFound, Unavailable
 from timeball.table import store_requests
 from timeball.table.store_requests import StoreRequests
 

@@ -11,9 +11,9 @@ from tests.s3_fixtures import store as store
 from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.errors import SetupError, Unavailable
 from timeball.files import RealFiles
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.errors import SetupError, Unavailable
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.catalog import Catalog
 from timeball.table.file_cache import FileCache

@@ -11,9 +11,9 @@ from timeball.backup.manifest import CopiedFile, Manifest, Progress
 from timeball.backup.plan import Plan, plan
 from timeball.clock import Clock
 from timeball.data_folder import FORMAT_NAME, RESTORING
-from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files
 from timeball.log.segment import SUFFIX
+from timeball.model.errors import Corrupt, NotFound, SetupError
 
 Told = Callable[[int, int], None]  # called with the bytes done, and the bytes of the whole copy
 

@@ -10,8 +10,8 @@ import google_crc32c
 import msgspec
 import pyarrow as pa
 
-from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files
+from timeball.model.errors import Corrupt, NotFound, SetupError
 
 NAME = "BACKUP.json"
 PARTIAL = "BACKUP.partial"

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import msgspec
 import pyarrow as pa
 
-from timeball.errors import Corrupt, NotFound
 from timeball.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log.recovery import proof_behind
 from timeball.log.segment import FOLDER as LOG
 from timeball.log.segment import SUFFIX, segment_name
-from timeball.message import Kind
+from timeball.model.errors import Corrupt, NotFound
+from timeball.model.message import Kind
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, live_files
 from timeball.table.layout import FOLDER as TABLE

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball.access import Caller, Verb
 from timeball.broker.components import Components
 from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.policy import Policy
@@ -24,7 +23,8 @@ from timeball.broker.registry.topic import Topic, TopicConfig, altered_attribute
 from timeball.broker.registry.topics import FilterType
 from timeball.broker.retention import unread
 from timeball.broker.waiters import Waiters
-from timeball.message import DLQ_PREFIX
+from timeball.model.access import Caller, Verb
+from timeball.model.message import DLQ_PREFIX
 
 logger = logging.getLogger(__name__)
 

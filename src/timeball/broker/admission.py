@@ -18,10 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits, rules
 from timeball.broker.few_sends import Sends, as_batch
-from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import (
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
+from timeball.model.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
     SEND_COLUMNS,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from timeball.access import Caller, Verb
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components
 from timeball.broker.handed_rows import adopted_rows, decode_sent
 from timeball.broker.policy import Policy
 from timeball.broker.registry.drains import AdoptedFacts
 from timeball.broker.revoking.group_questions import AdoptHere
-from timeball.errors import Conflict, OutOfRange
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import Conflict, OutOfRange
 
 
 class Adoption:

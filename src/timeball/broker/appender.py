@@ -22,8 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.access import ANONYMOUS, Caller
-from timeball.answers import SentState
 from timeball.broker import admission, durations, few_sends
 from timeball.broker.components import Components
 from timeball.broker.few_sends import SendRuns, Sends
@@ -44,7 +42,9 @@ from timeball.log.few_rows import (
     pairs_of,
     stored_size,
 )
-from timeball.message import (
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.answers import SentState
+from timeball.model.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
     SEND_NAMES,

@@ -30,11 +30,11 @@ from timeball.broker.replayed import Replayed, kinds_in
 from timeball.broker.tables.attach import AttachState
 from timeball.broker.tail_promises import TailPromises
 from timeball.broker.transactions import Half, load
-from timeball.errors import Unavailable
 from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
-from timeball.message import SNAPSHOT_KEY, Kind, pairs_of
+from timeball.model.errors import Unavailable
+from timeball.model.message import SNAPSHOT_KEY, Kind, pairs_of
 from timeball.schedule import locations
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import ReleaseCursor, Settled

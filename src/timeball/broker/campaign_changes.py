@@ -24,8 +24,8 @@ from timeball.broker.components import Components
 from timeball.broker.registry.campaigns import CampaignFacts, State
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.table_changes import TableChanges
-from timeball.errors import Corrupt, OutOfRange
-from timeball.wire import Campaign, RangesCancelled
+from timeball.model.errors import Corrupt, OutOfRange
+from timeball.model.wire import Campaign, RangesCancelled
 
 logger = logging.getLogger(__name__)
 

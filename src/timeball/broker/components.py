@@ -12,7 +12,6 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.few_sends import Sends, as_batch
 from timeball.broker.rates import Rates
 from timeball.broker.registry.campaigns import Campaigns
@@ -31,13 +30,14 @@ from timeball.broker.registry.source_positions import SourcePositions
 from timeball.broker.registry.topics import Topics
 from timeball.broker.tables.attach import AttachState
 from timeball.clock import SchedulerClock
-from timeball.config import Settings
 from timeball.files import Files
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.replication import FileReplication
 from timeball.log.writer import LogWriter
-from timeball.message import SendBatch
+from timeball.model import limits
+from timeball.model.config import Settings
+from timeball.model.message import SendBatch
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels
 from timeball.schedule.hour_log.backlog import HourLog

@@ -24,9 +24,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball.access import Caller, Verb
-from timeball.answers import DeadLetterPage, DeadLetterRow, Resolved
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import retry
@@ -42,8 +39,11 @@ from timeball.broker.registry.meta import Change, together
 from timeball.broker.registry.topic import Topic
 from timeball.broker.retention import log_expired
 from timeball.broker.shares import shares
-from timeball.errors import InvalidMessage
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.answers import DeadLetterPage, DeadLetterRow, Resolved
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import (
     DLQ_PREFIX,
     LOG_SCHEMA,
     NACK_REASON,

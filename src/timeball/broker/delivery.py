@@ -16,11 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
 from timeball.broker.components import Components
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
-from timeball.errors import OutOfRange
 from timeball.log.few_rows import (
     Build,
     EncodedRows,
@@ -32,7 +30,9 @@ from timeball.log.few_rows import (
     read_batch,
     stored_size,
 )
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
 from timeball.schedule.columns import FEW, with_column
 from timeball.schedule.hour_log.pending import as_promises
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST

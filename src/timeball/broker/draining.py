@@ -28,8 +28,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.handed_rows import encode_sent, handed_rows
@@ -42,7 +40,10 @@ from timeball.broker.waiting.log_tail import Logged, LogTail, TopicCodes
 from timeball.broker.waiting.pages import LAST, Position
 from timeball.broker.waiting.snapshot import Snapshot, opened, taken
 from timeball.broker.waiting.table_walk import Filed, TableWalk
-from timeball.errors import (
+from timeball.log.few_rows import pairs_of
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.errors import (
     Conflict,
     InvalidMessage,
     NotFound,
@@ -53,13 +54,12 @@ from timeball.errors import (
     Unavailable,
     from_code,
 )
-from timeball.log.few_rows import pairs_of
-from timeball.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
+from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
+from timeball.model.wire import Drained
 from timeball.schedule.columns import with_column
 from timeball.schedule.delay_levels.levels import restored
 from timeball.schedule.hour_log.pending import as_promises as promises_of_table
 from timeball.schedule.locations import as_promises
-from timeball.wire import Drained
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from timeball.log.few_rows import NumberedRows, ReadRows
 from timeball.log.reader import LogReader
-from timeball.message import DLQ_PREFIX, PROPERTY_NAME_END, READ_SCHEMA, RETRY_PREFIX, Kind, int64
+from timeball.model.message import DLQ_PREFIX, PROPERTY_NAME_END, READ_SCHEMA, RETRY_PREFIX, Kind, int64
 from timeball.schedule import locations
 from timeball.schedule.backlog import Bools
 from timeball.schedule.durations import Found

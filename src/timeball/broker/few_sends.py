@@ -18,11 +18,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from timeball import limits, rules
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import Topic
 from timeball.log.few_rows import Build, EncodedRows, stored_size
-from timeball.message import (
+from timeball.model import limits, rules
+from timeball.model.message import (
     SEND_COLUMNS,
     SEND_NAMES,
     Kind,

@@ -6,9 +6,6 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from timeball import limits
-from timeball.access import Caller, Verb
-from timeball.answers import GroupPage, GroupState, TopicState
 from timeball.broker.components import Components
 from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.retry import dead_letter_topic
@@ -17,7 +14,10 @@ from timeball.broker.dead_letters import DeadLetters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.lease_counts import Counts, topic_of
 from timeball.broker.shares import shares
-from timeball.errors import GroupNotFound, OutOfRange
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.answers import GroupPage, GroupState, TopicState
+from timeball.model.errors import GroupNotFound, OutOfRange
 
 QUEUES_AT_ONCE = 1_024  # queues that are counted before the event loop gets control back
 

@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.access import ANONYMOUS, Caller, Verb
-from timeball.answers import SentState
 from timeball.broker.adoption import Adoption
 from timeball.broker.components import Components
 from timeball.broker.draining import LOOK_MS, Draining
@@ -42,9 +40,10 @@ from timeball.broker.revoking.merged import merge_places, merge_verdicts
 from timeball.broker.revoking.recall import SETTLED, RecallRefused, decode_handle
 from timeball.broker.revoking.sent_states import sent_states
 from timeball.broker.service import Broker
-from timeball.errors import StorageError, TimeballError, Unavailable, from_code
-from timeball.table.attachment import Attachment
-from timeball.wire import (
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.answers import SentState
+from timeball.model.errors import StorageError, TimeballError, Unavailable, from_code
+from timeball.model.wire import (
     HANDED,
     UNAVAILABLE,
     Attached,
@@ -55,6 +54,7 @@ from timeball.wire import (
     RangesCancelled,
     Verdict,
 )
+from timeball.table.attachment import Attachment
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import flatbuffer as fb
 from timeball.broker.delivery import names, without_lists
-from timeball.errors import InvalidMessage
-from timeball.message import (
+from timeball.model import flatbuffer as fb
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import (
     HANDED_TO,
     LOG_SCHEMA,
     PROPERTY_END,

@@ -29,11 +29,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller
 from timeball.broker.appender import Accepted
 from timeball.broker.few_sends import Sends
-from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 
 logger = logging.getLogger(__name__)
 

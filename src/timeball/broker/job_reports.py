@@ -15,9 +15,9 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from timeball.access import Caller, Verb
 from timeball.broker.components import Components, in_thread
 from timeball.broker.policy import Policy
+from timeball.model.access import Caller, Verb
 
 logger = logging.getLogger(__name__)
 

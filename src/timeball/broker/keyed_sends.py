@@ -24,17 +24,17 @@ from typing import Any
 
 import msgspec
 
-from timeball.access import Verb
-from timeball.answers import CREATED, EXISTS, SentState
 from timeball.broker.appender import Accepted, Appender, Sent
 from timeball.broker.components import Components
 from timeball.broker.ingress import BATCH_ROWS_MAX, Batcher, Begun, Piece, answer, joined, refuse
 from timeball.broker.policy import Policy
 from timeball.broker.registry.idempotency import KeyedSend, KeyUse, check_same, key_use
 from timeball.broker.registry.meta import Change
-from timeball.errors import Conflict, InvalidMessage, OverLimit
-from timeball.message import build_rows, codes_of
-from timeball.rules import check_idempotency_key
+from timeball.model.access import Verb
+from timeball.model.answers import CREATED, EXISTS, SentState
+from timeball.model.errors import Conflict, InvalidMessage, OverLimit
+from timeball.model.message import build_rows, codes_of
+from timeball.model.rules import check_idempotency_key
 
 # The rows of a repeated send are not read again: its edge returns only their numbers.
 _NOT_READ = build_rows(0)

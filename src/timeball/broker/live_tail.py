@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.access import Caller
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.pull import FilteredPull, candidates, decide
 from timeball.broker.filters import TAG, compile_filter
@@ -22,6 +21,7 @@ from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
 from timeball.broker.registry.topics import Topic
 from timeball.broker.waiters import Waiters
+from timeball.model.access import Caller
 
 ROWS_MAX, BYTES_MAX = 256, 1024 * 1024  # limits of one read; a single message may be larger
 

@@ -24,16 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from timeball import limits
-from timeball import reserved_topics as reserved
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.registry.groups import Groups, SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic
 from timeball.clock import Clock
-from timeball.config import Settings
-from timeball.errors import Forbidden, InvalidName, NotFound, OverLimit
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX
+from timeball.model import limits
+from timeball.model import reserved_topics as reserved
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.config import Settings
+from timeball.model.errors import Forbidden, InvalidName, NotFound, OverLimit
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX
 
 
 class Policy:

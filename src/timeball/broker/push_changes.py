@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from timeball.access import Caller, Verb
-from timeball.addresses import Allowed
 from timeball.broker.components import Components
 from timeball.broker.filters.compiler import SQL92, TAG, compile_filter
 from timeball.broker.policy import Policy
 from timeball.broker.registry.push_subscriptions import FilterKind, PushSubscription, secret_text
-from timeball.errors import NotFound, RequestError
+from timeball.model.access import Caller, Verb
+from timeball.model.addresses import Allowed
+from timeball.model.errors import NotFound, RequestError
 
 EXPRESSION_TYPES: dict[FilterKind, str] = {"tag": TAG, "sql": SQL92}
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.filters.tags import tag_hash, tag_mask
-from timeball.errors import Corrupt, OutOfRange
 from timeball.log.queue_entry import ENTRY
 from timeball.log.queue_file import Part
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.message import SCHEDULE_TOPIC, Int64Array, Kind, alike, codes_of, filled, stored_sizes
+from timeball.model import limits
+from timeball.model.errors import Corrupt, OutOfRange
+from timeball.model.message import SCHEDULE_TOPIC, Int64Array, Kind, alike, codes_of, filled, stored_sizes
 
 # Rows per batch; frames may be small, and replaying them one by one would cost seconds per million rows.
 BATCH_ROWS = 65_536

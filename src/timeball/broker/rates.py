@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from timeball import limits
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC, Int64Array, decode_properties
+from timeball.model import limits
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC, Int64Array, decode_properties
 
 COUNTERS_MAX = 20_000  # about 900 bytes each
 TIMER_TOPIC = (

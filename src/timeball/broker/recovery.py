@@ -27,11 +27,11 @@ import numpy as np
 
 from timeball.broker.applying import Applying
 from timeball.broker.components import Tables
-from timeball.errors import Corrupt
 from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import last_snapshot
 from timeball.log.reader import LogReader
 from timeball.log.segment import Segments, segment_name
+from timeball.model.errors import Corrupt
 
 _EMPTY = np.empty(0, np.int64)
 

@@ -24,7 +24,7 @@ from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.tables.attach import AttachState
 from timeball.log.checkpoint import Checkpoint, Facts
-from timeball.message import NO_INSTANT_MS, Int64Array, Kind
+from timeball.model.message import NO_INSTANT_MS, Int64Array, Kind
 from timeball.schedule import locations
 from timeball.schedule.columns import GrowingColumns
 from timeball.schedule.holds import Holds

@@ -14,9 +14,6 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball import instants, limits, wire
-from timeball.access import ANONYMOUS, Caller, Verb
-from timeball.answers import SentState
 from timeball.broker import delivery, transactions
 from timeball.broker.administration import Administration
 from timeball.broker.admission import as_columns
@@ -52,12 +49,23 @@ from timeball.broker.transactions import Half, Transactions
 from timeball.broker.waiters import Waiters
 from timeball.broker.waiting.forecast import Forecast
 from timeball.broker.waiting.listing import Listing
-from timeball.errors import NotFound, OutOfRange, OverLimit
 from timeball.log.segment import starts
-from timeball.message import READ_SCHEMA, Kind, codes_of, without_secrets
+from timeball.model import limits, time_parsing, wire
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.answers import SentState
+from timeball.model.errors import NotFound, OutOfRange, OverLimit
+from timeball.model.message import READ_SCHEMA, Kind, codes_of, without_secrets
+from timeball.model.wire import (
+    Attached,
+    Campaign,
+    CampaignChange,
+    MessagePlace,
+    RangesCancelled,
+    Start,
+    Verdict,
+)
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
-from timeball.wire import Attached, Campaign, CampaignChange, MessagePlace, RangesCancelled, Start, Verdict
 
 
 class Broker:
@@ -332,7 +340,7 @@ class Broker:
         found, parts = {}, self.parts
         for number, queue in enumerate(parts.topics.get(topic).queues):
             # END is a mark and not a time.
-            if at_ms <= instants.END:
+            if at_ms <= time_parsing.END:
                 found[number] = queue.index.max_offset
             else:
                 found[number] = await in_thread(

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from timeball.access import Caller
 from timeball.broker.appender import Accepted, Appender
 from timeball.broker.components import Components
 from timeball.broker.ingress import Piece, answer, refuse
-from timeball.errors import Unavailable
-from timeball.message import build_rows
-from timeball.wire import SourceStep
+from timeball.model.access import Caller
+from timeball.model.errors import Unavailable
+from timeball.model.message import build_rows
+from timeball.model.wire import SourceStep
 
 
 class SourcedSends:

@@ -17,7 +17,7 @@ from functools import partial
 
 from timeball.broker.components import Components, in_thread
 from timeball.broker.table_changes import TableChanges
-from timeball.errors import Corrupt, NotFound, Unavailable
+from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.table.attachment import FileEntry
 from timeball.table.file_cache import THREADS, FileCache
 

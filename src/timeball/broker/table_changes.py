@@ -15,20 +15,20 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.appender import TailCount
 from timeball.broker.components import Components, in_thread
 from timeball.broker.memory import give_back
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.registry.meta import Change
 from timeball.broker.tables import attach, compact, rewrite
-from timeball.errors import OverLimit, RequestError, Unavailable
-from timeball.message import Int64Array, Kind, build_rows
+from timeball.model import limits
+from timeball.model.errors import OverLimit, RequestError, Unavailable
+from timeball.model.message import Int64Array, Kind, build_rows
+from timeball.model.wire import Attached
 from timeball.schedule.locations import Waiting, take_promises
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import overlapping
-from timeball.wire import Attached
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule import locations
 from timeball.schedule.columns import GrowingColumns, runs_of
 from timeball.schedule.locations import Waiting

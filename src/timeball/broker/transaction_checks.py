@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from timeball.broker.components import Components, in_thread
 from timeball.broker.transactions import Half, Transactions
-from timeball.errors import Corrupt, OutOfRange, OverLimit, RequestError
+from timeball.model.errors import Corrupt, OutOfRange, OverLimit, RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ from enum import Enum
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.components import Components, in_thread
 from timeball.broker.ingress import AsyncBatcher
-from timeball.errors import OutOfRange, OverLimit, TimeballError
-from timeball.key_hash import hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.errors import OutOfRange, OverLimit, TimeballError
+from timeball.model.key_hash import hash_text
+from timeball.model.message import (
     LOG_SCHEMA,
     NO_INSTANT_MS,
     SEND_COLUMNS,

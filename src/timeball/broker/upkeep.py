@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker import stored_table, table_watch
 from timeball.broker.components import in_thread, rollback_on_error
 from timeball.broker.memory import give_back
@@ -22,11 +21,12 @@ from timeball.broker.retention import Retention
 from timeball.broker.service import Broker
 from timeball.broker.stored_table import StoredTable
 from timeball.broker.table_watch import TableWatch
-from timeball.errors import MissingFile, OverLimit, RequestError, Unavailable
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES
+from timeball.model import limits
+from timeball.model.errors import MissingFile, OverLimit, RequestError, Unavailable
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment
 from timeball.table.file_set import FileSet

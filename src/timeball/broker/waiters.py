@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Collection, Hashable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from timeball import limits
-from timeball.errors import OverLimit
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 
 class Waiters:

@@ -12,7 +12,7 @@ import typer
 from timeball.cli.options import JsonOption
 from timeball.cli.output import progress_bar, show
 from timeball.cli.units import show_bytes, show_instant
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
     from timeball.backup.manifest import Manifest

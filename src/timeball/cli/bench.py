@@ -17,7 +17,7 @@ import typer
 import timeball
 from timeball.cli.options import JsonOption
 from timeball.cli.output import print_json, print_line
-from timeball.errors import RequestError, SetupError
+from timeball.model.errors import RequestError, SetupError
 
 
 class Size(StrEnum):

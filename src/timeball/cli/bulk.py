@@ -33,7 +33,7 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import bars, print_note, progress_bar, show
 from timeball.cli.units import show_bytes, show_instant
-from timeball.errors import NotFound, RequestError, SetupError
+from timeball.model.errors import NotFound, RequestError, SetupError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -12,10 +12,10 @@ from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, c
 from timeball.cli.output import show
 from timeball.cli.send import AfterOption, AtOption, timing
 from timeball.cli.units import show_instant
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 if TYPE_CHECKING:
-    from timeball.wire import Verdict
+    from timeball.model.wire import Verdict
 
 SENTENCES = {
     "cancelled": "{subject}: cancelled",

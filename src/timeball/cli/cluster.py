@@ -15,8 +15,8 @@ from timeball.cli.output import print_json, print_line, print_note, show
 from timeball.cli.units import parse_duration_ms
 from timeball.clock import SystemClock
 from timeball.cluster.record import Record, majority, node_of
-from timeball.config import Settings
-from timeball.errors import RequestError, SetupError
+from timeball.model.config import Settings
+from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
     from timeball.cluster.coordinator import Coordinator, GroupView, Wish

@@ -23,10 +23,10 @@ from timeball.cli.options import (
 from timeball.cli.output import print_note, progress_bar, show
 from timeball.cli.units import parse_duration_ms
 from timeball.clock import SystemClock
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 
 if TYPE_CHECKING:
-    from timeball.wire import Drained
+    from timeball.model.wire import Drained
 
 LOOK_S = 0.5
 

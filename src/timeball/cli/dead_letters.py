@@ -12,10 +12,10 @@ from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import print_json, print_line, print_note, show
 from timeball.cli.units import show_instant
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 if TYPE_CHECKING:
-    from timeball.wire import DeadLetterRow, Resolved
+    from timeball.model.wire import DeadLetterRow, Resolved
 
 app = typer.Typer(help="Look at what a group has given up, send it again, delete it.", no_args_is_help=True)
 

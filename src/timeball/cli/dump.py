@@ -18,7 +18,7 @@ from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption
 from timeball.cli.output import print_json, print_line
 from timeball.cli.units import show_bytes, show_instant
-from timeball.errors import RequestError, SetupError
+from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
     from timeball.inspect.folder import Damage, FolderDump, Torn
@@ -78,7 +78,7 @@ def dump(
 
 
 def _kinds(names: list[str] | None) -> frozenset[int]:
-    from timeball.message import Kind
+    from timeball.model.message import Kind
 
     for name in names or ():
         if name.upper() not in Kind.__members__:

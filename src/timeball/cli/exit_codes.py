@@ -21,7 +21,7 @@ import errno
 from enum import IntEnum
 
 from timeball.cli.extras import BROKER, is_of_others, not_installed
-from timeball.errors import (
+from timeball.model.errors import (
     OverLimit,
     PeerError,
     RequestError,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 BROKER, SPARK, PICTURE, KAFKA = "broker", "spark", "picture", "kafka"
 

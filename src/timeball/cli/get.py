@@ -13,7 +13,7 @@ from timeball.cli.output import show
 from timeball.cli.units import show_instant
 
 if TYPE_CHECKING:
-    from timeball.wire import GroupPlace, MessagePlace
+    from timeball.model.wire import GroupPlace, MessagePlace
 
 
 def get(

@@ -11,7 +11,7 @@ from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, c
 from timeball.cli.output import out, print_json, print_note
 
 if TYPE_CHECKING:
-    from timeball.wire import GroupState
+    from timeball.model.wire import GroupState
 
 COLUMNS = ("group", "topic", "lag", "in flight", "expired", "dead letters", "attempts")
 

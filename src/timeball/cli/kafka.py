@@ -16,8 +16,8 @@ from timeball.cli.extras import KAFKA, is_of_others, not_installed
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, naming
 from timeball.cli.output import print_json, print_line
 from timeball.cli.units import parse_duration_ms
-from timeball.config import LogFormat, LogLevel
-from timeball.errors import SetupError
+from timeball.model.config import LogFormat, LogLevel
+from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
     from timeball.kafka.bridge import Bridge

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from timeball.config import LogFormat, LogLevel
+from timeball.model.config import LogFormat, LogLevel
 
 REPEAT_S = 60.0
 # Different lines remembered. When it is reached, the oldest line is forgotten and its count written.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from timeball.cli import event_loop, log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
-from timeball.config import Settings
-from timeball.errors import SetupError
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError
 from timeball.stop_signals import stop_asked
 
 

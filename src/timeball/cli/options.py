@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.cli.units import parse_setting_ms, parse_size_bytes, show_bytes, show_ms
-from timeball.config import Settings, option_name, types
-from timeball.errors import RequestError, SetupError, Unavailable
+from timeball.model.config import Settings, option_name, types
+from timeball.model.errors import RequestError, SetupError, Unavailable
 
 if TYPE_CHECKING:
     from timeball.client import Timeball

@@ -33,8 +33,8 @@ from timeball.cli.options import (
     spark_options,
 )
 from timeball.cli.output import out, print_json, print_line
-from timeball.config import LogFormat, LogLevel
-from timeball.errors import RequestError, Unavailable
+from timeball.model.config import LogFormat, LogLevel
+from timeball.model.errors import RequestError, Unavailable
 
 if TYPE_CHECKING:
     from timeball.pipeline.run.job_status import JobStatus

@@ -11,7 +11,7 @@ import typer
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
 from timeball.cli.output import print_json, print_line, print_note
 from timeball.cli.units import parse_duration_ms, show_instant
-from timeball.errors import NotFound
+from timeball.model.errors import NotFound
 
 if TYPE_CHECKING:
     from timeball.client.messages import Message

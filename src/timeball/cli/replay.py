@@ -31,8 +31,8 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import bars, print_json, print_line, progress_bar, show
 from timeball.cli.units import parse_duration_ms, show_bytes, show_ms
-from timeball.errors import InvalidDelay, RequestError
-from timeball.instants import instant_ms
+from timeball.model.errors import InvalidDelay, RequestError
+from timeball.model.time_parsing import instant_ms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -116,7 +116,7 @@ def replay(
     """
     start_ms = beginning(from_ms, at_ms, shift_ms)
     from timeball.cli.spark import spark_session
-    from timeball.rules import check_campaign
+    from timeball.model.rules import check_campaign
 
     if job_id is not None:
         with naming("--job-id"):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from timeball.cli import event_loop, log_lines
 from timeball.cli.output import print_json, print_line
-from timeball.config import Settings
-from timeball.errors import SetupError, StorageError
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError, StorageError
 
 if TYPE_CHECKING:
     from timeball.replicated_node import ReplicatedNode

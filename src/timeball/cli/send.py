@@ -17,8 +17,8 @@ import typer
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, naming
 from timeball.cli.output import print_json, print_line, print_note, progress_bar, show
 from timeball.cli.units import parse_duration_ms, parse_property, show_instant, show_wait
-from timeball.errors import InvalidDelay, RequestError, TimeballError
-from timeball.instants import instant_ms
+from timeball.model.errors import InvalidDelay, RequestError, TimeballError
+from timeball.model.time_parsing import instant_ms
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -224,7 +224,7 @@ def encode_columns(
     topic: str, tag: str | None, keys: list[str] | None, properties: list[str] | None
 ) -> dict[str, object]:
     """Build the columns that are the same for every line."""
-    from timeball.rules import check_label, keys_text, properties_text
+    from timeball.model.rules import check_label, keys_text, properties_text
 
     pairs = read_properties(properties)
     return {

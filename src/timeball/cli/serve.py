@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from timeball.cli import event_loop, log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
-from timeball.config import Settings
+from timeball.model.config import Settings
 
 if TYPE_CHECKING:
     from timeball.node import Node

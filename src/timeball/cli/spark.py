@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from timeball.cli.extras import BROKER, SPARK, not_installed
-from timeball.errors import SetupError, TimeballError, Unavailable
+from timeball.model.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:
     import psutil

@@ -27,7 +27,7 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import print_json, print_line, print_note
 from timeball.cli.units import parse_size_bytes
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,15 +2,15 @@
 
 A number without a unit takes the unit at the end of the option's name (`--segment-bytes`, `--retention-ms`). A duration
 of another option needs a unit. Any other text is refused: "10m" must never quietly become ten of another unit.
-`timeball.instants` parses durations with units, and times, in the same way as for a Python program.
+`timeball.model.time_parsing` parses durations with units, and times, in the same way as for a Python program.
 """
 
 from __future__ import annotations
 
 import re
 
-from timeball.errors import InvalidDelay, RequestError
-from timeball.instants import duration_ms
+from timeball.model.errors import InvalidDelay, RequestError
+from timeball.model.time_parsing import duration_ms
 
 _SIZE_UNITS = {
     "": 1,

@@ -37,7 +37,7 @@ from timeball.cli.options import (
 from timeball.cli.output import print_json, print_note
 from timeball.cli.serve import local_endpoint, run_broker
 from timeball.clock import Clock, SystemClock
-from timeball.config import Settings
+from timeball.model.config import Settings
 
 if TYPE_CHECKING:
     from timeball.node import Node

@@ -28,15 +28,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
-from timeball import wire
 from timeball.client.calls import OpenRead
 from timeball.client.consume_loop import ConsumeLoop
 from timeball.client.consumer import Start, wanted
 from timeball.client.dialing import check_process
 from timeball.client.messages import Leased, Message
 from timeball.client.timeball import ENDPOINT, Timeball
-from timeball.errors import RequestError
-from timeball.instants import After, delay_ms
+from timeball.model import wire
+from timeball.model.errors import RequestError
+from timeball.model.time_parsing import After, delay_ms
 
 CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
 

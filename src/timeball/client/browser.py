@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits, wire
 from timeball.client.calls import Calls
 from timeball.client.consumer import Start, check_start
 from timeball.client.dialing import check_process
 from timeball.client.messages import Message, view
 from timeball.clock import Clock
-from timeball.errors import NotFound, RequestError
-from timeball.instants import After, delay_ms
-from timeball.wire import QueueRange
+from timeball.model import limits, wire
+from timeball.model.errors import NotFound, RequestError
+from timeball.model.time_parsing import After, delay_ms
+from timeball.model.wire import QueueRange
 
 
 class Positions:

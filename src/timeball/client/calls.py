@@ -26,11 +26,11 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball import wire
 from timeball.client.dialing import Credentials, check_process, dial, is_inherited
 from timeball.clock import Clock, SystemClock
-from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable, from_code
-from timeball.message import READ_SCHEMA
+from timeball.model import wire
+from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable, from_code
+from timeball.model.message import READ_SCHEMA
 
 # The attempts after the first, as the pause before each of them: a broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)

@@ -11,11 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from timeball import limits
 from timeball.client.consumer import Consumer
 from timeball.client.messages import Message
 from timeball.clock import Clock
-from timeball.instants import After, delay_ms
+from timeball.model import limits
+from timeball.model.time_parsing import After, delay_ms
 
 # between acknowledgements: a crash of the consumer repeats at most this time's messages
 ACK_INTERVAL_MS = 1_000

@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 
 import pyarrow as pa
 
-from timeball import limits, wire
 from timeball.client.calls import Calls, OpenRead
 from timeball.client.dialing import check_process
 from timeball.client.messages import Leased, Member, Message, view
 from timeball.clock import Clock
-from timeball.errors import RequestError
-from timeball.instants import After, delay_ms
-from timeball.rules import valid
+from timeball.model import limits, wire
+from timeball.model.errors import RequestError
+from timeball.model.rules import valid
+from timeball.model.time_parsing import After, delay_ms
 
 Start = Literal["earliest", "latest"]
 _STARTS = ("earliest", "latest")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.flight as flight
 
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 ACCESS_KEY, SECRET_KEY = "TIMEBALL_ACCESS_KEY", "TIMEBALL_SECRET_KEY"
 TLS_ROOTS, TLS_NAME = "TIMEBALL_TLS_ROOTS", "TIMEBALL_TLS_NAME"

@@ -23,10 +23,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball import limits, rules
 from timeball.client.calls import NotSent, refusal, translate
-from timeball.errors import InvalidMessage, TimeballError, Unavailable
-from timeball.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidMessage, TimeballError, Unavailable
+from timeball.model.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0  # for the last answers
 

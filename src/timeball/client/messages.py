@@ -11,11 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from timeball import limits, wire
 from timeball.client.calls import Calls
-from timeball.errors import RequestError
-from timeball.instants import After, delay_ms
-from timeball.message import NACK_REASON, decode_properties, lateness_ms
+from timeball.model import limits, wire
+from timeball.model.errors import RequestError
+from timeball.model.message import NACK_REASON, decode_properties, lateness_ms
+from timeball.model.time_parsing import After, delay_ms
 
 
 class Member:

@@ -31,12 +31,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
 from timeball.client.tracing import current_context
-from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.instants import when
-from timeball.message import SEND_COLUMNS, int64
-from timeball.rules import (
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.message import SEND_COLUMNS, int64
+from timeball.model.rules import (
     BoolArray,
     Keys,
     check_key,
@@ -48,7 +47,8 @@ from timeball.rules import (
     properties_text,
     valid,
 )
-from timeball.trace_context import with_contexts
+from timeball.model.time_parsing import when
+from timeball.model.trace_context import with_contexts
 
 ONE_SCHEMA = pa.schema(
     [

@@ -17,7 +17,7 @@ from timeball.client.consume_loop import ConsumeLoop
 from timeball.client.consumer import Consumer, Start, wanted
 from timeball.client.messages import Leased, Message
 from timeball.clock import Clock
-from timeball.instants import After
+from timeball.model.time_parsing import After
 
 
 class Reader:

@@ -22,9 +22,9 @@ from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, SendExchange
 from timeball.client.outgoing import IDENTIFIERS, ONE_SCHEMA, Rows, batches
 from timeball.clock import Clock
-from timeball.errors import RequestError, TimeballError, Unavailable
-from timeball.rules import past_due
-from timeball.wire import EXISTS, SendAck, SendKey, SentState
+from timeball.model.errors import RequestError, TimeballError, Unavailable
+from timeball.model.rules import past_due
+from timeball.model.wire import EXISTS, SendAck, SendKey, SentState
 
 IfSettled = Literal["keep", "send"]
 SPANS_SHOWN = 10  # in the text of an error

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import msgspec
 import pyarrow as pa
 
-from timeball import wire
 from timeball.client.calls import Calls
 from timeball.client.exchange import SendExchange
 from timeball.client.sender import outcome
-from timeball.errors import Conflict, Unavailable
+from timeball.model import wire
+from timeball.model.errors import Conflict, Unavailable
 
 
 class Source:

@@ -10,7 +10,7 @@ A process that forks must make its first call after the fork. In a child of a pr
 every call raises RequestError at once instead of hanging.
 
 When a method returns, its effect is on the broker's disk (the effect of `commit` follows within about a second). When
-it raises, the class of the error shows who must act (`timeball.errors`), and the text of the error states the remedy.
+it raises, the class of the error shows who must act (`timeball.model.errors`), and its text states the remedy.
 
 List the nodes of a cluster in one endpoint, "grpc://host1:7400,host2:7400". Each node can answer. The client tries the
 next one when a node does not.
@@ -26,7 +26,6 @@ from typing import Any, Literal, overload
 
 import pyarrow as pa
 
-from timeball import limits, wire
 from timeball.client import browser, outgoing
 from timeball.client.calls import Calls
 from timeball.client.dialing import credentials
@@ -35,11 +34,12 @@ from timeball.client.reader import Reader
 from timeball.client.sender import IfSettled, Receipt, Sender, SendSummary
 from timeball.client.tracing import current_context
 from timeball.clock import SystemClock
-from timeball.errors import InvalidDelay, NotFound, RequestError
-from timeball.instants import After, At, when
-from timeball.rules import Keys
-from timeball.trace_context import with_contexts
-from timeball.wire import (
+from timeball.model import limits, wire
+from timeball.model.errors import InvalidDelay, NotFound, RequestError
+from timeball.model.rules import Keys
+from timeball.model.time_parsing import After, At, when
+from timeball.model.trace_context import with_contexts
+from timeball.model.wire import (
     Attached,
     DeadLetterPage,
     GroupPage,
@@ -175,7 +175,7 @@ class Timeball(Reader):
         32
         >>> ball.send("orders", "what?", at=datetime(2030, 1, 1))
         Traceback (most recent call last):
-        timeball.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
+        timeball.model.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
         >>> ball.close()
         """
         relative_ms, due_ms = when(after, at)

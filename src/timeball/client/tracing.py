@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from timeball.client.messages import Message
-from timeball.message import encode_properties
+from timeball.model.message import encode_properties
 
 try:
     from opentelemetry.trace import SpanKind, get_tracer

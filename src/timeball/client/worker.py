@@ -38,15 +38,15 @@ from types import FrameType, TracebackType
 
 import msgspec
 
-from timeball import limits
 from timeball.client.calls import OpenRead
 from timeball.client.consumer import Start, wanted
 from timeball.client.messages import Message, reason_of
 from timeball.client.timeball import Timeball
 from timeball.client.tracing import processing
 from timeball.client.worker_processes import Processes
-from timeball.errors import OverLimit, RequestError, TimeballError, Unavailable
-from timeball.instants import After, delay_ms
+from timeball.model import limits
+from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
+from timeball.model.time_parsing import After, delay_ms
 
 logger = logging.getLogger(__name__)
 

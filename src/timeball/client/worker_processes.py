@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Protocol
 
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 
 logger = logging.getLogger(__name__)
 

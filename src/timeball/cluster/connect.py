@@ -7,8 +7,8 @@ from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.keys import KeyCoordinator
-from timeball.config import Settings
 from timeball.files import read_secret
+from timeball.model.config import Settings
 from timeball.security import OTHERS, load_client_tls
 
 

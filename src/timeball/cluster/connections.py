@@ -26,7 +26,7 @@ from timeball.cluster.messages import Hello, Message, encode
 from timeball.cluster.name_lookup import NameLookup
 from timeball.cluster.receiver import Receiver
 from timeball.cluster.tls_channel import TlsChannel
-from timeball.errors import PeerError, SetupError
+from timeball.model.errors import PeerError, SetupError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import logging
 from timeball.cluster.connections import Address, parse_address
 from timeball.cluster.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.record import node_of
-from timeball.errors import SetupError, Unavailable
+from timeball.model.errors import SetupError, Unavailable
 
 logger = logging.getLogger(__name__)
 

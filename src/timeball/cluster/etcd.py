@@ -17,7 +17,7 @@ from timeball.cluster import etcd_codec as codec
 from timeball.cluster.etcd_codec import BadAnswer
 from timeball.cluster.etcd_members import EtcdAccess, Members
 from timeball.cluster.store import Comparison, Operation, Outcome
-from timeball.errors import LeaseLost, SetupError
+from timeball.model.errors import LeaseLost, SetupError
 
 WATCH_PAUSE_S = 0.2  # before a watch is opened again
 

@@ -25,7 +25,7 @@ from timeball.cluster.store import (
     Read,
     RevisionIs,
 )
-from timeball.errors import LeaseLost, SetupError
+from timeball.model.errors import LeaseLost, SetupError
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import aiohttp
 from timeball.cluster import etcd_codec as codec
 from timeball.cluster.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
 from timeball.cluster.http_session import open_session, read_bounded
-from timeball.errors import SetupError, Unavailable
+from timeball.model.errors import SetupError, Unavailable
 
 T = TypeVar("T")
 

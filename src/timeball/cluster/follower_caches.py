@@ -12,11 +12,11 @@ from timeball.broker.components import Tables
 from timeball.broker.recovery import lacks_rows, newest_known, starting_point
 from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.config import Settings
 from timeball.files import Files
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
+from timeball.model.config import Settings
 
 
 class FollowerCaches:

@@ -46,7 +46,7 @@ from timeball.cluster.messages import (
 )
 from timeball.cluster.positions import BEGINNING, Position, cut, extend
 from timeball.cluster.replica import Log, Replica, Role, Source
-from timeball.errors import PeerError
+from timeball.model.errors import PeerError
 
 Step = tuple[Replica, list[Effect]]
 

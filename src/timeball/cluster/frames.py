@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from timeball.cluster.positions import Position
-from timeball.errors import Corrupt, PeerError
 from timeball.log import format as fmt
+from timeball.model.errors import Corrupt, PeerError
 
 
 class Shipped(NamedTuple):

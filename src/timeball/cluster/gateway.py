@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from timeball.cluster.connections import Address
 from timeball.cluster.local_http import LocalAnswers, read_head
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 logger = logging.getLogger(__name__)
 

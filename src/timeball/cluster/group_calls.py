@@ -19,13 +19,13 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from timeball.access import Caller
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.clock import Clock
 from timeball.cluster.connections import Address
 from timeball.cluster.directory import Directory
 from timeball.cluster.http_session import open_session, read_bounded
-from timeball.errors import Unavailable
+from timeball.model.access import Caller
+from timeball.model.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from timeball.cluster.store import (
     RevisionIs,
     Store,
 )
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.monitoring.replica_figures import ReplicaFigures
 
 T = TypeVar("T")

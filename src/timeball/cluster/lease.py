@@ -14,7 +14,7 @@ import logging
 
 from timeball.clock import Clock
 from timeball.cluster.coordinator import Coordinator, Lease, Node
-from timeball.errors import LeaseLost, SetupError, Unavailable
+from timeball.model.errors import LeaseLost, SetupError, Unavailable
 
 BEATS = 4  # renewals per TTL: two may fail before a holder stops
 AGAIN_S = 0.05  # pause after no answer; short, because the coordinator has already retried until its deadline

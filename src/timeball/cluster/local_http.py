@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import msgspec
 from prometheus_client import ProcessCollector
 
-from timeball.errors import Forbidden, Unauthorized
+from timeball.model.errors import Forbidden, Unauthorized
 from timeball.monitoring.metrics import CONTENT_TYPE, as_text
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.replica_metrics import collect

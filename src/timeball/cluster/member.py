@@ -19,7 +19,7 @@ from timeball.cluster.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.lease import HeldLease
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.wishes import Step, next_step
-from timeball.errors import LeaseLost, SetupError, Unavailable
+from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
 
 logger = logging.getLogger(__name__)

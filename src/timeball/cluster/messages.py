@@ -21,9 +21,9 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from timeball import limits
 from timeball.cluster.positions import EpochEnd, are_in_order
-from timeball.errors import PeerError
+from timeball.model import limits
+from timeball.model.errors import PeerError
 
 MAGIC = 0x31524254  # "TBR1" in a hex dump
 VERSION = 1  # of this protocol, sent in HELLO and PROMISE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from timeball.cluster.coordinator import Coordinator, GroupView, Lease, Node, Wish
 from timeball.cluster.record import Record, node_of
 from timeball.cluster.survey import survey
-from timeball.errors import Conflict, LeaseLost, NotFound, RequestError, Unavailable
+from timeball.model.errors import Conflict, LeaseLost, NotFound, RequestError, Unavailable
 
 POLL_S = 1.0
 WISH_TTL_MS = 10_000

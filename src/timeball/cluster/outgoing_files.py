@@ -7,10 +7,10 @@ from typing import TypeVar
 import google_crc32c
 import pyarrow as pa
 
-from timeball import limits
 from timeball.cluster.messages import File, Want
-from timeball.errors import NotFound
 from timeball.files import Files
+from timeball.model import limits
+from timeball.model.errors import NotFound
 from timeball.table.layout import FOLDER
 
 PIECE_BYTES = 256 << 10  # a commit may wait for one piece to be sent, which takes 2 ms at 1 Gbit/s

@@ -22,7 +22,6 @@ import msgspec
 from timeball.cluster.messages import FRAMES_BYTES_MAX, Begin
 from timeball.cluster.positions import BEGINNING, Ends, EpochEnd, Position
 from timeball.cluster.replica import Log
-from timeball.errors import Corrupt, SetupError
 from timeball.files import Files
 from timeball.log import format as fmt
 from timeball.log.recovery import Opened, last_written, read_replica
@@ -34,6 +33,7 @@ from timeball.log.segment import (
     epoch_ends,
     prepare,
 )
+from timeball.model.errors import Corrupt, SetupError
 
 logger = logging.getLogger(__name__)
 

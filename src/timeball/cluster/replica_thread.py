@@ -34,11 +34,11 @@ from timeball.cluster.messages import Begin, Bytes, Data, Message, Pong
 from timeball.cluster.positions import Position
 from timeball.cluster.replica import Replica, Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.errors import NotLeader, StorageError
 from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Extent
-from timeball.message import meta_rows
+from timeball.model.errors import NotLeader, StorageError
+from timeball.model.message import meta_rows
 
 logger = logging.getLogger(__name__)
 

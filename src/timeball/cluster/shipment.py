@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from timeball.cluster.leading import have_enough
 from timeball.cluster.record import node_of
 from timeball.cluster.replica import Replica, Role
-from timeball.errors import NotLeader
+from timeball.model.errors import NotLeader
 
 
 class Shipment:

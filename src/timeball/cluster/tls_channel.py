@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 
-from timeball.errors import PeerError
+from timeball.model.errors import PeerError
 
 READ_BYTES = 1 << 20
 

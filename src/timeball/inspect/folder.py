@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt, NotFound, SetupError
 from timeball.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log.recovery import last_written, proof_behind, whole_frames
 from timeball.log.segment import FOLDER, SUFFIX, segment_name
-from timeball.message import Kind, without_secrets
+from timeball.model.errors import Corrupt, NotFound, SetupError
+from timeball.model.message import Kind, without_secrets
 
 LISTINGS_MAX = 100  # a broker removes a segment every few seconds at most
 

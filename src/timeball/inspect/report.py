@@ -15,7 +15,7 @@ import msgspec
 
 from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, SegmentFound, Torn
 from timeball.inspect.verify import CacheCheck
-from timeball.message import Kind, without_secrets
+from timeball.model.message import Kind, without_secrets
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt, NotFound
 from timeball.files import Files
 from timeball.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
-from timeball.key_hash import KeyRun, UInt64Array, hash_keys
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.queue_file import FOLDER as QUEUES
 from timeball.log.queue_file import Part, QueueFile, file_name
 from timeball.log.segment import FOLDER, Segment
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt, NotFound
+from timeball.model.key_hash import KeyRun, UInt64Array, hash_keys
+from timeball.model.message import Int64Array
 
 
 class CacheCheck:

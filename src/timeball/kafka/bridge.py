@@ -12,12 +12,12 @@ from confluent_kafka import KafkaException
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.clock import Clock
-from timeball.errors import Conflict, OverLimit, StorageError, Unavailable
 from timeball.kafka.counts import Counts
 from timeball.kafka.delivery import Delivery
 from timeball.kafka.intake import Intake
 from timeball.kafka.options import BridgeOptions
 from timeball.kafka.waiting import WaitingQueue
+from timeball.model.errors import Conflict, OverLimit, StorageError, Unavailable
 
 logger = logging.getLogger(__name__)
 

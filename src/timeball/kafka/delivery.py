@@ -35,7 +35,6 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 
 from timeball.clock import Clock
-from timeball.errors import OutOfRange, SetupError
 from timeball.kafka import records
 from timeball.kafka.counts import Counts
 from timeball.kafka.options import BridgeOptions
@@ -45,6 +44,7 @@ from timeball.kafka.topic_limits import TopicLimits
 from timeball.kafka.topics import Topics
 from timeball.kafka.undeliverable import Undeliverable, UndeliverableFile
 from timeball.kafka.waiting import WaitingQueue
+from timeball.model.errors import OutOfRange, SetupError
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,17 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from timeball import limits
 from timeball.client.source import Source
 from timeball.clock import Clock
-from timeball.errors import (
+from timeball.kafka import records
+from timeball.kafka.counts import Counts
+from timeball.kafka.options import BridgeOptions
+from timeball.kafka.records import Record, Rules, Waiting
+from timeball.kafka.topics import Topics
+from timeball.kafka.undeliverable import Undeliverable, UndeliverableFile
+from timeball.kafka.waiting import WaitingQueue
+from timeball.model import limits
+from timeball.model.errors import (
     Conflict,
     Forbidden,
     NotFound,
@@ -45,13 +52,6 @@ from timeball.errors import (
     SetupError,
     Unauthorized,
 )
-from timeball.kafka import records
-from timeball.kafka.counts import Counts
-from timeball.kafka.options import BridgeOptions
-from timeball.kafka.records import Record, Rules, Waiting
-from timeball.kafka.topics import Topics
-from timeball.kafka.undeliverable import Undeliverable, UndeliverableFile
-from timeball.kafka.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 

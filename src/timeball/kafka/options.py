@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 # A record's id contains topic, partition and offset, and has at most 255 bytes in Timeball.

@@ -12,8 +12,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from timeball.errors import SetupError
 from timeball.kafka.options import BridgeOptions
+from timeball.model.errors import SetupError
 
 TIMEOUT_S = 10.0
 KEY = b"position"

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball import limits
-from timeball.errors import InvalidDelay
-from timeball.instants import due_ms as instant_of
-from timeball.instants import duration_ms
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay
+from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
+from timeball.model.time_parsing import due_ms as instant_of
+from timeball.model.time_parsing import duration_ms
 
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
 OLD_NAMES = {"deliver-at": AT, "delay": AFTER}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from timeball.errors import SetupError
 from timeball.kafka.counts import Counts
+from timeball.model.errors import SetupError
 
 logger = logging.getLogger(__name__)
 

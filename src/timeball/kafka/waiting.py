@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from timeball import limits, wire
 from timeball.client.calls import Calls
-from timeball.errors import SetupError
+from timeball.model import limits, wire
+from timeball.model.errors import SetupError
 
 QUEUE = 0
 

@@ -29,11 +29,11 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt
 from timeball.files import Files
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
-from timeball.message import SNAPSHOT_KEY, Int64Array, meta_rows
+from timeball.model.errors import Corrupt
+from timeball.model.message import SNAPSHOT_KEY, Int64Array, meta_rows
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from timeball.clock import Durations
-from timeball.errors import StorageError, TimeballError, Unavailable
 from timeball.log import format as fmt
 from timeball.log.few_rows import EncodedRows, Rows, joined, message_bytes
 from timeball.log.segment import Segment
-from timeball.message import SMALL_ROWS
+from timeball.model.errors import StorageError, TimeballError, Unavailable
+from timeball.model.message import SMALL_ROWS
 
 DurableCallback = Callable[[], None]
 

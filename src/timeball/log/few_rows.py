@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.config import CodecChoice
 from timeball.log.message_form import SHARING_ROWS_MIN, form_of, share
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, LogRow, ReadRow
+from timeball.model.config import CodecChoice
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, LogRow, ReadRow
 
 try:
     from timeball.log.arrow_message import MessageEncoder  # type: ignore[import-not-found]

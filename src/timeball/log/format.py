@@ -38,10 +38,10 @@ import google_crc32c
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.errors import Corrupt, SetupError
 from timeball.log.few_rows import EncodedRows, Rows, encode
-from timeball.message import LOG_SCHEMA, SCHEMA_VERSION
+from timeball.model import limits
+from timeball.model.errors import Corrupt, SetupError
+from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION
 
 ALIGN = 64
 FRAME_MAGIC = 0x31464254  # "TBF1" in a hex dump

@@ -20,9 +20,9 @@ import struct
 import google_crc32c
 import numpy as np
 
-from timeball.errors import TimeballError
 from timeball.files import Files
 from timeball.log.segment import FOLDER, Segment, Segments
+from timeball.model.errors import TimeballError
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from collections import defaultdict
 
 import numpy as np
 
-from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.key_hash import FEW, KeyRun, Pairs, UInt64Array, hash_keys, joined
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt
+from timeball.model.key_hash import FEW, KeyRun, Pairs, UInt64Array, hash_keys, joined
+from timeball.model.message import Int64Array
 
 # Pairs of the active segment in the table, before they become a sorted run. A look-up after a cancel has one row to
 # index, and building and searching a run for it costs ten times as much as adding it to the table.

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball import flatbuffer as fb
-from timeball.message import LOG_SCHEMA
+from timeball.model import flatbuffer as fb
+from timeball.model.message import LOG_SCHEMA
 
 _PREFIX = struct.Struct("<iI")  # -1, then the bytes of the metadata
 _NUMBER = struct.Struct("<q")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from timeball.log.few_rows import EncodedRows, Rows, as_message, numbered_value
-from timeball.message import ReadRow
+from timeball.model.message import ReadRow
 
 BYTES_MAX = 8 * 1024 * 1024  # of all rows, including the other memory that their batches hold
 # Limit for one append. If a larger one were kept, the next append could not reuse its memory, and would take a tenth

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt
 from timeball.files import Files
 from timeball.log.queue_entry import ENTRY, EntryArray
+from timeball.model.errors import Corrupt
 
 logger = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from timeball.errors import Corrupt, OutOfRange, OverLimit
 from timeball.files import Files
 from timeball.log import queue_file
 from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.log.queue_file import BLOCK_ENTRIES, Part, QueueFile
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt, OutOfRange, OverLimit
+from timeball.model.message import Int64Array
 
 logger = logging.getLogger(__name__)
 

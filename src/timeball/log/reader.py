@@ -18,10 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.errors import Corrupt, OutOfRange
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
+from timeball.model.errors import Corrupt, OutOfRange
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
 
 # Bounds the heap objects of decoded frames. Their rows are views of the mapping and take no heap.
 CACHE_BYTES_MAX = 32 * 1024 * 1024

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt, SetupError
 from timeball.files import File, Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
@@ -43,6 +42,7 @@ from timeball.log.segment import (
     prepare,
     segment_name,
 )
+from timeball.model.errors import Corrupt, SetupError
 
 logger = logging.getLogger(__name__)
 

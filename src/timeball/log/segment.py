@@ -32,11 +32,11 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt, OutOfRange
 from timeball.files import File, Files
 from timeball.log import format as fmt
-from timeball.message import Int64Array
-from timeball.wire import Start
+from timeball.model.errors import Corrupt, OutOfRange
+from timeball.model.message import Int64Array
+from timeball.model.wire import Start
 
 FOLDER = "log"
 SUFFIX = ".log"

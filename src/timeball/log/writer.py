@@ -20,10 +20,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball import limits
 from timeball.clock import Clock, Durations
-from timeball.config import Durability
-from timeball.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.files import Files
 from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics, frames_of, refusal
@@ -33,6 +30,9 @@ from timeball.log.newest_rows import NewestRows
 from timeball.log.next_segment import NextSegment
 from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
+from timeball.model import limits
+from timeball.model.config import Durability
+from timeball.model.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 
 logger = logging.getLogger(__name__)
 

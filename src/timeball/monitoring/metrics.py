@@ -19,15 +19,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from timeball.access import Caller, Verb
 from timeball.broker.delivery import Lateness
 from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
 from timeball.broker.service import Broker
 from timeball.broker.shares import shares
 from timeball.clock import BOUNDS_NS
-from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
-from timeball.message import DLQ_PREFIX
+from timeball.model.access import Caller, Verb
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
+from timeball.model.message import DLQ_PREFIX
 from timeball.monitoring import pipeline_metrics, replica_metrics
 from timeball.monitoring.histograms import buckets, durations, histogram
 from timeball.monitoring.loop_lag import LoopLag

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from timeball.broker.job_reports import JobState
 from timeball.broker.service import Broker
 from timeball.broker.tables.compact import Figures
-from timeball.limits import SECOND_MS
+from timeball.model.limits import SECOND_MS
 from timeball.monitoring.histograms import durations
 from timeball.table.file_cache import FileCache
 

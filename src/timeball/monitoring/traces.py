@@ -39,8 +39,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from timeball.broker.components import Accepting, R
 from timeball.clock import Clock
-from timeball.errors import SetupError
-from timeball.message import (
+from timeball.model.errors import SetupError
+from timeball.model.message import (
     SEND_NAMES,
     SMALL_ROWS,
     SendBatch,
@@ -48,7 +48,7 @@ from timeball.message import (
     encode_properties,
     lateness_ms,
 )
-from timeball.trace_context import has_context, have_context, with_contexts
+from timeball.model.trace_context import has_context, have_context, with_contexts
 
 SPANS_PER_S = 500  # of each operation
 SPANS_AT_ONCE = 100  # up to ten milliseconds of the event loop

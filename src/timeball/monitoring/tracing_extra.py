@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from timeball.broker.components import Tracing
 from timeball.clock import Clock
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 def open_traces(clock: Clock, version: str) -> Tracing:

@@ -24,9 +24,9 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from timeball import places
 from timeball.clock import SystemClock
-from timeball.errors import OutOfRange, StorageError
+from timeball.model import storage_uris
+from timeball.model.errors import OutOfRange, StorageError
 from timeball.pipeline.table_store import open_table
 
 LOG = logging.getLogger("timeball.pipeline")
@@ -52,7 +52,7 @@ def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -
     Without rows no file is written. Raises StorageError.
     """
     path = f"{uuid.uuid4().hex}.parquet"
-    files, root = places.arrow(uri)
+    files, root = storage_uris.arrow(uri)
     rows, sink = 0, None
     try:
         for batch in batches:

@@ -21,12 +21,12 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball import wire
 from timeball.client.calls import Calls, translated
 from timeball.clock import Clock
-from timeball.errors import OutOfRange, TimeballError, Unavailable
-from timeball.limits import PULL_ROWS_MAX
-from timeball.message import TABLE_SCHEMA
+from timeball.model import wire
+from timeball.model.errors import OutOfRange, TimeballError, Unavailable
+from timeball.model.limits import PULL_ROWS_MAX
+from timeball.model.message import TABLE_SCHEMA
 from timeball.pipeline.groups import Group, endpoint_of, groups_of, known_groups, split_endpoint
 from timeball.table import attachment as att
 

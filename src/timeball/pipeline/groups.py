@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from timeball.errors import NotFound, SetupError, Unavailable
-from timeball.wire import ClusterGroup, Status
+from timeball.model.errors import NotFound, SetupError, Unavailable
+from timeball.model.wire import ClusterGroup, Status
 
 GROUP = "group"  # the column, and the option
 PLACEHOLDER = "{group}"  # replaced by the group's name in the URI of a table that each group has

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.message import NO_INSTANT_MS, READ_SCHEMA, Kind
+from timeball.model.message import NO_INSTANT_MS, READ_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint, behind_last_seq, retrying_read
 from timeball.table import attachment as att
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from py4j.protocol import Py4JError
 from pyspark.errors import AnalysisException, PySparkException
 
-from timeball import errors
-from timeball.errors import SetupError, StorageError, TimeballError, Unavailable
+from timeball.model import errors
+from timeball.model.errors import SetupError, StorageError, TimeballError, Unavailable
 
 _OURS = re.compile(r"timeball\.errors\.(\w+): (.+)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")

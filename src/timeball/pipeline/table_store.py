@@ -1,9 +1,9 @@
 """Read and write files of the pending table from any process, such as a Spark executor.
 
 An executor may run on another machine, so the table is named by a URI, and all access goes through Arrow's file systems
-(timeball/places.py). A file belongs to the table only after the broker has attached it. So writing needs no protocol,
-and a task that dies leaves only unused files, which the broker deletes later. The broker makes files durable: it syncs
-them when it attaches them.
+(model/storage_uris.py). A file belongs to the table only after the broker has attached it. So writing needs no
+protocol, and a task that dies leaves only unused files, which the broker deletes later. The broker makes files durable:
+it syncs them when it attaches them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import pyarrow.dataset as ds
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
-from timeball import places
-from timeball.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
-from timeball.limits import SECOND_MS
-from timeball.message import TABLE_SCHEMA
+from timeball.model import storage_uris
+from timeball.model.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
+from timeball.model.limits import SECOND_MS
+from timeball.model.message import TABLE_SCHEMA
+from timeball.model.wire import Status
 from timeball.pipeline.groups import place_of
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.layout import cut_files
-from timeball.wire import Status
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -44,8 +44,8 @@ class Store:
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
-        self._files, self._root = places.arrow(uri)
-        self._has_folders = not places.in_object_store(uri)
+        self._files, self._root = storage_uris.arrow(uri)
+        self._has_folders = not storage_uris.in_object_store(uri)
         self._folders: set[str] = set()
 
     def put(self, path: str, data: bytes) -> None:
@@ -148,7 +148,7 @@ def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
     """Open files of the pending table as one Arrow dataset, which may be empty. Raises OutOfRange if one is deleted."""
     if not paths:
         return ds.dataset(TABLE_SCHEMA.empty_table())
-    files, root = places.arrow(uri)
+    files, root = storage_uris.arrow(uri)
     found = [f"{root}/{path}" for path in paths]
     try:
         return ds.dataset(found, TABLE_SCHEMA, format="parquet", filesystem=files)
@@ -192,7 +192,7 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
         raise Unavailable(
             f"the pending table at {uri} is behind the broker's log until its object store answers"
         )
-    place, options = places.delta(uri)
+    place, options = storage_uris.delta(uri)
     try:
         return DeltaTable(place, version=version, storage_options=options)
     except TableNotFoundError as error:
@@ -207,7 +207,7 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
 
 def create_table(uri: str, schema: pa.Schema, **how: Any) -> DeltaTable:
     """Create a Delta table at `uri`. `how` is passed on to DeltaTable.create. Raises StorageError."""
-    place, options = places.delta(uri)
+    place, options = storage_uris.delta(uri)
     try:
         return DeltaTable.create(place, schema, storage_options=options, **how)
     except OSError as error:
@@ -243,7 +243,7 @@ def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequen
     """Open some files of a Delta table as an Arrow dataset. Hive-style folder names supply the partition columns."""
     if not uris:
         return ds.dataset(schema.empty_table())
-    files, paths = places.arrow_all(uris)
+    files, paths = storage_uris.arrow_all(uris)
     columns = pa.schema([schema.field(name) for name in partition_columns])
     folders = ds.partitioning(columns, flavor="hive") if partition_columns else None
     return ds.dataset(paths, schema, format="parquet", filesystem=files, partitioning=folders)

@@ -23,12 +23,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits, rules
-from timeball.access import Verb
-from timeball.config import CodecChoice
-from timeball.errors import InvalidMessage, OverLimit
 from timeball.log.few_rows import encoder_of
-from timeball.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
+from timeball.model import limits, rules
+from timeball.model.access import Verb
+from timeball.model.config import CodecChoice
+from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
 
 # Without RocketMQ's delay levels, and without the born host, which admission sets.
 SEND_SCHEMA = pa.schema(

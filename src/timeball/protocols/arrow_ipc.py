@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from timeball import flatbuffer as fb
-from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.model import flatbuffer as fb
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
 
 SCHEMA_BYTES_MAX = 16 * 1024  # Timeball's widest schema takes 3 KiB
 HEADER_BYTES_MAX = 64 * 1024

@@ -14,7 +14,7 @@ import psutil  # noqa: F401
 import timeball.broker.filters.sql_grammar
 import timeball.table.delta_rs  # noqa: F401
 from timeball.broker.service import Broker
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.monitoring.metrics import Metrics
 from timeball.protocols.flight.server import FlightEdge
 from timeball.protocols.grpc.edge import GrpcEdge

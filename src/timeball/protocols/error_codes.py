@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from timeball.errors import (
+from timeball.model.errors import (
     Conflict,
     Forbidden,
     GroupNotFound,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
-from timeball.config import is_loopback
+from timeball.model.config import is_loopback
 from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
 
 logger = logging.getLogger(__name__)

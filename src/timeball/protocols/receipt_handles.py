@@ -19,7 +19,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Receipt
-from timeball.errors import InvalidReceipt
+from timeball.model.errors import InvalidReceipt
 
 VERSION = 1
 PROMISED, IN_ORDER = 1, 2  # the kinds of the table above

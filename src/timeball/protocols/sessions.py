@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from timeball.broker.service import Broker
-from timeball.config import Settings
-from timeball.errors import OverLimit
+from timeball.model.config import Settings
+from timeball.model.errors import OverLimit
 
 SESSIONS_MAX = 65_536
 GROUPS_PER_SESSION_MAX = 1_024

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from timeball.errors import OverLimit
+from timeball.model.errors import OverLimit
 
 Granted = Callable[[], None]
 

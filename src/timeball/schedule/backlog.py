@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from timeball.files import File
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.columns import Columns
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import Waiting, take_promises

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 
 CHUNK = 65_536  # records read at a time, a few MB
 FEW = 16  # up to this many values, Python values cost less than columns

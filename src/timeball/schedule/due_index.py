@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.columns import FEW
 from timeball.table.data_file import search
 

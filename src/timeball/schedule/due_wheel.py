@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball import limits
 from timeball.log.few_rows import ROW_BYTES, Entry, NumberedRows, ReadRows, pairs_of
-from timeball.message import READ_SCHEMA, Int64Array, int64
+from timeball.model import limits
+from timeball.model.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
 from timeball.table.data_file import search

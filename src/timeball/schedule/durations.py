@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from timeball.clock import OFFSET_JITTER_MS, STEP_MS, SchedulerClock
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.locations import Locations, Waiting
 from timeball.schedule.outcomes import Outcomes

@@ -12,7 +12,7 @@ Then it is skipped, because it is settled.
 
 from __future__ import annotations
 
-from timeball import limits
+from timeball.model import limits
 
 LEASE_MS_MAX = limits.HOUR_MS
 LEFT_ROWS_MAX = 8_000_000  # messages left to a dispatcher, 16 to 32 bytes each; beyond that the backlog waits

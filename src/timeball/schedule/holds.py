@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.due_index import FAR_MS
 
 # (first_seq, rows) of each range, and the due time from which the hold applies.

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.log.few_rows import NumberedRows, ReadRows, filtered, pairs_of
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.due_wheel import DueWheel, Run

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.log.reader import LogReader
-from timeball.message import READ_SCHEMA, Int64Array, Kind, int64
+from timeball.model.message import READ_SCHEMA, Int64Array, Kind, int64
 from timeball.schedule.columns import Columns
 
 _NONE = np.empty(0, np.int64)

@@ -37,9 +37,9 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from timeball.errors import Corrupt, OutOfRange
 from timeball.files import File, Files
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt, OutOfRange
+from timeball.model.message import Int64Array
 
 RecordArray = npt.NDArray[np.void]
 Uint32Array = npt.NDArray[np.uint32]

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 
 # Recent moves that are kept as Python objects before they are merged into the columns.
 RECENT_MAX = 16_384

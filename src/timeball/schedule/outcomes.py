@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from timeball import limits
-from timeball.message import Int64Array
+from timeball.model import limits
+from timeball.model.message import Int64Array
 from timeball.schedule.columns import FEW
 from timeball.schedule.due_index import DueIndex
 from timeball.schedule.holds import Holds

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools, Opened
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import take_promises

@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from timeball.log.few_rows import Pairs, ReadRows, filtered
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.due_wheel import Run

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from timeball.config import Settings
-from timeball.errors import Corrupt, SetupError
 from timeball.files import Files
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
+from timeball.model.config import Settings
+from timeball.model.errors import Corrupt, SetupError
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.outcomes import Outcomes
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from timeball import limits
 from timeball.clock import SchedulerClock
 from timeball.log.few_rows import ReadRows
+from timeball.model import limits
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.scheduler import Scheduler
 

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit
-from timeball.message import Int64Array
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.message import Int64Array
 
 Ranges = Sequence[tuple[int, int]]  # ranges of sequence numbers: (first_seq, rows)
 Job = Literal["compact", "bulk", "rewrite"]

@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import pyarrow as pa
 
-from timeball import descriptors, limits
+from timeball import descriptors
 from timeball.descriptors import RESERVE_OF_LIBRARIES
-from timeball.errors import Corrupt, DiskFailed, MissingFile, NotFound, OverLimit
 from timeball.files import disk_full, no_room_to_sync
-from timeball.message import TABLE_SCHEMA
+from timeball.model import limits
+from timeball.model.errors import Corrupt, DiskFailed, MissingFile, NotFound, OverLimit
+from timeball.model.message import TABLE_SCHEMA
 from timeball.table import live_files
 from timeball.table.attachment import Attachment, FileEntry, apply_to
 from timeball.table.layout import FOLDER, KEYS_FOLDER, PARTITION_COLUMN

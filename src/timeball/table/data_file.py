@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from timeball.errors import Corrupt
-from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.model.errors import Corrupt
+from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table.attachment import FileEntry, Ranges, overlap
 from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, Row, is_there
 from timeball.table.layout import FOLDER, check_seal, sealed_bytes

@@ -16,7 +16,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
 from timeball.files import DISK_FULL
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import PARTITION_COLUMN
 

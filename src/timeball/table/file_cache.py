@@ -27,8 +27,8 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from timeball.errors import Corrupt, NotFound, Unavailable
 from timeball.files import Files, no_room_to_sync
+from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.data_file import DataFile, check_all
 from timeball.table.file_keys import SUFFIX

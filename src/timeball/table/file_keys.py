@@ -10,7 +10,7 @@ import uuid
 
 import pyarrow as pa
 
-from timeball.key_hash import KeyRun, Pairs, hash_keys, joined
+from timeball.model.key_hash import KeyRun, Pairs, hash_keys, joined
 
 KEYS = "_keys"  # folder inside the table's; Delta tools ignore names that begin with '_'
 SUFFIX = ".keys"

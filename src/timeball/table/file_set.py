@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 
 

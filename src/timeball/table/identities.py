@@ -35,9 +35,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import flatbuffer as fb
-from timeball.errors import Corrupt
-from timeball.message import TABLE_SCHEMA
+from timeball.model import flatbuffer as fb
+from timeball.model.errors import Corrupt
+from timeball.model.message import TABLE_SCHEMA
 
 ID_COLUMNS = ["seq", "due_ms", "topic", "unique_key", "keys", "accepted_ms", "number"]
 ID_SCHEMA = pa.schema([TABLE_SCHEMA.field(name) for name in ID_COLUMNS])

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import Corrupt, OverLimit
 from timeball.files import Files, no_room_to_sync
-from timeball.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt, OverLimit
+from timeball.model.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
+from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_cache import FileCache, Ranged

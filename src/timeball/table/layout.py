@@ -39,9 +39,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from timeball import limits
-from timeball.errors import Corrupt
-from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.model import limits
+from timeball.model.errors import Corrupt
+from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.table import identities
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import KEYS, FileKeys

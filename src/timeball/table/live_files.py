@@ -22,7 +22,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from timeball.errors import MissingFile, NotFound, OverLimit
+from timeball.model.errors import MissingFile, NotFound, OverLimit
 from timeball.table.attachment import FileEntry
 from timeball.table.layout import FOLDER
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from timeball import places
-from timeball.errors import NotFound, SetupError, Unavailable
+from timeball.model import storage_uris
+from timeball.model.errors import NotFound, SetupError, Unavailable
 from timeball.table.layout import FOLDER
 from timeball.table.store_requests import StoreRequests
 
@@ -44,14 +44,14 @@ class ObjectStore:
 
     def __init__(self, uri: str) -> None:
         """Raise SetupError for a URI that is not in an object store, or that no library supports."""
-        if not places.in_object_store(uri):
+        if not storage_uris.in_object_store(uri):
             raise SetupError(
                 f"--table {uri}: a place in an object store, as s3://bucket/path; without --table the pending table "
                 "is in the data folder"
             )
-        self.uri, options = places.delta(uri.rstrip("/"))
+        self.uri, options = storage_uris.delta(uri.rstrip("/"))
         self.storage_options = {**(options or {}), **_PATIENCE}
-        self._store, self._root = places.arrow(self.uri)
+        self._store, self._root = storage_uris.arrow(self.uri)
         self.requests = StoreRequests()
 
     def check(self, answer_s: float) -> None:

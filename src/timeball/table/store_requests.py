@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, TypeVar
 
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from typing import ClassVar, TypeVar
 
 from timeball import descriptors
 from timeball.descriptors import RESERVE_OF_LIBRARIES
-from timeball.errors import Corrupt, SetupError, Unavailable
 from timeball.files import Files
+from timeball.model.errors import Corrupt, SetupError, Unavailable
 from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog
 from timeball.table.file_cache import FileCache

@@ -13,8 +13,8 @@ from tests.crash.world import World
 from timeball.broker.consuming import acknowledgements
 from timeball.broker.consuming.acknowledgements import Acknowledgements
 from timeball.broker.consuming.requests import Receipt
-from timeball.errors import StorageError
-from timeball.message import Int64Array
+from timeball.model.errors import StorageError
+from timeball.model.message import Int64Array
 
 
 def of(world: World) -> Acknowledgements:

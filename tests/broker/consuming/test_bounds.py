@@ -19,8 +19,8 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import column, on_node
 from tests.crash.world import World
 
-from timeball import limits
 from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.model import limits
 
 
 @on_node()

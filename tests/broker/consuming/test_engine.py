@@ -27,8 +27,8 @@ from tests.crash.world import World
 
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import compile_filter
-from timeball.errors import NotFound, OutOfRange, OverLimit
-from timeball.message import Kind
+from timeball.model.errors import NotFound, OutOfRange, OverLimit
+from timeball.model.message import Kind
 
 
 @on_node()

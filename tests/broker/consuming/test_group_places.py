@@ -18,8 +18,8 @@ from tests.broker.on_node import on_node
 from tests.crash.world import World
 
 from timeball.broker.consuming.group_places import Copy, by_message
-from timeball.message import Kind
-from timeball.wire import GroupPlace, MessagePlace
+from timeball.model.message import Kind
+from timeball.model.wire import GroupPlace, MessagePlace
 
 ID = "id-1"
 

@@ -18,9 +18,9 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.access import ANONYMOUS
 from timeball.broker.consuming.redelivery_rows import retry_topic
-from timeball.message import decode_properties
+from timeball.model.access import ANONYMOUS
+from timeball.model.message import decode_properties
 
 
 @on_node()

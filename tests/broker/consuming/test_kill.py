@@ -22,7 +22,7 @@ from tests.cli.processes import Running
 from tests.protocols.grpc.wire import Wire
 
 from timeball import Timeball
-from timeball.message import Kind
+from timeball.model.message import Kind
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 

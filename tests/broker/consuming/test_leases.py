@@ -12,7 +12,6 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
 from timeball.broker.consuming.leases import (
     NO_RECEIPT,
     SWEEP_POSITIONS_MIN,
@@ -20,9 +19,10 @@ from timeball.broker.consuming.leases import (
     OpenCount,
     QueueLeases,
 )
-from timeball.errors import OverLimit
 from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 
 def entries(offsets: list[int]) -> EntryArray:

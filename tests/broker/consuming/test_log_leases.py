@@ -28,8 +28,8 @@ from tests.crash.world import World
 
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
-from timeball.errors import OverLimit
-from timeball.message import CANCEL_REASON, Kind, decode_properties
+from timeball.model.errors import OverLimit
+from timeball.model.message import CANCEL_REASON, Kind, decode_properties
 from timeball.schedule.moved import Moved
 
 

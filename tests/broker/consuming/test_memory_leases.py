@@ -21,15 +21,15 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 
-from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import PositionReceipt, ReceiveRequest
 from timeball.broker.filters import compile_filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
-from timeball.errors import InvalidMessage, NotFound, OutOfRange
-from timeball.message import decode_properties
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
+from timeball.model.message import decode_properties
 
 # ---- handing out and receipts -------------------------------------------------------------------------------
 

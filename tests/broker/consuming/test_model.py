@@ -35,9 +35,9 @@ from timeball.broker.consuming.requests import AnyReceipt, Receipt
 from timeball.broker.group_states import add_in_flight
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.clock import ManualClock
-from timeball.config import StrategyName
-from timeball.limits import DAY_MS
-from timeball.message import NACK_REASON, decode_properties
+from timeball.model.config import StrategyName
+from timeball.model.limits import DAY_MS
+from timeball.model.message import NACK_REASON, decode_properties
 
 TIMES_MAX, INVISIBLE_MS = 2, 1_000
 STEPS = st.one_of(

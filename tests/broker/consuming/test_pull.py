@@ -14,12 +14,12 @@ from tests.broker.registry.test_topics import fresh, visible
 from tests.broker.test_waiters import turns
 from tests.crash.world import SECOND_MS, World
 
-from timeball import limits
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.pull import locate
 from timeball.broker.filters import EVERYTHING, compile_filter
 from timeball.broker.registry.topics import Topic
-from timeball.errors import NotFound, OutOfRange
+from timeball.model import limits
+from timeball.model.errors import NotFound, OutOfRange
 
 
 def topic_with(lengths: list[int]) -> Topic:

@@ -14,13 +14,13 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 from tests.log.test_recovery import flip
 
-from timeball import limits
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.redelivery import SWEEP_ENTRIES_MIN, Deadlines
 from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.errors import OverLimit
 from timeball.log.format import read_frame
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 MINUTE_MS = 60_000
 ASK = ReceiveRequest("g", "orders")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, POP_CK
 from timeball.log.few_rows import NumberedRows, rows_of
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.message import (
     LOG_SCHEMA,
     ORIGIN_GROUP,
     READ_SCHEMA,

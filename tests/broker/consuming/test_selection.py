@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.broker.consuming.test_leases import leases_of_queue
 from tests.crash_files import CrashFiles
 
-from timeball import limits
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.filters import EVERYTHING, compile_filter, java_hash
 from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.model import limits
 
 TAGS = ["a", "b", "c"]
 

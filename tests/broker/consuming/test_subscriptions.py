@@ -9,12 +9,12 @@ from tests.broker.consuming.subscriber import GROUP, TOPIC, receive, send
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.access import ANONYMOUS
-from timeball.answers import Conflict
 from timeball.broker.consuming import subscriptions
 from timeball.broker.consuming.subscriptions import LOG_EVERY_MS, WINDOW_MS, Subscriptions
 from timeball.broker.filters import EVERYTHING, compile_filter, told
 from timeball.clock import ManualClock
+from timeball.model.access import ANONYMOUS
+from timeball.model.answers import Conflict
 
 
 class Heard(Subscriptions):

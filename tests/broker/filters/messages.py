@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.log.queue_entry import ENTRY, EntryArray
-from timeball.message import Kind, build_rows, encode_properties
+from timeball.model.message import Kind, build_rows, encode_properties
 
 Message = dict[str, str]
 

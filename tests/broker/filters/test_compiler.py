@@ -13,9 +13,9 @@ from tests.broker.filters.messages import Message, entries_of, rows_of
 from tests.broker.filters.reference import MESSAGES, TREES, Tree, is_delivered, show
 from tests.docs_pages import page
 
-from timeball import limits
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, compile_filter
-from timeball.errors import InvalidFilter, RequestError
+from timeball.model import limits
+from timeball.model.errors import InvalidFilter, RequestError
 
 
 def delivered(text: str, messages: list[Message]) -> list[bool]:

@@ -8,7 +8,7 @@ import pytest
 
 from timeball.broker.filters import compiler
 from timeball.broker.filters.compiler import OVERHEAD_CHARACTERS, FiltersKept
-from timeball.errors import InvalidFilter
+from timeball.model.errors import InvalidFilter
 
 
 def test_a_filter_is_compiled_once() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from timeball.broker.filters.sql_conditions import SameText
 from timeball.broker.filters.sql_grammar import parse
-from timeball.errors import InvalidFilter
+from timeball.model.errors import InvalidFilter
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from timeball.broker.filters.sql_values import (
     as_long,
     constant,
 )
-from timeball.message import LOG_SCHEMA, build_rows, decode_properties
+from timeball.model.message import LOG_SCHEMA, build_rows, decode_properties
 
 NAMES = frozenset({"a", "ab", "b"})
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.filters.messages import entries_of, tagged
 
-from timeball import limits
 from timeball.broker.filters import EVERYTHING, Filter, compile_filter, tag_hash, tag_mask, tags
-from timeball.errors import InvalidFilter
+from timeball.model import limits
+from timeball.model.errors import InvalidFilter
 
 # "Aa" and "BB" have one hash. Bits are shared by far more: 63 there are.
 WORDS = ["Aa", "BB", "TagA", "TagB", "C#", "Bb", "é", "😀", "a b", "*"]

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.service import Broker
-from timeball.message import Kind, pairs_of
+from timeball.model.message import Kind, pairs_of
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from tests.broker.registry.state_rows import StateRows
 
-from timeball import limits
 from timeball.broker.registry.campaigns import JOB_MS_MAX, CampaignFacts, Campaigns
-from timeball.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
-from timeball.message import Kind, pairs_of
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.model.message import Kind, pairs_of
 from timeball.table.attachment import Attachment, FileEntry
 
 FILE = FileEntry(

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.registry.state_rows import StateRows
 
-from timeball import limits
 from timeball.broker.registry.dead_letters import (
     RepeatedDeadLetters,
     ResolvedDeadLetters,
@@ -16,7 +15,8 @@ from timeball.broker.registry.dead_letters import (
     left_of,
 )
 from timeball.broker.registry.meta import MetaLog
-from timeball.errors import OverLimit
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 
 def registry() -> ResolvedDeadLetters:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from timeball.answers import HANDED
 from timeball.broker.registry.drains import AdoptedFacts, DrainFacts, Drains
 from timeball.broker.registry.meta import MetaLog
-from timeball.message import pairs_of
+from timeball.model.answers import HANDED
+from timeball.model.message import pairs_of
 
 
 def reopened(rows: list[object]) -> Drains:

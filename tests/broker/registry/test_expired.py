@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.broker.registry.state_rows import StateRows
 
-from timeball import limits
 from timeball.broker.registry.expired import ExpiredMessages, ExpiredTopic, Expiry
+from timeball.model import limits
 
 
 def test_counts_add_up_and_a_start_finds_them() -> None:

@@ -10,7 +10,7 @@ from timeball.broker.rates import Rates, Stat
 from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import Topics
-from timeball.message import RETRY_TOPIC, encode_properties, stored_sizes
+from timeball.model.message import RETRY_TOPIC, encode_properties, stored_sizes
 
 # A topic, the queue that is asked for, a tag.
 ROW = st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.sampled_from([None, "", "red", "red||blue"]))

@@ -10,7 +10,6 @@ from tests.broker.on_node import on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 
-from timeball import limits
 from timeball.broker.registry.groups import (
     LEVELS_MS,
     PUSH_FIRST,
@@ -25,7 +24,8 @@ from timeball.broker.registry.groups import (
     retry_delay_ms,
     times_max,
 )
-from timeball.errors import InvalidMessage, NotFound, OverLimit
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, NotFound, OverLimit
 
 NAMES = st.sampled_from(["a", "b", "x-1_|%"])
 CONFIGS = st.builds(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.broker.on_node import batch
 from tests.broker.registry.state_rows import StateRows
 
-from timeball import limits
 from timeball.broker.registry import idempotency
 from timeball.broker.registry.idempotency import IdempotencyKeys, KeyedSend
-from timeball.errors import Conflict
+from timeball.model import limits
+from timeball.model.errors import Conflict
 
 KEPT_MS = 10
 STEPS = st.lists(

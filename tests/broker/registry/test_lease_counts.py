@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timeball.broker.consuming.redelivery_rows import added, given_back
 from timeball.broker.registry import lease_counts
 from timeball.broker.registry.lease_counts import LeaseCounts, keys_of, spans, were_nacked
-from timeball.message import LOG_SCHEMA, Kind, build_rows, encode_properties, with_seq
+from timeball.model.message import LOG_SCHEMA, Kind, build_rows, encode_properties, with_seq
 
 GROUPS = [("g", "orders"), ("g", "bills"), ("h", "orders")]
 NUMBERS = st.lists(st.integers(1, 60), max_size=6)

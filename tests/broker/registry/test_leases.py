@@ -12,7 +12,7 @@ from tests.crash.world import World
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.leases import SIZE_BYTES, ReceiptSecret, SavedLease, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
-from timeball.message import Kind
+from timeball.model.message import Kind
 
 LEASE = SavedLease(offset=3, seq=41, size_bytes=90, pop_ms=7, deadline_ms=60_007, in_order=True, times=2)
 SAVED = SavedLeases(

@@ -10,8 +10,8 @@ from tests.broker.registry.state_rows import StateRows, rows_of
 from tests.crash.world import World
 
 from timeball.broker.registry.meta import MetaLog, MetaTable
-from timeball.errors import Corrupt, SetupError
-from timeball.message import Kind
+from timeball.model.errors import Corrupt, SetupError
+from timeball.model.message import Kind
 
 CHANGES = st.lists(
     st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers()), max_size=3), max_size=8

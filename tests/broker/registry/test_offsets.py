@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.registry.state_rows import StateRows
 
-from timeball import limits
 from timeball.broker.registry import offsets as offsets_module
 from timeball.broker.registry.offsets import Offsets, Parked
-from timeball.errors import InvalidMessage, OutOfRange, OverLimit
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 
 ENDS = {0: 10, 1: 0, 7: 3}
 NAMES = st.sampled_from(["a", "b", "%RETRY%g", "x-1_|"])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.broker.registry.state_rows import StateRows
 
-from timeball import limits
 from timeball.broker.registry.push_subscriptions import (
     OVERLAP_MS,
     SECRET_BYTES,
@@ -16,7 +15,8 @@ from timeball.broker.registry.push_subscriptions import (
     PushSubscriptions,
     secret_text,
 )
-from timeball.errors import InvalidName, NotFound, OutOfRange, OverLimit
+from timeball.model import limits
+from timeball.model.errors import InvalidName, NotFound, OutOfRange, OverLimit
 
 
 def subscription(**fields: Any) -> PushSubscription:

@@ -8,10 +8,10 @@ import pytest
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball import limits
 from timeball.broker.registry.source_positions import SourcePositions
-from timeball.errors import Conflict, OverLimit
-from timeball.wire import SourceStep
+from timeball.model import limits
+from timeball.model.errors import Conflict, OverLimit
+from timeball.model.wire import SourceStep
 
 
 def move(world: World, caller: str, begin: dict[int, int], end: dict[int, int], source: str = "s") -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from tests.crash_files import CrashFiles
 
-from timeball import limits
 from timeball.broker.registry.topic import (
     Queues,
     Topic,
@@ -16,8 +15,9 @@ from timeball.broker.registry.topic import (
     at_least,
     check_config,
 )
-from timeball.errors import OutOfRange, RequestError
 from timeball.log.queue_index import QueueIndexes
+from timeball.model import limits
+from timeball.model.errors import OutOfRange, RequestError
 
 
 def queues(count: int) -> Queues:

@@ -13,16 +13,16 @@ from tests.broker.registry.state_rows import StateRows
 from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES
 
-from timeball import limits
 from timeball.broker.filters import tag_hash, tag_mask
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import FilterType, Placement, Topics, check_name
-from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import Lengths
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
-from timeball.message import Kind, build_rows, stored_sizes
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, NotFound, OverLimit, RequestError
+from timeball.model.message import Kind, build_rows, stored_sizes
 
 QUEUES = 3
 

@@ -24,15 +24,15 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
-from timeball import limits
 from timeball.broker.revoking.cancel import cancel_rows, verdicts
 from timeball.broker.revoking.promise_lookup import Candidate, Found
 from timeball.clock import ManualClock
-from timeball.errors import OutOfRange
 from timeball.log.few_rows import rows_of
-from timeball.message import Int64Array, Kind
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
+from timeball.model.message import Int64Array, Kind
+from timeball.model.wire import Verdict
 from timeball.schedule.scheduler import Scheduler
-from timeball.wire import Verdict
 
 SOON_MS = 2 * SECOND_MS
 

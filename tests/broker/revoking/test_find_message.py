@@ -11,10 +11,10 @@ from tests.broker.revoking.test_cancel import PLACES, delivered
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
-from timeball.access import Caller
 from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.revoking.find_message import find_message
 from timeball.broker.revoking.promise_lookup import Names
+from timeball.model.access import Caller
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -15,9 +15,9 @@ from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.recall import encode_handle
 from timeball.broker.tables import rewrite
 from timeball.log import checkpoint
-from timeball.message import Kind
+from timeball.model.message import Kind
+from timeball.model.wire import Verdict
 from timeball.schedule.moved import Moved
-from timeball.wire import Verdict
 
 STRATEGIES = ("hour_log", "timer_wheel", "level_cascade")
 # Soon, within the wheel's minute, beyond it, far enough for a file of another hour.

@@ -10,7 +10,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import World
 
 from timeball.broker.revoking.promise_lookup import Names, Search
-from timeball.errors import Corrupt, TimeballError
+from timeball.model.errors import Corrupt, TimeballError
 from timeball.table.key_index import TableKeys
 
 

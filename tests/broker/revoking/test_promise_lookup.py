@@ -9,12 +9,12 @@ from tests.broker.revoking.test_cancel import let_go_of_all
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
-from timeball import limits
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.look_ups import scan
 from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search
-from timeball.errors import OutOfRange
-from timeball.message import Kind, build_rows
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
+from timeball.model.message import Kind, build_rows
 from timeball.table.file_set import FileSet
 
 

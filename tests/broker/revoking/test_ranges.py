@@ -18,14 +18,14 @@ from tests.broker.revoking.test_cancel import delivered, said
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball import limits
 from timeball.broker.revoking import ranges
 from timeball.broker.revoking.ranges import check
-from timeball.errors import NotFound, OutOfRange, RequestError
-from timeball.message import CANCEL_REASON, Kind, decode_properties
+from timeball.model import limits
+from timeball.model.errors import NotFound, OutOfRange, RequestError
+from timeball.model.message import CANCEL_REASON, Kind, decode_properties
+from timeball.model.wire import RangesCancelled
 from timeball.table.attachment import overlap, within
 from timeball.table.data_file import DataFile, overlapping
-from timeball.wire import RangesCancelled
 
 SOON_MS = 2 * SECOND_MS
 DAY_MS = 24 * HOUR_MS

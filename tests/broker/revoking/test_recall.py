@@ -13,7 +13,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.revoking.recall import Handle, RecallRefused, decode_handle, encode_handle, recall
-from timeball.errors import InvalidMessage, NotFound
+from timeball.model.errors import InvalidMessage, NotFound
 
 SOON_MS = 2_000
 BOTH = pytest.mark.parametrize("answers", ["definite", "rocketmq"])

@@ -33,11 +33,8 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
-from timeball import limits
 from timeball.broker.revoking import reschedule
 from timeball.clock import ManualClock
-from timeball.config import MIB
-from timeball.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
 from timeball.log import writer
 from timeball.log.commit import Commit, Entry
 from timeball.log.few_rows import as_batch
@@ -45,9 +42,12 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.segment import segment_name
 from timeball.log.writer import LogWriter
-from timeball.message import Int64Array, Kind, decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.config import MIB
+from timeball.model.errors import InvalidDelay, OutOfRange, OverLimit, RequestError
+from timeball.model.message import Int64Array, Kind, decode_properties, encode_properties
+from timeball.model.wire import Verdict
 from timeball.schedule.scheduler import Scheduler
-from timeball.wire import Verdict
 
 LATER_MS = 2 * HOUR_MS
 

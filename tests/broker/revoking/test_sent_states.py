@@ -6,7 +6,7 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, World
 
-from timeball import limits
+from timeball.model import limits
 
 
 @on_node()

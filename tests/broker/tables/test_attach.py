@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.table.small_table import ALL_ZONES, NOW_MS, attachment, table_rows, write
 
-from timeball import limits
 from timeball.broker.tables.attach import AttachState, check_count, check_files
-from timeball.errors import (
+from timeball.files import Files
+from timeball.model import limits
+from timeball.model.errors import (
     Corrupt,
     InvalidDelay,
     InvalidMessage,
@@ -22,8 +23,7 @@ from timeball.errors import (
     OverLimit,
     RequestError,
 )
-from timeball.files import Files
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 
 DURABLE = 100

@@ -13,7 +13,7 @@ from tests.table.small_table import NOW_MS, table_rows
 
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.tables import compact
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 from timeball.table.data_file import DataFile
 from timeball.table.layout import FOLDER
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from timeball.cli.forecast.options import Asked, Extra, Moment
 from timeball.cli.forecast.report import Answer, Counted, answer
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.table_store import Due
 from timeball.pipeline.views.due_histogram import from_due_ms
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from timeball.cli.forecast.options import THE_OTHERS, Bars, Extra, Moment, Window, parse_moment, parse_rates
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 from timeball.pipeline.views import consumer_model, due_histogram
 
 

@@ -11,7 +11,7 @@ from tests.cli.forecast.days import EXTRA, NO_EXTRA, answered, asked, counted
 
 from timeball.cli.forecast import picture
 from timeball.cli.forecast.report import answer
-from timeball.errors import RequestError, SetupError
+from timeball.model.errors import RequestError, SetupError
 
 pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
 

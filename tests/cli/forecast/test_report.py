@@ -15,8 +15,8 @@ from tests.pipeline.two_groups import two_groups
 
 from timeball.cli.forecast.options import Extra, Moment, Window
 from timeball.cli.forecast.report import answer, count, describe, show_span
-from timeball.errors import NotFound, RequestError, Unavailable
-from timeball.limits import DAY_MS
+from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.model.limits import DAY_MS
 from timeball.pipeline.views.due_histogram import Peak
 from timeball.pipeline.views.forecast import Bar
 

@@ -13,7 +13,7 @@ from deltalake import DeltaTable, WriterProperties, write_deltalake
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 from timeball.pipeline.dispatch import due_files
 from timeball.pipeline.dispatch.due_files import (
     POINTER_SCHEMA,

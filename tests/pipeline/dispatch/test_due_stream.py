@@ -12,8 +12,8 @@ from tests.docs_pages import first_cells, page, section
 from tests.node_fixture import RunningNode
 from tests.pipeline.due_rows import attach
 
-from timeball.errors import SetupError
-from timeball.limits import HOUR_MS
+from timeball.model.errors import SetupError
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.dispatch.due_stream import DueDataSource, DueOptions, DueStream, describe, due_options
 from timeball.pipeline.endpoint import Endpoint
 

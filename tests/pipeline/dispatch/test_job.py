@@ -15,7 +15,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.due_rows import all_out, attach, fetched, left, released, status
 from tests.test_docs_shown import python_examples
 
-from timeball.limits import HOUR_MS
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.dispatch import job as dispatch
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.run import runner

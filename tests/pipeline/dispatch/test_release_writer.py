@@ -11,8 +11,8 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.due_rows import all_out, attach, fetched, left, released
 
 from timeball.clock import ManualClock
-from timeball.errors import Unavailable
-from timeball.limits import HOUR_MS
+from timeball.model.errors import Unavailable
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.dispatch import release_writer
 from timeball.pipeline.dispatch.due_files import DueFiles, pointers
 from timeball.pipeline.dispatch.due_stream import LEAD_MS

@@ -15,8 +15,8 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 
 from timeball import Timeball
-from timeball.errors import OutOfRange, StorageError
-from timeball.message import Kind
+from timeball.model.errors import OutOfRange, StorageError
+from timeball.model.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, archive_writer
 from timeball.pipeline.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours

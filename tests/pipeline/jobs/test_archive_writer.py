@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import log_rows, send_due_now
 
-from timeball.errors import OutOfRange, StorageError
-from timeball.limits import DAY_MS
-from timeball.message import Kind
+from timeball.model.errors import OutOfRange, StorageError
+from timeball.model.limits import DAY_MS
+from timeball.model.message import Kind
 from timeball.pipeline import table_store
 from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.endpoint import Endpoint

@@ -21,9 +21,9 @@ from timeball import Timeball
 from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
 from timeball.cli.pending import count_waiting
 from timeball.clock import ManualClock
-from timeball.config import MIB
-from timeball.limits import HOUR_MS, MINUTE_MS, SECOND_MS
-from timeball.message import SCHEDULE_TOPIC
+from timeball.model.config import MIB
+from timeball.model.limits import HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.model.message import SCHEDULE_TOPIC
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.run.on_spark import OnSpark

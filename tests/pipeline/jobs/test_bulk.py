@@ -15,9 +15,9 @@ from pyspark.sql import functions as f
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import attached_seqs
 
-from timeball import rules
-from timeball.errors import InvalidMessage
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model import rules
+from timeball.model.errors import InvalidMessage
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import bulk, bulk_input
 from timeball.pipeline.jobs.bulk import Survey, plan_deal

@@ -11,9 +11,9 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from tests.local_time_oracle import CHANGED_ZONES, changes, first_instant_us, local_times_around
 
-from timeball import limits, rules
-from timeball.errors import InvalidMessage
-from timeball.message import decode_properties
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import decode_properties
 from timeball.pipeline.jobs import bulk_input
 from timeball.pipeline.jobs.bulk_input import Columns, check, screen
 from timeball.pipeline.source import promise_columns

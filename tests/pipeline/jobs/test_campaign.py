@@ -14,9 +14,9 @@ from tests.pipeline.campaigning import attach, campaign_of, released, waiting
 from tests.written_again import fill_segment, let_go
 
 from timeball import Timeball
-from timeball.config import MIB
-from timeball.errors import InvalidMessage, NotFound, OutOfRange
-from timeball.limits import HOUR_MS
+from timeball.model.config import MIB
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.campaign import Campaign, find_attach, held, is_in, ordered, table_rows
 

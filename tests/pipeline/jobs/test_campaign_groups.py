@@ -9,8 +9,8 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.two_groups import two_groups
 from tests.table.small_table import table_rows
 
-from timeball.errors import NotFound
-from timeball.limits import HOUR_MS
+from timeball.model.errors import NotFound
+from timeball.model.limits import HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.campaign_groups import CampaignParts, open_parts
 from timeball.pipeline.table_store import Store

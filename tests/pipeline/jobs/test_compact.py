@@ -10,8 +10,8 @@ import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.traffic import attached_seqs, log_rows, send
 
-from timeball.errors import OutOfRange, StorageError
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.model.errors import OutOfRange, StorageError
+from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import compact
 from timeball.pipeline.jobs.engine import Engine, InProcess, Piece, Result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.errors import OutOfRange
+from timeball.model.errors import OutOfRange
 from timeball.pipeline.jobs.engine import InProcess
 
 

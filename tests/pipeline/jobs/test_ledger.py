@@ -14,7 +14,7 @@ from tests.pipeline.traffic import send, send_due_now, visible
 
 from timeball import Timeball
 from timeball.clock import SystemClock
-from timeball.errors import SetupError, StorageError
+from timeball.model.errors import SetupError, StorageError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger
 from timeball.pipeline.jobs.engine import Engine

@@ -12,13 +12,13 @@ from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.traffic import send
 from tests.pipeline.two_groups import two_groups
 
-from timeball.errors import OutOfRange, SetupError, Unavailable
+from timeball.model.errors import OutOfRange, SetupError, Unavailable
+from timeball.model.wire import LogStatus
 from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.jobs.engine import InProcess
 from timeball.pipeline.jobs.marked import Places, check_mark
 from timeball.pipeline.run.job_status import epoch_of
-from timeball.wire import LogStatus
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs.preflight import check_table, reason_against
 

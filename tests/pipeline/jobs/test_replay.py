@@ -17,9 +17,10 @@ from pyspark.sql import functions as f
 from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.traffic import log_rows, send, send_due_now, visible
 
-from timeball import Timeball, limits
-from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
-from timeball.message import Kind, decode_properties, encode_properties
+from timeball import Timeball
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
+from timeball.model.message import Kind, decode_properties, encode_properties
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, replay
 from timeball.pipeline.jobs.campaign import Campaign

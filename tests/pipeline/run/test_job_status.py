@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.run.job_status import (
     ALIVE_EVERY_NS,
     CHANGED_EVERY_NS,

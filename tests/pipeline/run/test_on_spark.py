@@ -9,7 +9,7 @@ from deltalake import DeltaTable
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 
-from timeball.errors import OutOfRange, Unavailable
+from timeball.model.errors import OutOfRange, Unavailable
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, ledger
 from timeball.pipeline.jobs.engine import Engine, InProcess, Piece

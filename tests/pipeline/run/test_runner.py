@@ -18,7 +18,14 @@ from tests.pipeline.traffic import attached_seqs, send
 from tests.pipeline.two_groups import two_groups
 
 from timeball.clock import SystemClock
-from timeball.errors import InvalidMessage, RequestError, SetupError, StorageError, TimeballError, Unavailable
+from timeball.model.errors import (
+    InvalidMessage,
+    RequestError,
+    SetupError,
+    StorageError,
+    TimeballError,
+    Unavailable,
+)
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.run import runner
 from timeball.pipeline.run.job_status import Board, read_statuses

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.run import session as module
 from timeball.pipeline.run.session import LOCAL, continuous, settings
 from timeball.pipeline.spark_errors import spark_errors

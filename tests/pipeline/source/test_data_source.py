@@ -13,8 +13,8 @@ from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send, send_due_now
 from tests.pipeline.two_groups import two_groups
 
-from timeball.errors import NotFound, OutOfRange, SetupError
-from timeball.message import READ_SCHEMA, TABLE_SCHEMA, Kind
+from timeball.model.errors import NotFound, OutOfRange, SetupError
+from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.log_events import EVENT_SCHEMA

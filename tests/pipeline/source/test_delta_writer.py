@@ -9,7 +9,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 
-from timeball.errors import NotFound, OutOfRange, SetupError
+from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.source.delta_writer import DeltaDataSource
 from timeball.pipeline.spark_errors import spark_errors

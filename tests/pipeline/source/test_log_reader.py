@@ -16,8 +16,8 @@ from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.errors import OutOfRange, SetupError, Unavailable
-from timeball.message import READ_SCHEMA, Kind
+from timeball.model.errors import OutOfRange, SetupError, Unavailable
+from timeball.model.message import READ_SCHEMA, Kind
 from timeball.pipeline.endpoint import READ_TRIES, Endpoint, behind_last_seq, behind_rows, retrying_read
 from timeball.pipeline.source.log_reader import (
     LogPart,

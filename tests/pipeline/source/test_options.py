@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.source.options import (
     FITS,
     ONLY_BATCH,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.types import StructType
 
-from timeball import limits, rules
-from timeball.errors import InvalidMessage
-from timeball.message import TABLE_SCHEMA, decode_properties
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import TABLE_SCHEMA, decode_properties
 from timeball.pipeline.source import promise_columns
 
 NOW_MS = 1_800_000_000_000

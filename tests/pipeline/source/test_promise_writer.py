@@ -12,9 +12,10 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.node_fixture import RunningNode, eventually
 from tests.pipeline.traffic import attached_seqs, visible
 
-from timeball import Timeball, limits
-from timeball.errors import InvalidMessage, OverLimit, RequestError, SetupError
-from timeball.limits import DAY_MS
+from timeball import Timeball
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit, RequestError, SetupError
+from timeball.model.limits import DAY_MS
 from timeball.pipeline import table_store
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source import promise_writer as sink

@@ -15,7 +15,7 @@ from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.errors import NotFound, OutOfRange, SetupError
+from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.pipeline.groups import Group
 from timeball.pipeline.source.options import read_options
 from timeball.pipeline.source.queue_reader import (

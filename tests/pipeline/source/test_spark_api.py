@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 from pyspark.sql import SparkSession, datasource
 
-from timeball.errors import SetupError
-from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.model.errors import SetupError
+from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline.source import spark_api
 from timeball.pipeline.source.options import RANGE_SCHEMA, arrow_schema, read_options
 from timeball.pipeline.source.spark_api import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.pipeline.two_groups import two_groups
 
-from timeball.errors import SetupError, Unavailable
+from timeball.model.errors import SetupError, Unavailable
 from timeball.pipeline.source.log_reader import LogStream
 from timeball.pipeline.source.options import read_options
 from timeball.pipeline.source.streams import check_known

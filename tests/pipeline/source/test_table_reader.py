@@ -13,8 +13,8 @@ from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 from tests.node_fixture import RunningNode
 from tests.pipeline.traffic import send
 
-from timeball.errors import NotFound, SetupError
-from timeball.message import TABLE_SCHEMA
+from timeball.model.errors import NotFound, SetupError
+from timeball.model.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source.options import read_options
 from timeball.pipeline.source.pushdown import Bounds, Wanted

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 from timeball.pipeline.views import consumer_model
 from timeball.pipeline.views.consumer_model import THE_OTHERS, Outcome, queue, rate_needed, serve, spread
 from timeball.pipeline.views.due_histogram import Load, from_due_ms

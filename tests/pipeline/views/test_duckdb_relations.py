@@ -9,7 +9,7 @@ from tests.pipeline.traffic import send, send_due_now
 from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
-from timeball.errors import NotFound, RequestError, SetupError
+from timeball.model.errors import NotFound, RequestError, SetupError
 from timeball.pipeline.views.duckdb_relations import united
 from timeball.pipeline.views.duckdb_session import SqlSession
 from timeball.pipeline.views.view_sql import VIEWS

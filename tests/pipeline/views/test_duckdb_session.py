@@ -15,8 +15,8 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now, visible
 
 from timeball import Timeball
-from timeball.errors import NotFound, OverLimit, RequestError
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.errors import NotFound, OverLimit, RequestError
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.views import due_histogram
 from timeball.pipeline.views.duckdb_session import SqlSession
 

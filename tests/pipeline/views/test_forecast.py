@@ -16,10 +16,10 @@ from tests.written_again import fill_segment, let_go
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.config import MIB
-from timeball.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
-from timeball.limits import DAY_MS, HOUR_MS, SECOND_MS
-from timeball.message import Int64Array
+from timeball.model.config import MIB
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
+from timeball.model.limits import DAY_MS, HOUR_MS, SECOND_MS
+from timeball.model.message import Int64Array
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import ALWAYS, Due
 from timeball.pipeline.views.duckdb_session import SqlSession

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 
-from timeball.message import SCHEDULE_TOPIC
+from timeball.model.message import SCHEDULE_TOPIC
 from timeball.pipeline.jobs import ledger
 from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source.spark_api import spark_schema

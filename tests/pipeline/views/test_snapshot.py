@@ -21,10 +21,10 @@ from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
 from timeball.clock import ManualClock
-from timeball.config import MIB
-from timeball.errors import NotFound, OutOfRange, SetupError
-from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import Kind
+from timeball.model.config import MIB
+from timeball.model.errors import NotFound, OutOfRange, SetupError
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import Kind
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source import promise_columns

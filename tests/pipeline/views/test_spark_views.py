@@ -18,8 +18,8 @@ from tests.pipeline.traffic import send, send_due_now
 from tests.written_again import write_again
 
 from timeball import Timeball
-from timeball.config import MIB
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.config import MIB
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive, ledger
 from timeball.pipeline.run.on_spark import OnSpark

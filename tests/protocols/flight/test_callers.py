@@ -18,9 +18,10 @@ import pytest
 from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball import Timeball, wire
-from timeball.access import ANONYMOUS
-from timeball.errors import Forbidden, RequestError, Unauthorized
+from timeball import Timeball
+from timeball.model import wire
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, RequestError, Unauthorized
 from timeball.protocols.flight import codec
 
 ROWS = pa.table(

@@ -9,8 +9,8 @@ from hpack import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits, wire
-from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
+from timeball.model import limits, wire
+from timeball.model.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
 from timeball.protocols.flight import codec
 from timeball.table.attachment import Attachment
 

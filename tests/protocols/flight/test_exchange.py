@@ -15,9 +15,9 @@ import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.protocols.arrow_types import ROWS, TYPES, column
 
+from timeball.model.wire import END_OF_STREAM
 from timeball.protocols.flight import exchange
 from timeball.protocols.flight.window import BATCHES_MAX
-from timeball.wire import END_OF_STREAM
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 EXCHANGE = flight.FlightDescriptor.for_path(b"send")

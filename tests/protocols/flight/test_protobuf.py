@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import InvalidMessage
+from timeball.model.errors import InvalidMessage
 from timeball.protocols.flight import protobuf
 
 

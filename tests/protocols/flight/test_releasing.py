@@ -14,9 +14,9 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.due_rows import status
 from tests.protocols.flight.test_exchange import answers
 
-from timeball import limits
-from timeball.errors import InvalidMessage, OverLimit
-from timeball.message import TABLE_SCHEMA
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.message import TABLE_SCHEMA
 from timeball.protocols.arrow_columns import ReleaseColumns
 from timeball.table import layout
 from timeball.table.attachment import Attachment

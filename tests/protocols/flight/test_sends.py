@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.access import ANONYMOUS, Caller
 from timeball.broker import few_sends
+from timeball.model.access import ANONYMOUS, Caller
 from timeball.protocols.flight.sends import Sends, refusal
 from timeball.protocols.flight.window import Slot, Window
 from timeball.protocols.shared_limits import ByteShares

@@ -13,12 +13,12 @@ import pytest
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
-from timeball.errors import OverLimit, SetupError
-from timeball.message import READ_SCHEMA
+from timeball.model.errors import OverLimit, SetupError
+from timeball.model.message import READ_SCHEMA
+from timeball.model.wire import BODY_BYTES_MAX
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.reads import ANSWERS_BYTES_MAX
 from timeball.protocols.flight.server import MESSAGE_BYTES_MAX, FlightEdge
-from timeball.wire import BODY_BYTES_MAX
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:

@@ -10,13 +10,13 @@ import pytest
 from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode
 
-from timeball import wire
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.compiler import FiltersKept
-from timeball.errors import Forbidden, InvalidReceipt, NotFound
 from timeball.log.few_rows import encoder_of
-from timeball.message import READ_SCHEMA
+from timeball.model import wire
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.errors import Forbidden, InvalidReceipt, NotFound
+from timeball.model.message import READ_SCHEMA
 from timeball.protocols.flight import codec, verbs
 
 

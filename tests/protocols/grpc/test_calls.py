@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.protocols.grpc.consumer import GROUP, Consumer, with_consumer
 from tests.protocols.grpc.wire import d, receive_request
 
-from timeball import limits
-from timeball.access import ANONYMOUS
 from timeball.broker.filters import EVERYTHING
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc import calls as module
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Resource

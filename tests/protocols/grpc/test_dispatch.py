@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from timeball.errors import OverLimit
+from timeball.model.errors import OverLimit
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code
 from timeball.protocols.grpc._generated.service_pb2 import (

@@ -10,7 +10,7 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, producer_settings
 from tests.protocols.http2.raw_client import RawClient, fields
 
-from timeball.access import Verb
+from timeball.model.access import Verb
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME

@@ -20,7 +20,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.grpc.sending import message, rows, send_request
 from tests.protocols.grpc.wire import Wire
 
-from timeball.message import Kind
+from timeball.model.message import Kind
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 

@@ -11,7 +11,7 @@ from tests.certificates import certificate
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.protocols.grpc.server import REQUEST_BYTES_MAX
 from timeball.protocols.http2.connection import HEADERS_BYTES_MAX
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.protocols.grpc.wire import consumer_settings, producer_settings
 
-from timeball.errors import OverLimit
+from timeball.model.errors import OverLimit
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.service_pb2 import TelemetryCommand
 from timeball.protocols.grpc.session import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from timeball.answers import (
+from timeball.model.answers import (
     Campaign,
     Content,
     DeadLetterPage,

@@ -7,7 +7,7 @@ import re
 import pytest
 from msgspec import UNSET
 
-from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
+from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import codec, send_codec
 from timeball.protocols.http.codec import JSON, NDJSON

@@ -13,7 +13,7 @@ from tests.certificates import certificate
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.http.client import Client, client_of
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 
 def connect(node: RunningNode) -> socket.socket:

@@ -7,9 +7,9 @@ import json
 import pyarrow as pa
 import pytest
 
-from timeball.errors import InvalidMessage
-from timeball.limits import DAY_MS
-from timeball.message import READ_SCHEMA
+from timeball.model.errors import InvalidMessage
+from timeball.model.limits import DAY_MS
+from timeball.model.message import READ_SCHEMA
 from timeball.protocols.http import events_codec
 
 

@@ -10,8 +10,8 @@ from tests.accounts import SECRETS, guarded_node
 from tests.node_fixture import RunningNode
 from tests.protocols.http.client import Client, client_of
 
-from timeball.config import Settings
-from timeball.errors import Forbidden, SetupError
+from timeball.model.config import Settings
+from timeball.model.errors import Forbidden, SetupError
 from timeball.protocols.http.foreign_pages import ForeignPages
 
 LOCAL = ForeignPages(Settings(), has_accounts=False)

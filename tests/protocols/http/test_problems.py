@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.errors import DiskFailed, OverLimit, Unauthorized
+from timeball.model.errors import DiskFailed, OverLimit, Unauthorized
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.http.problems import problem_of
 

@@ -18,7 +18,7 @@ from tests.ports import free_ports
 
 from timeball import node as node_module
 from timeball.broker.recovery import apply_log
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.protocols.http import recovering
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.broker import admission
-from timeball.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
 from timeball.protocols.http import codec, send_codec
 from timeball.protocols.http.codec import JSON, NDJSON
 from timeball.protocols.http.send_codec import ARROW, Sending

@@ -8,7 +8,7 @@ from tests.broker.registry.test_push_subscriptions import subscription
 
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.clock import ManualClock
-from timeball.errors import InvalidDelay
+from timeball.model.errors import InvalidDelay
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.http.subscription_codec import Subscribing, subscribed
 

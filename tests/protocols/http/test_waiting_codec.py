@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from timeball.broker.waiting.pages import Page, Waiting, Wanted
-from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
+from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 from timeball.protocols.http import waiting_codec
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.access import ANONYMOUS
+from timeball.model.access import ANONYMOUS
 from timeball.protocols.http2.calls import Call
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.protocols.http2.raw_client import fields, message
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.protocols.http2 import frames
 from timeball.protocols.http2.calls import Call, Method, Room
 from timeball.protocols.http2.exchange import Exchange

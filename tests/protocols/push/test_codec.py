@@ -14,7 +14,7 @@ from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
 from timeball.broker.registry.push_subscriptions import secret_text
 from timeball.clock import SystemClock
-from timeball.message import READ_SCHEMA, encode_properties
+from timeball.model.message import READ_SCHEMA, encode_properties
 from timeball.protocols.push.codec import (
     PROPERTIES_CHARACTERS_MAX,
     Delivery,

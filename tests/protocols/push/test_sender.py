@@ -14,8 +14,8 @@ import pytest
 import trustme
 from tests.protocols.push.receiver import Reply, receiver_of
 
-from timeball.addresses import Allowed
-from timeball.errors import InvalidMessage
+from timeball.model.addresses import Allowed
+from timeball.model.errors import InvalidMessage
 from timeball.protocols.push import sender
 from timeball.protocols.push.sender import Answer, Names, Receiver
 

@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire, json_body
 
 from timeball.broker.shares import GROUPS_AT_ONCE
-from timeball.errors import InvalidDelay, NotFound, OutOfRange, SetupError, StorageError, Unavailable
+from timeball.model.errors import InvalidDelay, NotFound, OutOfRange, SetupError, StorageError, Unavailable
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,

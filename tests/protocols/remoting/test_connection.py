@@ -12,7 +12,7 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.wire import Wire
 
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 from timeball.protocols.remoting import connection as module
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, BadFrame, Command, encode

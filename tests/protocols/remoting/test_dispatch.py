@@ -8,7 +8,7 @@ import pytest
 from tests.node_fixture import RunningNode
 from tests.protocols.remoting.wire import Wire
 
-from timeball.errors import InvalidMessage, OverLimit
+from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

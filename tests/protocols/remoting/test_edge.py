@@ -13,7 +13,7 @@ from tests.certificates import certificate
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.remoting.wire import Wire
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.protocols import first_byte
 from timeball.protocols.remoting import edge
 from timeball.protocols.remoting.codec.codes import RequestCode

@@ -14,7 +14,7 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
 from timeball.protocols.remoting.name_server import GroupPlace, NameServer

@@ -19,9 +19,9 @@ from tests.protocols.remoting.handlers.test_sends import send, sent
 from tests.protocols.remoting.signing import SignedWire
 from tests.protocols.remoting.wire import Wire
 
-from timeball.access import Access, Verb, parse
-from timeball.errors import RequestError, Unauthorized
-from timeball.message import Kind
+from timeball.model.access import Access, Verb, parse
+from timeball.model.errors import RequestError, Unauthorized
+from timeball.model.message import Kind
 from timeball.protocols.remoting import edge as edges
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode

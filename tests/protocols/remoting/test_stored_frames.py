@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.errors import Corrupt, OutOfRange
+from timeball.model.errors import Corrupt, OutOfRange
 from timeball.protocols.remoting import stored_frames as module
 from timeball.protocols.remoting.codec.implementation import PYTHON, codec_of
 from timeball.protocols.remoting.codec.records import Host, encode_each

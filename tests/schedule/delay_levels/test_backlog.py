@@ -12,10 +12,10 @@ from tests.schedule.rigs import AHEAD_MS, LevelsRig
 from tests.schedule.stage import Built, Restart
 from tests.schedule.world import World
 
-from timeball import limits
-from timeball.limits import HOUR_MS
 from timeball.log.checkpoint import LevelFacts
-from timeball.message import SCHEDULE_TOPIC, Kind, build_rows, int64
+from timeball.model import limits
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import SCHEDULE_TOPIC, Kind, build_rows, int64
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.locations import NOTHING

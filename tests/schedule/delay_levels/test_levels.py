@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.config import Settings
-from timeball.errors import Corrupt, InvalidMessage, SetupError
-from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
-from timeball.message import SCHEDULE_TOPIC, Kind, build_rows, decode_properties, encode_properties, with_seq
+from timeball.model.config import Settings
+from timeball.model.errors import Corrupt, InvalidMessage, SetupError
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.model.message import (
+    SCHEDULE_TOPIC,
+    Kind,
+    build_rows,
+    decode_properties,
+    encode_properties,
+    with_seq,
+)
 from timeball.schedule.delay_levels.levels import OVERRULED, LevelTable, disguised_properties, restored
 
 

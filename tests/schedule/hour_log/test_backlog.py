@@ -18,10 +18,10 @@ from tests.schedule.rigs import AHEAD_MS, HourLogRig
 from tests.schedule.stage import Built, Restart
 from tests.schedule.world import World
 
-from timeball import limits
 from timeball.clock import ManualClock
-from timeball.key_hash import hash_text
-from timeball.message import Kind, int64
+from timeball.model import limits
+from timeball.model.key_hash import hash_text
+from timeball.model.message import Kind, int64
 from timeball.schedule.hour_log import pending
 from timeball.schedule.outcomes import NOTHING_SENT, Outcomes, ReleaseCursor
 from timeball.schedule.scheduler import Scheduler

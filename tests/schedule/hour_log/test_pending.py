@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.schedule.table_files import table_rows
 
-from timeball import limits
 from timeball.broker.tables.compact import write_files
-from timeball.message import READ_SCHEMA, Int64Array, Kind
+from timeball.model import limits
+from timeball.model.message import READ_SCHEMA, Int64Array, Kind
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log import pending
 from timeball.schedule.hour_log.pending import OPEN_MS, PendingFiles, close_far, load, survey

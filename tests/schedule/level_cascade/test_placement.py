@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.config import Settings
-from timeball.limits import DAY_MS, DELAY_MS_MAX, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.model.config import Settings
+from timeball.model.limits import DAY_MS, DELAY_MS_MAX, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.level_cascade.placement import (
     DRIFT_MS,

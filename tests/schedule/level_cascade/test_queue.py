@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
-from timeball.errors import Corrupt
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt
+from timeball.model.message import Int64Array
 from timeball.schedule import generations
 from timeball.schedule.columns import CHUNK
 from timeball.schedule.level_cascade.queue import RECORD, HopQueue

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
-from timeball.limits import DAY_MS, HOUR_MS
-from timeball.message import Kind, build_rows, decode_properties, encode_properties, with_seq
+from timeball.model import limits
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import Kind, build_rows, decode_properties, encode_properties, with_seq
 from timeball.schedule.level_cascade import timing_list
 from timeball.schedule.level_cascade.placement import NAMES, plan, rest
 from timeball.schedule.level_cascade.timing_list import (

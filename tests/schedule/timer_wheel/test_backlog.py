@@ -10,8 +10,8 @@ from tests.schedule.moves import sleep_through, to_the_end
 from tests.schedule.rigs import AHEAD_MS, DEFAULT, MINUTE, WheelRig
 from tests.schedule.world import World
 
-from timeball.errors import Corrupt, OverLimit, SetupError
-from timeball.limits import DAY_MS, MINUTE_MS
+from timeball.model.errors import Corrupt, OverLimit, SetupError
+from timeball.model.limits import DAY_MS, MINUTE_MS
 from timeball.schedule import loaded
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.timer_wheel import backlog

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.crash_files import CrashFiles
 
-from timeball import limits
-from timeball.errors import OverLimit, SetupError
 from timeball.files import File, RealFiles
-from timeball.message import Int64Array
+from timeball.model import limits
+from timeball.model.errors import OverLimit, SetupError
+from timeball.model.message import Int64Array
 from timeball.schedule.timer_wheel import ring as ring_module
 from timeball.schedule.timer_wheel.ring import MARGIN_MS, RECORD, Ring, Slots
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
-from timeball.errors import Corrupt
+from timeball.model.errors import Corrupt
 from timeball.schedule import generations, mapped_log
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import MappedLog

@@ -27,8 +27,8 @@ from timeball.broker.consuming.redelivery_rows import FEW_ROWS
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
 from timeball.broker.ingress import Batcher, Begun, settle
-from timeball.errors import OverLimit, RequestError
-from timeball.message import CANCEL_REASON, encode_properties
+from timeball.model.errors import OverLimit, RequestError
+from timeball.model.message import CANCEL_REASON, encode_properties
 
 ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
 CALLS_PER_TURN = 4_096  # requests of one turn: the others wait for the next turn

@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import restart, retry
@@ -53,9 +51,11 @@ from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
 from timeball.broker.registry.topics import check_topic
 from timeball.broker.waiters import Waiters, WaitQueue
-from timeball.errors import OutOfRange, TimeballError
 from timeball.log.few_rows import ReadRows
-from timeball.message import READ_SCHEMA
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.errors import OutOfRange, TimeballError
+from timeball.model.message import READ_SCHEMA
 
 logger = logging.getLogger(__name__)
 

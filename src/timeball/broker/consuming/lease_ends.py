@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import Receipt
-from timeball.message import Int64Array, Kind, LogRow, build_rows
+from timeball.model.message import Int64Array, Kind, LogRow, build_rows
 
 
 def cancel_rows(

@@ -14,8 +14,8 @@ import numpy as np
 from timeball.broker.components import Components
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
-from timeball.errors import OverLimit, RequestError
-from timeball.message import Int64Array
+from timeball.model.errors import OverLimit, RequestError
+from timeball.model.message import Int64Array
 
 Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a promise in the schedule
 # Settles or moves those promises of these receipts that are pending, durably, and returns which they were. The second

@@ -20,13 +20,13 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from timeball import limits
 from timeball.broker.registry.offsets import Ahead, Offsets
 from timeball.broker.registry.topics import Topic
 from timeball.broker.waiters import Waiters
-from timeball.errors import OverLimit
 from timeball.log.queue_entry import EntryArray
 from timeball.log.queue_index import QueueIndex
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 NO_RECEIPT = -1
 SWEEP_POSITIONS_MIN = 1_024

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming import lookup, redelivery_rows, retry
@@ -43,9 +42,10 @@ from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
-from timeball.errors import OutOfRange
 from timeball.log.few_rows import ReadRows, pairs_of, read_batch
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
+from timeball.model.message import (
     CANCEL_REASON,
     LOG_SCHEMA,
     Int64Array,

@@ -16,7 +16,7 @@ import pyarrow as pa
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.redelivery_rows import times_of
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind
+from timeball.model.message import Int64Array, Kind
 from timeball.schedule.hour_log import pending
 from timeball.schedule.locations import KINDS, as_promises, moved_versions
 from timeball.table.data_file import DataFile

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from timeball import limits
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components
 from timeball.broker.consuming import restart
@@ -23,6 +22,7 @@ from timeball.broker.consuming.requests import PositionReceipt
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.waiters import Waiters
+from timeball.model import limits
 
 ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
 

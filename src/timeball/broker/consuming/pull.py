@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.filters import Filter
 from timeball.broker.registry.topics import Topic
-from timeball.errors import NotFound, OutOfRange
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model import limits
+from timeball.model.errors import NotFound, OutOfRange
+from timeball.model.message import Int64Array
 
 
 def locate(topic: Topic, offsets: dict[int, int], rows: int) -> Int64Array:

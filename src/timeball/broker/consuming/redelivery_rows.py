@@ -31,11 +31,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.requests import Subscription
 from timeball.log.few_rows import NumberedRows, ReadRows
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.message import (
     NACK_REASON,
     NACK_TIME,
     ORIGIN_GROUP,

@@ -16,7 +16,7 @@ from timeball.broker.filters import EVERYTHING, Filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import Topic
 from timeball.log.few_rows import ReadRows, read_batch
-from timeball.message import READ_SCHEMA
+from timeball.model.message import READ_SCHEMA
 
 
 class Receipt(NamedTuple):

@@ -29,7 +29,7 @@ from timeball.broker.registry.meta import MetaTable
 from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.topic import Topic
 from timeball.log.reader import LogReader
-from timeball.message import ORIGIN_GROUP, Kind, decode_properties
+from timeball.model.message import ORIGIN_GROUP, Kind, decode_properties
 
 _COLUMNS = ["seq", "kind", "properties", "source_seq"]
 _BATCH_ROWS = 65_536

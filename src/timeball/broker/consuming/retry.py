@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, RETRY_TOPIC
 
 FIRST_LEVEL = 3
 INT_MAX = (1 << 31) - 1  # orderly clients send it for "unlimited"

@@ -13,7 +13,7 @@ from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters.tags import BoolArray
 from timeball.log.few_rows import NumberedRows, ReadRows
 from timeball.log.reader import LogReader
-from timeball.message import READ_SCHEMA, Int64Array
+from timeball.model.message import READ_SCHEMA, Int64Array
 
 _TOPIC = READ_SCHEMA.get_field_index("topic")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from timeball import limits
 from timeball.broker.consuming.leases import NO_RECEIPT, Found, QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
-from timeball.errors import OutOfRange
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
 
 SCAN_ENTRIES = 4_096  # index entries searched at once, for a filter that matches few
 

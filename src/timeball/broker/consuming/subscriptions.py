@@ -18,8 +18,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from timeball import limits
-from timeball.answers import Conflict
+from timeball.model import limits
+from timeball.model.answers import Conflict
 
 logger = logging.getLogger(__name__)
 

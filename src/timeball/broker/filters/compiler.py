@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.filters import tags
 from timeball.broker.filters.tags import ALL, EVERYTHING, BoolArray, Filter
-from timeball.errors import InvalidFilter
 from timeball.log.queue_entry import EntryArray
+from timeball.model import limits
+from timeball.model.errors import InvalidFilter
 
 if TYPE_CHECKING:
     from timeball.broker.filters.sql_conditions import Condition

@@ -19,11 +19,11 @@ from typing import Any
 
 from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedToken, v_args
 
-from timeball import limits
 from timeball.broker.filters import sql_conditions as made
 from timeball.broker.filters.sql_conditions import Condition, Constant, Mismatch, Operand, Property
 from timeball.broker.filters.sql_values import FALSE, LONG_DIGITS, LONG_MAX, LONG_MIN, NULL, TRUE
-from timeball.errors import InvalidFilter
+from timeball.model import limits
+from timeball.model.errors import InvalidFilter
 
 # The `*+` of STRING is possessive, so that a string without an end is not read as a shorter string.
 GRAMMAR = r"""

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.filters.tags import JAVA_BLANKS
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths
+from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths
 
 TruthArray = npt.NDArray[np.uint8]
 

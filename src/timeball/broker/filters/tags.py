@@ -20,9 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball.errors import InvalidFilter
 from timeball.log.queue_entry import EntryArray
+from timeball.model import limits
+from timeball.model.errors import InvalidFilter
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -16,10 +16,10 @@ from typing import Literal
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
-from timeball.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
-from timeball.rules import check_campaign
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, OverLimit
+from timeball.model.rules import check_campaign
 from timeball.table.attachment import Attachment
 
 JOB_MS_MAX = 7 * limits.DAY_MS  # from the plan of a campaign to its attach. A bulk job takes minutes

@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
-from timeball.errors import OverLimit
+from timeball.model import limits
+from timeball.model.errors import OverLimit
 
 Span = tuple[int, int]  # positions [begin, end)
 Position = tuple[int, int]  # queue, offset

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.answers import HANDED
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
+from timeball.model.answers import HANDED
 
 OUT = "out"
 

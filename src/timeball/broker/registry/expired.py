@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
+from timeball.model import limits
 
 
 class ExpiredTopic(msgspec.Struct, frozen=True, omit_defaults=True):

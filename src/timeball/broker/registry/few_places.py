@@ -16,7 +16,7 @@ from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import Queue, Topic
 from timeball.log.queue_entry import ENTRY
-from timeball.message import DLQ_PREFIX
+from timeball.model.message import DLQ_PREFIX
 
 _ENTRY = struct.Struct(">qiq")  # same layout as ENTRY: row, size, tag
 _SEQ = struct.Struct(">q")

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topics import check_name, check_topic
-from timeball.errors import GroupNotFound, OverLimit
+from timeball.model import limits
+from timeball.model.errors import GroupNotFound, OverLimit
 
 ATTRIBUTES_MAX = 64
 TIMES_MAX = 16  # RocketMQ's retryMaxTimes

@@ -19,11 +19,11 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
-from timeball.errors import Conflict
-from timeball.message import SEND_COLUMNS
-from timeball.trace_context import without_context
+from timeball.model import limits
+from timeball.model.errors import Conflict
+from timeball.model.message import SEND_COLUMNS
+from timeball.model.trace_context import without_context
 
 DROPPED_AT_ONCE_MAX = 10_000  # expired keys deleted in one frame
 _HASH_BYTES = 16

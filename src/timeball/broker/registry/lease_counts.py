@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from timeball.broker.filters.tags import BoolArray
 from timeball.log.checkpoint import LeaseFacts
-from timeball.message import (
+from timeball.model.message import (
     DLQ_PREFIX,
     NACK_TIME,
     ORIGIN_GROUP,

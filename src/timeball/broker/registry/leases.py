@@ -11,7 +11,7 @@ import secrets
 import msgspec
 
 from timeball.broker.registry.meta import MetaLog, MetaTable
-from timeball.message import SECRET_PREFIX
+from timeball.model.message import SECRET_PREFIX
 
 
 class SavedLease(msgspec.Struct, array_like=True):

@@ -34,8 +34,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 import pyarrow as pa
 
-from timeball.errors import Corrupt, SetupError
-from timeball.message import SNAPSHOT_KEY, meta_rows
+from timeball.model.errors import Corrupt, SetupError
+from timeball.model.message import SNAPSHOT_KEY, meta_rows
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.registry.meta import MetaLog
 from timeball.broker.registry.topics import check_name
-from timeball.errors import OutOfRange, OverLimit
+from timeball.model import limits
+from timeball.model.errors import OutOfRange, OverLimit
 
 PARKED = "parked"
 

@@ -13,11 +13,11 @@ from typing import Literal
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topics import check_name
-from timeball.errors import NotFound, OutOfRange, OverLimit
-from timeball.message import SECRET_PREFIX
+from timeball.model import limits
+from timeball.model.errors import NotFound, OutOfRange, OverLimit
+from timeball.model.message import SECRET_PREFIX
 
 SECRET_BYTES = 32
 # Standard Webhooks: the prefix shows people, and tools that search for leaked secrets, that this is one.

@@ -11,10 +11,10 @@ import hashlib
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.registry.meta import Change, MetaLog, MetaTable
-from timeball.errors import Conflict, OverLimit
-from timeball.wire import SourceStep
+from timeball.model import limits
+from timeball.model.errors import Conflict, OverLimit
+from timeball.model.wire import SourceStep
 
 _HASH_BYTES = 16
 

@@ -15,9 +15,9 @@ from typing import Literal, overload
 
 import msgspec
 
-from timeball import limits
-from timeball.errors import OutOfRange, RequestError
 from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.model import limits
+from timeball.model.errors import OutOfRange, RequestError
 
 READ, WRITE, INHERIT = 4, 2, 1  # the bits of RocketMQ's PermName
 

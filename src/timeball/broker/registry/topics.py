@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker import queue_entries
 from timeball.broker.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.meta import MetaLog
@@ -34,11 +33,12 @@ from timeball.broker.registry.topic import (
     at_least,
     check_config,
 )
-from timeball.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.queue_index import Lengths, QueueIndexes
 from timeball.log.reader import LogReader
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, alike, codes_of, filled, stored_sizes
+from timeball.model import limits
+from timeball.model.errors import Corrupt, InvalidName, NotFound, OverLimit, RequestError
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, alike, codes_of, filled, stored_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from timeball.broker.components import Components
 from timeball.broker.rates import Stat
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, pairs
-from timeball.message import CANCELLED_BY, Kind, LogRow, encode_properties
-from timeball.wire import Verdict
+from timeball.model.message import CANCELLED_BY, Kind, LogRow, encode_properties
+from timeball.model.wire import Verdict
 
 # Settles those of these promises that are pending, durably, and returns a verdict for each, by number.
 Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import Candidate, Names, is_on_its_way_back
-from timeball.key_hash import hash_text
-from timeball.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
-from timeball.wire import Content, MessagePlace, Verdict
+from timeball.model import limits
+from timeball.model.key_hash import hash_text
+from timeball.model.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
+from timeball.model.wire import Content, MessagePlace, Verdict
 
 WAITING = "waiting"
 

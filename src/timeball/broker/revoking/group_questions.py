@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from timeball.access import Caller
-from timeball.wire import MessagePlace, Verdict
+from timeball.model.access import Caller
+from timeball.model.wire import MessagePlace, Verdict
 
 ASK_S = 3.0  # the time limit of an answer, including a change of the group's leader
 

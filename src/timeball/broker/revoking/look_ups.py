@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.components import Components, in_thread
 from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.revoking.promise_lookup import COLUMNS, SETTLING, Found, Names, Search
-from timeball.errors import Corrupt, NotFound, OutOfRange, TimeballError
 from timeball.log.reader import LogReader
-from timeball.message import Kind
+from timeball.model import limits
+from timeball.model.errors import Corrupt, NotFound, OutOfRange, TimeballError
+from timeball.model.message import Kind
 
 
 class LookUps:

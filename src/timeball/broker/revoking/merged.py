@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from timeball.errors import Unavailable
-from timeball.wire import HANDED, UNAVAILABLE, MessagePlace, Verdict
+from timeball.model.errors import Unavailable
+from timeball.model.wire import HANDED, UNAVAILABLE, MessagePlace, Verdict
 
 DONE = ("cancelled", "rescheduled")
 NOT_FOUND = "not_found"

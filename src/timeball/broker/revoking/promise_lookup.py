@@ -26,15 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.answers import HANDED
 from timeball.broker.handed_rows import is_handed
-from timeball.errors import OutOfRange
-from timeball.key_hash import UInt64Array, hash_text
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
-from timeball.rules import check_key
+from timeball.model import limits
+from timeball.model.answers import HANDED
+from timeball.model.errors import OutOfRange
+from timeball.model.key_hash import UInt64Array, hash_text
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
+from timeball.model.rules import check_key
 from timeball.schedule.delay_levels.levels import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
 from timeball.schedule.locations import KINDS, as_promises

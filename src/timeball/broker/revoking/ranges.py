@@ -22,13 +22,13 @@ import pyarrow as pa
 
 from timeball.broker.components import Components, in_thread
 from timeball.broker.rates import Stat
-from timeball.errors import NotFound, OutOfRange, RequestError
 from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
-from timeball.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
+from timeball.model.errors import NotFound, OutOfRange, RequestError
+from timeball.model.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
+from timeball.model.wire import RangesCancelled
 from timeball.table.attachment import Ranges, overlap, within
 from timeball.table.data_file import DataFile, overlapping
-from timeball.wire import RangesCancelled
 
 
 async def cancel_ranges(

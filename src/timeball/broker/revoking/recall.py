@@ -28,8 +28,8 @@ from timeball.broker.components import Components, in_thread
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, Names
-from timeball.errors import InvalidMessage, NotFound
-from timeball.wire import HANDED, Verdict
+from timeball.model.errors import InvalidMessage, NotFound
+from timeball.model.wire import HANDED, Verdict
 
 VERSION = "v1"  # of RocketMQ's handles
 ITEMS = 5

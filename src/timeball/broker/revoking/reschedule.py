@@ -21,7 +21,6 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.appender import Appender
 from timeball.broker.components import Components, in_thread
 from timeball.broker.consuming.retry import SPENT
@@ -31,10 +30,11 @@ from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle, stop_waiting
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import Candidate, Names
-from timeball.errors import InvalidDelay, RequestError
-from timeball.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, RequestError
+from timeball.model.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
+from timeball.model.wire import Verdict
 from timeball.schedule.delay_levels.levels import REAL_QUEUE
-from timeball.wire import Verdict
 
 REASON = "rescheduled"
 ROWS_AT_ONCE = 64  # bodies in memory: at most 256 MiB

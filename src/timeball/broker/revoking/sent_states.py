@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from timeball import limits
-from timeball.answers import SentState
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.find_message import WAITING
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, RELEASED, Candidate, Names, pairs
-from timeball.wire import Verdict
+from timeball.model import limits
+from timeball.model.answers import SentState
+from timeball.model.wire import Verdict
 
 # A message that was sent for a due time in the past has no promise: it was visible at once.
 _STATES = {RELEASED: "visible", "not_found": "visible", CANCELLED: "cancelled"}

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from timeball import limits
-from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit, RequestError
 from timeball.files import Files
 from timeball.log.checkpoint import Facts, JobFacts
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit, RequestError
 from timeball.table.attachment import ANY_ROWS, Attachment
 from timeball.table.data_file import DataFile
 from timeball.table.file_cache import FileCache

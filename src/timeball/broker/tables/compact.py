@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.clock import Clock, Durations
-from timeball.errors import OverLimit
 from timeball.files import Files
 from timeball.log.reader import LogReader
-from timeball.message import TABLE_SCHEMA, Int64Array, Kind
+from timeball.model.errors import OverLimit
+from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.locations import KINDS, as_promises, versions_in
 from timeball.table import layout, live_files
 from timeball.table.attachment import Attachment, FileEntry

@@ -18,11 +18,11 @@ from collections import defaultdict
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
 from timeball.broker.tables.compact import write_files
-from timeball.errors import OverLimit
 from timeball.files import Files
-from timeball.message import TABLE_SCHEMA, Int64Array
+from timeball.model import limits
+from timeball.model.errors import OverLimit
+from timeball.model.message import TABLE_SCHEMA, Int64Array
 from timeball.schedule.holds import Holds
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry, Ranges, within

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.components import Components, in_thread
 from timeball.broker.memory import give_back
 from timeball.broker.policy import Policy
 from timeball.broker.waiting.log_tail import Codes, TopicCodes, scan
 from timeball.broker.waiting.pages import Counted, Unit
 from timeball.broker.waiting.snapshot import Snapshot, is_shown, opened, taken
-from timeball.errors import OutOfRange, OverLimit
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.errors import OutOfRange, OverLimit
+from timeball.model.message import Int64Array
 from timeball.table.data_file import DataFile
 
 UNITS: dict[Unit, int] = {

@@ -17,8 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.components import in_thread
 from timeball.broker.policy import Policy
 from timeball.broker.revoking.look_ups import LookUps
@@ -27,8 +25,10 @@ from timeball.broker.waiting.log_tail import Codes, Logged, LogTail, TopicCodes
 from timeball.broker.waiting.pages import Page, Waiting, Wanted
 from timeball.broker.waiting.snapshot import Snapshot, is_shown, opened, taken
 from timeball.broker.waiting.table_walk import TableWalk
-from timeball.errors import OutOfRange, Unavailable
-from timeball.message import Int64Array, Kind
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.errors import OutOfRange, Unavailable
+from timeball.model.message import Int64Array, Kind
 from timeball.schedule.backlog import Bools
 from timeball.schedule.delay_levels.levels import restored
 

@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from timeball.broker.waiting.pages import FIRST, LAST, Position
 from timeball.broker.waiting.snapshot import Snapshot
-from timeball.errors import OutOfRange
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind, int64
+from timeball.model.errors import OutOfRange
+from timeball.model.message import Int64Array, Kind, int64
 from timeball.schedule.backlog import Bools
 from timeball.schedule.columns import Columns
 from timeball.schedule.delay_levels.levels import restored

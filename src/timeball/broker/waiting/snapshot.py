@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from timeball.broker.components import Components
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array
 from timeball.schedule.backlog import Bools
 from timeball.schedule.holds import Holds
 from timeball.schedule.outcomes import Settled

@@ -16,7 +16,7 @@ import pyarrow as pa
 from timeball.broker.waiting.log_tail import Codes, TopicCodes
 from timeball.broker.waiting.pages import Position
 from timeball.broker.waiting.snapshot import Snapshot
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Bools
 from timeball.schedule.columns import Columns
 from timeball.table.attachment import FileEntry

@@ -33,8 +33,8 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import print_note, show
 from timeball.cli.units import parse_duration_ms
-from timeball.errors import RequestError
-from timeball.instants import instant_ms
+from timeball.model.errors import RequestError
+from timeball.model.time_parsing import instant_ms
 
 _MOMENT = {"metavar": "INSTANT|DURATION", "parser": as_parameter(parse_moment)}
 _DURATION = {"metavar": "DURATION", "parser": as_parameter(parse_duration_ms)}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timeball.cli.units import parse_duration_ms
-from timeball.errors import RequestError
-from timeball.instants import instant_ms
+from timeball.model.errors import RequestError
+from timeball.model.time_parsing import instant_ms
 
 if TYPE_CHECKING:
     from timeball.pipeline.table_store import Due

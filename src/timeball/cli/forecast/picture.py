@@ -14,7 +14,7 @@ import numpy as np
 from timeball.cli.extras import PICTURE, not_installed
 from timeball.cli.forecast.options import THE_OTHERS
 from timeball.cli.forecast.report import Answer, show_version
-from timeball.errors import RequestError, SetupError
+from timeball.model.errors import RequestError, SetupError
 from timeball.pipeline.views.consumer_model import FloatArray
 from timeball.pipeline.views.due_histogram import UNIT_S, Load, Unit, merge
 

@@ -17,7 +17,7 @@ from timeball.cli.forecast.options import THE_OTHERS, Asked, Extra, Window
 from timeball.cli.options import SparkOptions, reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms
-from timeball.limits import SECOND_MS
+from timeball.model.limits import SECOND_MS
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.jobs.campaign import held
 from timeball.pipeline.table_store import Due

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from timeball import places
-from timeball.message import Int64Array, int64
+from timeball.model import storage_uris
+from timeball.model.message import Int64Array, int64
 from timeball.pipeline.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
 
@@ -96,7 +96,7 @@ class DueFiles:
 
 
 def _footer(uri: str) -> _File:
-    files, path = places.arrow(uri)
+    files, path = storage_uris.arrow(uri)
     with files.open_input_file(path) as source:
         metadata = pq.ParquetFile(source).metadata
     column = metadata.schema.names.index("due_ms")
@@ -110,7 +110,7 @@ def _footer(uri: str) -> _File:
 
 
 def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
-    files, path = places.arrow(uri)
+    files, path = storage_uris.arrow(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
         for group in groups:
@@ -119,7 +119,7 @@ def _instants(uri: str, groups: list[int]) -> Iterator[Int64Array]:
 
 def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa.Table:
     """Read rows of a file, starting at `first_row`. Only the row groups with these rows are read. Raises OSError."""
-    files, path = places.arrow(uri)
+    files, path = storage_uris.arrow(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
         counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]

@@ -24,8 +24,9 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from timeball import limits
-from timeball.errors import NotFound, SetupError
+from timeball.model import limits
+from timeball.model.errors import NotFound, SetupError
+from timeball.model.wire import Status
 from timeball.pipeline.dispatch.due_files import POINTER_SCHEMA, DueFiles, Span, end_of, pointers, tasks
 from timeball.pipeline.dispatch.release_writer import ReleaseWriter
 from timeball.pipeline.source import option_values as values
@@ -36,7 +37,6 @@ from timeball.pipeline.source.spark_api import (
     spark_schema,
 )
 from timeball.pipeline.source.streams import BrokerStream, Offset
-from timeball.wire import Status
 
 NAME = "timeball_due"
 LEAD_MS = 1_000

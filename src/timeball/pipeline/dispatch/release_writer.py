@@ -25,8 +25,8 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from timeball.client.outgoing import halves
 from timeball.clock import Clock, SystemClock
-from timeball.errors import OutOfRange, from_code
-from timeball.message import TABLE_SCHEMA, Int64Array, int64
+from timeball.model.errors import OutOfRange, from_code
+from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.pipeline.dispatch.due_files import read_rows
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source.spark_api import DataSourceStreamArrowWriter

@@ -25,9 +25,10 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
 
-from timeball import places
 from timeball.clock import SystemClock
-from timeball.errors import NotFound, StorageError
+from timeball.model import storage_uris
+from timeball.model.errors import NotFound, StorageError
+from timeball.model.wire import Status
 from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.groups import PLACEHOLDER
@@ -38,7 +39,6 @@ from timeball.pipeline.jobs.marked import MarkedJob
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA
 from timeball.pipeline.source.pacing import split_range
 from timeball.pipeline.table_store import Store, beside, create_table, open_table
-from timeball.wire import Status
 
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession
@@ -297,6 +297,6 @@ def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
 
 
 def _rows(uri: str) -> pa.Table:
-    system, path = places.arrow(uri)
+    system, path = storage_uris.arrow(uri)
     with system.open_input_file(path) as source:
         return pq.ParquetFile(source).read()

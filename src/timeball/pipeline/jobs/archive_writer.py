@@ -36,9 +36,9 @@ from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction, RemoveAction
 
 from timeball.clock import SystemClock
-from timeball.errors import OutOfRange
-from timeball.limits import DAY_MS
-from timeball.message import READ_SCHEMA, Kind, int64
+from timeball.model.errors import OutOfRange
+from timeball.model.limits import DAY_MS
+from timeball.model.message import READ_SCHEMA, Kind, int64
 from timeball.pipeline.delta_append import app_version
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA

@@ -34,8 +34,8 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from timeball.errors import NotFound, OutOfRange
-from timeball.message import SCHEDULE_TOPIC, Kind
+from timeball.model.errors import NotFound, OutOfRange
+from timeball.model.message import SCHEDULE_TOPIC, Kind
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import GROUP, place_of
 from timeball.pipeline.jobs import ledger

@@ -36,9 +36,10 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from timeball.clock import Clock, SystemClock
-from timeball.errors import InvalidMessage, OutOfRange
-from timeball.limits import MINUTE_MS
-from timeball.message import Int64Array
+from timeball.model.errors import InvalidMessage, OutOfRange
+from timeball.model.limits import MINUTE_MS
+from timeball.model.message import Int64Array
+from timeball.model.rules import check_campaign
 from timeball.pipeline.jobs.bulk_input import REASON, ROW, Columns, screen, with_lists_of_keys
 from timeball.pipeline.jobs.campaign import Campaign, find_attach
 from timeball.pipeline.jobs.campaign_groups import open_parts
@@ -47,7 +48,6 @@ from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import CHUNK_BYTES, CHUNK_ROWS, create_table, sibling
 from timeball.pipeline.views.due_histogram import Load, merge
-from timeball.rules import check_campaign
 from timeball.table.attachment import Attachment
 
 LOG = logging.getLogger("timeball.pipeline")

@@ -25,11 +25,11 @@ from pyspark.sql import functions as f
 from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import StructType
 
-from timeball import limits, rules
-from timeball import reserved_topics as reserved
-from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.local_time import zone_named
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, int64
+from timeball.model import limits, rules
+from timeball.model import reserved_topics as reserved
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.local_time import zone_named
+from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, int64
 
 REASON = "reason"
 ROW = "row"  # column with the original row, for the table of rejects

@@ -20,16 +20,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from timeball.errors import NotFound
-from timeball.message import Int64Array, Kind, int64
+from timeball.model.errors import NotFound
+from timeball.model.message import Int64Array, Kind, int64
+from timeball.model.rules import check_campaign
+from timeball.model.wire import Campaign as Decided
+from timeball.model.wire import Status
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import TableFile, read_files, table_files
 from timeball.pipeline.views.snapshot import settled_status
-from timeball.rules import check_campaign
 from timeball.table import attachment as att
 from timeball.table.attachment import Ranges, within
-from timeball.wire import Campaign as Decided
-from timeball.wire import Status
 
 STATES = ("planned", "running", "paused", "cancelled", "finished")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from timeball.errors import NotFound
+from timeball.model.errors import NotFound
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import Group, place_of
 from timeball.pipeline.jobs.campaign import Campaign, Cancelled, Paused, Progress, Resumed

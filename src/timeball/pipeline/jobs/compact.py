@@ -33,7 +33,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.message import TABLE_SCHEMA, Kind
+from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.pipeline.endpoint import COMPACTED, Endpoint, Lease
 from timeball.pipeline.jobs.engine import Engine, Piece
 from timeball.pipeline.jobs.marked import MarkedJob

@@ -22,7 +22,8 @@ import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import DeltaError
 
-from timeball.errors import NotFound, StorageError
+from timeball.model.errors import NotFound, StorageError
+from timeball.model.wire import Status
 from timeball.pipeline.delta_append import DeltaFile, app_version, append_once, table_schema, write_file
 from timeball.pipeline.endpoint import Endpoint, group_statuses
 from timeball.pipeline.jobs import marked
@@ -32,7 +33,6 @@ from timeball.pipeline.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_event
 from timeball.pipeline.source.pacing import split_range
 from timeball.pipeline.table_store import beside, create_table, open_table
 from timeball.pipeline.views.view_sql import promises_sql
-from timeball.wire import Status
 
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession

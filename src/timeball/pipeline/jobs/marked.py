@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from timeball.clock import Clock, SystemClock
-from timeball.errors import OutOfRange, SetupError, TimeballError, Unavailable
+from timeball.model.errors import OutOfRange, SetupError, TimeballError, Unavailable
+from timeball.model.wire import LogStatus, Status
 from timeball.pipeline.endpoint import Connections, Endpoint, group_statuses
 from timeball.pipeline.groups import Group, place_of, query_name
 from timeball.pipeline.jobs.engine import Engine
 from timeball.pipeline.source.options import ReadOptions, read_options
 from timeball.pipeline.source.pacing import Pace, share
-from timeball.wire import LogStatus, Status
 
 LOG = logging.getLogger("timeball.pipeline")
 

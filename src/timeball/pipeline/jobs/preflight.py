@@ -13,7 +13,7 @@ from functools import partial
 
 from pyspark.sql import SparkSession
 
-from timeball.errors import SetupError, TimeballError
+from timeball.model.errors import SetupError, TimeballError
 from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import Store, open_table

@@ -30,9 +30,12 @@ from msgspec import UNSET, UnsetType
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from timeball import limits
-from timeball.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
+from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
+from timeball.model.rules import check_campaign
+from timeball.model.wire import Campaign as Decided
+from timeball.model.wire import Status
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import archive
 from timeball.pipeline.jobs.archive_writer import PASSED
@@ -42,9 +45,6 @@ from timeball.pipeline.source.pushdown import Bounds
 from timeball.pipeline.source.spark_api import described
 from timeball.pipeline.spark_errors import spark_errors
 from timeball.pipeline.table_store import beside, open_table
-from timeball.rules import check_campaign
-from timeball.wire import Campaign as Decided
-from timeball.wire import Status
 
 LOG = logging.getLogger("timeball.pipeline")
 

@@ -23,8 +23,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from timeball import places
-from timeball.errors import SetupError
+from timeball.model import storage_uris
+from timeball.model.errors import SetupError
 
 LOG = logging.getLogger("timeball.pipeline")
 
@@ -130,7 +130,7 @@ class Board:
         self._written: dict[str, tuple[int, JobStatus]] = {}
         self._files: fs.FileSystem | None = None
         try:
-            self._files, root = places.arrow(folder)
+            self._files, root = storage_uris.arrow(folder)
             self._root = f"{root.rstrip('/')}/{FOLDER}"
         except SetupError as error:
             self._give_up(error)
@@ -179,7 +179,7 @@ class Board:
 def read_statuses(folder: str) -> Iterator[JobStatus]:
     """Read all status files in a folder of checkpoints. Raises SetupError if it or a file cannot be read."""
     try:
-        files, root = places.arrow(folder)
+        files, root = storage_uris.arrow(folder)
         found = files.get_file_info(fs.FileSelector(f"{root.rstrip('/')}/{FOLDER}", allow_not_found=True))
         for info in sorted(found, key=lambda each: str(each.path)):
             if info.path.endswith(".json"):

@@ -30,9 +30,9 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from timeball import places
 from timeball.clock import Clock, SystemClock
-from timeball.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
+from timeball.model import storage_uris
+from timeball.model.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import query_name
 from timeball.pipeline.jobs import archive, compact, ledger
@@ -223,7 +223,7 @@ def run(
     # py4j logs each failure of an epoch with the stacks of Java and Python. The runner reports it in one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     folder = checkpoint or default_folder(endpoint)  # first: without a broker, fail before Spark starts
-    if checkpoint is None and DISPATCH in jobs and places.in_object_store(folder):
+    if checkpoint is None and DISPATCH in jobs and storage_uris.in_object_store(folder):
         raise SetupError(
             f"--checkpoint: dispatch keeps a checkpoint of Spark's, which would be at {folder}; name a folder for it"
         )

@@ -33,8 +33,8 @@ from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
 import timeball
-from timeball import places
-from timeball.errors import SetupError, TimeballError
+from timeball.model import storage_uris
+from timeball.model.errors import SetupError, TimeballError
 from timeball.pipeline.dispatch.due_stream import DueDataSource
 from timeball.pipeline.run import SUBMITTED
 from timeball.pipeline.source.data_source import TimeballDataSource
@@ -104,11 +104,11 @@ def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[
     master, its settings win over Timeball's, and its JVM runs already.
     """
     if master is None and SUBMITTED in os.environ:
-        return {**COMMON, **places.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
+        return {**COMMON, **storage_uris.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
     master = master or LOCAL_MASTER
     chosen = {
         **COMMON,
-        **places.spark_settings(),
+        **storage_uris.spark_settings(),
         **(LOCAL if master.startswith("local") else {}),
         "spark.master": master,
         **(conf or {}),

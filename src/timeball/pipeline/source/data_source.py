@@ -32,7 +32,7 @@ import msgspec
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.endpoint import read_groups
 from timeball.pipeline.groups import GROUP, split_endpoint
 from timeball.pipeline.source.log_reader import LogReader, LogStream

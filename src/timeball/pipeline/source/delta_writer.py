@@ -19,7 +19,7 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSource
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.delta_append import DeltaFile, append_once, table_schema, write_file
 from timeball.pipeline.source.table_reader import FilesReader
 from timeball.pipeline.table_store import open_table

@@ -30,8 +30,9 @@ import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.clock import Clock
-from timeball.errors import OutOfRange, SetupError
-from timeball.message import READ_SCHEMA
+from timeball.model.errors import OutOfRange, SetupError
+from timeball.model.message import READ_SCHEMA
+from timeball.model.wire import Status
 from timeball.pipeline.endpoint import Endpoint, behind_last_seq, group_statuses, retrying_read
 from timeball.pipeline.groups import GROUP, Group
 from timeball.pipeline.log_events import read_events
@@ -40,7 +41,6 @@ from timeball.pipeline.source.pacing import share, split_range
 from timeball.pipeline.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
 from timeball.pipeline.source.spark_api import Filter, ReadLimit
 from timeball.pipeline.source.streams import Offset, PacedStream, check_known
-from timeball.wire import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

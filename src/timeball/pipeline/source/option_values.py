@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball import limits
-from timeball.errors import SetupError
-from timeball.message import Kind
+from timeball.model import limits
+from timeball.model.errors import SetupError
+from timeball.model.message import Kind
 from timeball.pipeline.groups import split_endpoint
 
 Offsets = dict[int, int]  # queue -> offset

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.errors import SetupError
-from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.model import limits
+from timeball.model.errors import SetupError
+from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline.groups import GROUP, pin, split_endpoint
 from timeball.pipeline.log_events import EVENT_SCHEMA
 from timeball.pipeline.source import option_values as values

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import rules
-from timeball.errors import InvalidMessage
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, int64
+from timeball.model import rules
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, int64
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

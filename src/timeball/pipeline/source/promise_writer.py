@@ -29,8 +29,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from timeball import limits, rules
-from timeball.errors import InvalidMessage, OverLimit, SetupError
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidMessage, OverLimit, SetupError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.source import promise_columns
 from timeball.pipeline.source.options import WriteOptions

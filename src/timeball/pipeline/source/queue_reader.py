@@ -23,7 +23,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.clock import Clock
-from timeball.errors import NotFound, OutOfRange, SetupError
+from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.pipeline.endpoint import Endpoint, behind_rows, read_groups, retrying_read
 from timeball.pipeline.groups import Group
 from timeball.pipeline.source.log_reader import piece_rows, shape

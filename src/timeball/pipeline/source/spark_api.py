@@ -38,7 +38,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 from timeball.pipeline.groups import GROUP
 
 if TYPE_CHECKING:

@@ -26,8 +26,9 @@ from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from timeball import places
-from timeball.errors import NotFound, SetupError, StorageError
+from timeball.model import storage_uris
+from timeball.model.errors import NotFound, SetupError, StorageError
+from timeball.model.wire import Status
 from timeball.pipeline.endpoint import group_statuses
 from timeball.pipeline.groups import GROUP, PLACEHOLDER, Group, place_of
 from timeball.pipeline.source.log_reader import piece_rows
@@ -36,7 +37,6 @@ from timeball.pipeline.source.pushdown import Bounds, Wanted, wanted
 from timeball.pipeline.source.spark_api import Filter, spark_schema
 from timeball.pipeline.table_store import as_of, beside, dataset_of, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
-from timeball.wire import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -186,7 +186,7 @@ def read_delta(
     chosen = table.file_uris() if uris is None else list(uris)
     if not chosen:
         return spark.createDataFrame([], spark_schema(schema))
-    if places.in_object_store(table.table_uri):
+    if storage_uris.in_object_store(table.table_uri):
         named = spark.read.format("timeball_delta").schema(spark_schema(schema))
         return named.option("files", json.dumps(chosen)).load()
     source = spark.read.schema(spark_schema(schema)).option("basePath", table.table_uri.rstrip("/"))
@@ -275,7 +275,7 @@ def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
 
 def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.RecordBatch]:
     """Read the requested rows of a slice, in `schema`."""
-    files, path = places.arrow(piece.uri)
+    files, path = storage_uris.arrow(piece.uri)
     with files.open_input_file(path) as source:
         file = pq.ParquetFile(source)
         there = set(file.schema_arrow.names)

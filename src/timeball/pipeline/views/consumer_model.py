@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from timeball.errors import RequestError
-from timeball.limits import SECOND_MS
-from timeball.message import Int64Array
+from timeball.model.errors import RequestError
+from timeball.model.limits import SECOND_MS
+from timeball.model.message import Int64Array
 from timeball.pipeline.views.due_histogram import ALL_TOPICS, CELLS_MAX, Load, from_cells
 
 FloatArray = npt.NDArray[np.float64]

@@ -15,8 +15,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from timeball.errors import NotFound
-from timeball.message import READ_SCHEMA
+from timeball.model.errors import NotFound
+from timeball.model.message import READ_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.groups import GROUP, Group
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_events

@@ -26,8 +26,8 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
-from timeball.errors import OverLimit, RequestError, TimeballError
-from timeball.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.model.errors import OverLimit, RequestError, TimeballError
+from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.groups import Group, groups_of, place_of
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA

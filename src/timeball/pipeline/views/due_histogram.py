@@ -17,8 +17,8 @@ from enum import StrEnum
 import numpy as np
 import pyarrow as pa
 
-from timeball.limits import SECOND_MS
-from timeball.message import Int64Array, int64
+from timeball.model.limits import SECOND_MS
+from timeball.model.message import Int64Array, int64
 
 # A cell needs 24 bytes, four times as much while cells are sorted, and about 60 bytes in the SQL engine that counts.
 CELLS_MAX = 2_000_000

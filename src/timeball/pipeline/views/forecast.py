@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from timeball.errors import InvalidMessage, OutOfRange, RequestError, SetupError
-from timeball.limits import INSTANT_MS_MAX, SECOND_MS
-from timeball.message import Int64Array, Kind, int64
+from timeball.model.errors import InvalidMessage, OutOfRange, RequestError, SetupError
+from timeball.model.limits import INSTANT_MS_MAX, SECOND_MS
+from timeball.model.message import Int64Array, Kind, int64
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import Due, as_of, open_version
 from timeball.pipeline.views.due_histogram import (

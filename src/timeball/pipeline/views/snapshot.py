@@ -31,12 +31,12 @@ import msgspec
 from deltalake import DeltaTable
 from msgspec import UNSET, UnsetType
 
-from timeball.errors import NotFound, RequestError, Unavailable
-from timeball.message import Kind
+from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.model.message import Kind
+from timeball.model.wire import Status
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.table_store import beside, open_table, open_version
 from timeball.table import attachment as att
-from timeball.wire import Status
 
 # Application id of the broker's mark in its Delta table. The mark is the number of the TABLE row that made the version.
 _TABLE_APP_ID = "timeball"

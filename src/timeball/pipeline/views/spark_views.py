@@ -20,7 +20,7 @@ import msgspec
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
-from timeball.message import TABLE_SCHEMA
+from timeball.model.message import TABLE_SCHEMA
 from timeball.pipeline.endpoint import Endpoint, read_groups
 from timeball.pipeline.groups import Group
 from timeball.pipeline.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID

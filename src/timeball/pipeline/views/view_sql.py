@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from timeball.message import (
+from timeball.model.message import (
     PROPERTY_END,
     PROPERTY_NAME_END,
     READ_SCHEMA,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from timeball.access import Caller
-from timeball.errors import TimeballError
+from timeball.model.access import Caller
+from timeball.model.errors import TimeballError
 from timeball.protocols.error_codes import log_failure
 from timeball.protocols.flight import codec
 from timeball.protocols.http2.calls import Call, Method, Room

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball import wire
-from timeball.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
-from timeball.message import READ_SCHEMA
+from timeball.model import wire
+from timeball.model.errors import InvalidMessage, NotFound, OverLimit, RequestError, TimeballError
+from timeball.model.message import READ_SCHEMA
+from timeball.model.rules import with_valid_fields
 from timeball.protocols.error_codes import sentence
 from timeball.protocols.http2.frames import literal
-from timeball.rules import with_valid_fields
 from timeball.table import attachment
 
 # ---- actions --------------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from timeball.access import ANONYMOUS, Caller
-from timeball.errors import InvalidMessage, OverLimit, RequestError, Unavailable
-from timeball.message import SendBatch
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import InvalidMessage, OverLimit, RequestError, Unavailable
+from timeball.model.message import SendBatch
+from timeball.model.wire import END_OF_STREAM
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.arrow_columns import Allow, ReleaseColumns, SendColumns, size_of
 from timeball.protocols.flight import codec, protobuf
@@ -40,7 +41,6 @@ from timeball.protocols.http2.exchange import Serve
 from timeball.protocols.http2.frames import Payload
 from timeball.protocols.http2.streams import Streams
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
-from timeball.wire import END_OF_STREAM
 
 READ_AHEAD_BYTES = 1024 * 1024  # that a client may send after the message being received
 AT_ONCE_BYTES_MAX = (

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from timeball.errors import InvalidMessage
+from timeball.model.errors import InvalidMessage
 
 BODY_FIELD = 1_000
 DESCRIPTOR_TYPE_PATH = 1

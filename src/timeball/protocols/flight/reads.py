@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
-from timeball import wire
 from timeball.broker.filters.compiler import FiltersKept
-from timeball.errors import OverLimit
-from timeball.message import READ_SCHEMA
+from timeball.model import wire
+from timeball.model.errors import OverLimit
+from timeball.model.message import READ_SCHEMA
 from timeball.protocols import arrow_ipc as ipc
 from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.calls import FlightCall, framed, framed_apart

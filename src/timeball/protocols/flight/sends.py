@@ -16,13 +16,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from timeball import wire
-from timeball.access import Caller
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.service import Broker
-from timeball.errors import Unavailable
-from timeball.message import SendBatch
+from timeball.model import wire
+from timeball.model.access import Caller
+from timeball.model.errors import Unavailable
+from timeball.model.message import SendBatch
 from timeball.protocols.error_codes import log_failure
 from timeball.protocols.flight import codec
 from timeball.protocols.flight.window import Slot

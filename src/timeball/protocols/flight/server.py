@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from timeball import limits
-from timeball.access import Caller, Verb
 from timeball.broker.service import Broker
-from timeball.errors import NotFound, RequestError, Unavailable
-from timeball.message import READ_SCHEMA
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.model.message import READ_SCHEMA
+from timeball.model.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 from timeball.protocols.arrow_columns import ReleaseColumns, SendColumns, SourceColumns
 from timeball.protocols.flight import codec, protobuf, verbs
 from timeball.protocols.flight.calls import FlightCall, framed
@@ -37,7 +38,6 @@ from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
 from timeball.security import OPEN, Security
-from timeball.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
 logger = logging.getLogger(__name__)
 

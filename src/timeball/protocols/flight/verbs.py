@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from timeball import instants, wire
-from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
 from timeball.log.few_rows import NumberedRows, encoder_of
-from timeball.message import READ_SCHEMA, RETRY_PREFIX
+from timeball.model import time_parsing, wire
+from timeball.model.access import Caller, Verb
+from timeball.model.message import READ_SCHEMA, RETRY_PREFIX
 from timeball.protocols.flight import codec
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.table.attachment import Attachment
@@ -195,7 +195,7 @@ async def receive(
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
             return _handed_out(served, request, Received(NO_ROWS, []))
     elif request.latest:
-        await broker.begin(request.group, request.topic, instants.END, caller)
+        await broker.begin(request.group, request.topic, time_parsing.END, caller)
     received = await broker.consuming.receive(
         ReceiveRequest(
             request.group,

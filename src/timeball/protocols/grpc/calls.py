@@ -25,13 +25,13 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
-from timeball import limits
-from timeball.access import ANONYMOUS
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import SQL92, FiltersKept
 from timeball.broker.filters.tags import ALL
 from timeball.broker.registry.topics import Topic
-from timeball.message import RETRY_PREFIX
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused, codes_of, sentence, shorten
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from timeball.access import ANONYMOUS, Caller, Verb
 from timeball.broker.policy import Policy
+from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.protocols.grpc._generated.definition_pb2 import Resource, Settings
 from timeball.protocols.grpc.calls import Call, group_name, topic_name
 from timeball.protocols.grpc.codec.send_requests import topics_of

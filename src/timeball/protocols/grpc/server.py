@@ -11,8 +11,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from timeball import limits
-from timeball.errors import OverLimit, TimeballError
+from timeball.model import limits
+from timeball.model.errors import OverLimit, TimeballError
 from timeball.protocols.grpc.calls import Call
 from timeball.protocols.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
 from timeball.protocols.http2.calls import Method, Room

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import choice
 
-from timeball.access import ANONYMOUS, Caller
-from timeball.errors import OverLimit
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import OverLimit
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Settings
 from timeball.protocols.grpc._generated.service_pb2 import TelemetryCommand
 from timeball.protocols.grpc.calls import topic_name

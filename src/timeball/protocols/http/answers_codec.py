@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from timeball.answers import (
+from timeball.model.answers import (
     Campaign,
     DeadLetterPage,
     DeadLetterRow,

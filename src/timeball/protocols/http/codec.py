@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball import instants, limits
-from timeball.errors import InvalidDelay, InvalidMessage, OutOfRange
-from timeball.message import decode_properties, lateness_ms
+from timeball.model import limits, time_parsing
+from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
+from timeball.model.message import decode_properties, lateness_ms
+from timeball.model.rules import with_valid_fields
 from timeball.protocols.error_codes import Refused
-from timeball.rules import with_valid_fields
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 
@@ -192,8 +192,8 @@ def when(at: At | msgspec.UnsetType, after: str | msgspec.UnsetType) -> tuple[in
     if at is not msgspec.UNSET and after is not msgspec.UNSET:
         raise InvalidDelay(f"at={at} and after={after} name two instants; give one of them")
     return (
-        None if at is msgspec.UNSET else instants.due_ms(at),
-        None if after is msgspec.UNSET else instants.delay_ms(after),
+        None if at is msgspec.UNSET else time_parsing.due_ms(at),
+        None if after is msgspec.UNSET else time_parsing.delay_ms(after),
     )
 
 
@@ -210,7 +210,7 @@ def _second_text(second: int) -> str:
 
 def lease_ms(lease: str) -> int:
     """Convert a lease to milliseconds. Raises OutOfRange for a lease that groups may not have."""
-    found = instants.delay_ms(lease, "lease")
+    found = time_parsing.delay_ms(lease, "lease")
     if not limits.SECOND_MS <= found <= limits.INVISIBLE_MS_MAX:
         raise OutOfRange(f"lease={lease}: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
     return found
@@ -222,9 +222,9 @@ def start_ms(text: str) -> int:
     Raises InvalidMessage.
     """
     if text in ("earliest", "latest"):
-        return 0 if text == "earliest" else instants.END
+        return 0 if text == "earliest" else time_parsing.END
     try:
-        return instants.due_ms(text)
+        return time_parsing.due_ms(text)
     except InvalidDelay as error:
         advice = "earliest, latest, or an instant: RFC 3339 with a zone, or milliseconds since 1970"
         raise InvalidMessage(f"start={text[:40]}: {advice}") from error

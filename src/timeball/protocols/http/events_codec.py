@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.errors import InvalidMessage
-from timeball.message import decode_properties, lateness_ms
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import decode_properties, lateness_ms
 from timeball.protocols.http.codec import encode, instant_text, shown
 
 EVENTS = "text/event-stream"

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from ipaddress import ip_address
 
-from timeball.addresses import host_names
-from timeball.config import Settings
-from timeball.errors import Forbidden
+from timeball.model.addresses import host_names
+from timeball.model.config import Settings
+from timeball.model.errors import Forbidden
 from timeball.protocols.sessions import advertised
 
 OWN_SITE = ("same-origin", "none")  # `none`: the user typed the address

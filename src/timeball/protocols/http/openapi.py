@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from timeball import __version__
-from timeball.answers import GroupState
 from timeball.broker.revoking import group_questions
+from timeball.model.answers import GroupState
 from timeball.protocols.http import (
     answers_codec,
     codec,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from timeball.errors import StorageError, TimeballError, Unauthorized
+from timeball.model.errors import StorageError, TimeballError, Unauthorized
 from timeball.protocols.error_codes import Refused, codes_of, sentence
 from timeball.protocols.http.codec import JSON
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import socket
 
-from timeball.config import Settings
-from timeball.errors import SetupError
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError
 from timeball.protocols.http.answers_codec import Health
 from timeball.protocols.http.codec import JSON, encode
 from timeball.protocols.http.problems import PROBLEM, problem

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 from starlette.datastructures import QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
-from timeball import limits
-from timeball.access import Caller, Verb
 from timeball.broker.policy import Policy
-from timeball.errors import OverLimit, RequestError
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import OverLimit, RequestError
+from timeball.model.rules import valid
 from timeball.protocols.error_codes import Refused, log_failure
 from timeball.protocols.http.codec import JSON, Nothing, check_type, decode, encode
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.problems import Answer, problem, problem_of
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
-from timeball.rules import valid
 from timeball.security import Security
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@
     timeball-…, or another type             one message with this body; the headers contain its other fields
 
 A body in JSON is given as text (`body`), as a JSON value (`json`, whose text is stored unchanged), or as `base64`. Due
-times and delays are parsed by instants.py, as in the Python client. A number without a unit is a due time in
+times and delays are parsed by time_parsing.py, as in the Python client. A number without a unit is a due time in
 milliseconds since 1970.
 """
 
@@ -23,14 +23,11 @@ from urllib.parse import unquote
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.answers import SentState
-from timeball.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.message import SEND_COLUMNS, SendBatch, SendRow
-from timeball.protocols import arrow_ipc
-from timeball.protocols.arrow_columns import SendColumns, check_bytes
-from timeball.protocols.http.codec import JSON, NDJSON, At, instant_text, refused, when
-from timeball.rules import (
+from timeball.model import limits
+from timeball.model.answers import SentState
+from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
+from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow
+from timeball.model.rules import (
     TIMES,
     check_key,
     check_label,
@@ -40,6 +37,9 @@ from timeball.rules import (
     past_due,
     properties_text,
 )
+from timeball.protocols import arrow_ipc
+from timeball.protocols.arrow_columns import SendColumns, check_bytes
+from timeball.protocols.http.codec import JSON, NDJSON, At, instant_text, refused, when
 
 ARROW = "application/vnd.apache.arrow.stream"
 # The limit on messages, because a thread converts them to columns, and it shares the interpreter with the event loop.

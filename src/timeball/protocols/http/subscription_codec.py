@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from timeball.broker.registry.push_subscriptions import TIMEOUT_MS, FilterKind, PushSubscription
-from timeball.instants import delay_ms
+from timeball.model.time_parsing import delay_ms
 from timeball.monitoring.push_figures import PushFigures
 
 State = Literal["delivering", "failing", "paused", "gone"]

@@ -8,9 +8,9 @@ from typing import cast, get_args
 
 import msgspec
 
-from timeball import instants, limits
 from timeball.broker.waiting.pages import Counted, Page, Unit, Wanted
-from timeball.errors import InvalidMessage, OutOfRange
+from timeball.model import limits, time_parsing
+from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.protocols.http.codec import instant_text
 
 PAGE_ROWS = 100
@@ -86,7 +86,7 @@ def unit(text: str) -> Unit:
 def window(query: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Parse the window of ?from=&to=, with None for a missing end. Raises InvalidDelay."""
     ends = query.get("from"), query.get("to")
-    from_ms, to_ms = (None if end is None else instants.due_ms(end) for end in ends)
+    from_ms, to_ms = (None if end is None else time_parsing.due_ms(end) for end in ends)
     return from_ms, to_ms
 
 

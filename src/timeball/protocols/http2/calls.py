@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from timeball.access import ANONYMOUS, Caller
+from timeball.model.access import ANONYMOUS, Caller
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
 
 

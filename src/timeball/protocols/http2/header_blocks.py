@@ -12,7 +12,7 @@ from typing import Protocol
 # This import gives jh2's compiled decoder, or the Python one if jh2 was built without it.
 from jh2.connection import Decoder, HPACKError, OversizedHeaderListError
 
-from timeball.config import CodecChoice
+from timeball.model.config import CodecChoice
 from timeball.protocols.http2.frames import BrokenRule, Fault
 
 try:

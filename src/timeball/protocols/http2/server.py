@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from timeball.config import CodecChoice
-from timeball.errors import SetupError
+from timeball.model.config import CodecChoice
+from timeball.model.errors import SetupError
 from timeball.protocols import first_byte
 from timeball.protocols.first_byte import Listening, PlainFrom
 from timeball.protocols.http2.calls import Call, Method, Room

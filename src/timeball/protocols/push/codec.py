@@ -20,9 +20,9 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from timeball.broker.consuming.retry import SPENT
-from timeball.message import decode_properties
+from timeball.model.message import decode_properties
+from timeball.model.trace_context import TRACEPARENT, TRACESTATE
 from timeball.monitoring.push_figures import Outcome
-from timeball.trace_context import TRACEPARENT, TRACESTATE
 
 # Common servers accept 8 KiB of headers in total. The rest is for the other headers, and for those that proxies add.
 PROPERTIES_CHARACTERS_MAX = 6 * 1024

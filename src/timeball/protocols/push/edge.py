@@ -11,12 +11,12 @@ import logging
 import ssl
 from typing import TYPE_CHECKING, NamedTuple
 
-from timeball import limits
-from timeball.addresses import Allowed
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
-from timeball.errors import RequestError
+from timeball.model import limits
+from timeball.model.addresses import Allowed
+from timeball.model.errors import RequestError
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.push.worker import Worker
 from timeball.protocols.shared_limits import ByteShares

@@ -22,8 +22,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from timeball import __version__
-from timeball.addresses import Allowed, Target, parse_address
-from timeball.errors import InvalidMessage
+from timeball.model.addresses import Allowed, Target, parse_address
+from timeball.model.errors import InvalidMessage
 from timeball.protocols.push.codec import Answer, Headers, retry_after_ms
 
 ANSWER_BYTES_MAX = 64 * 1024  # read, so that the connection can be reused; a longer answer closes it

@@ -16,15 +16,15 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from timeball import limits
-from timeball.access import ANONYMOUS
 from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.push_changes import EXPRESSION_TYPES
 from timeball.broker.registry.groups import retry_delay_ms
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
-from timeball.errors import NotFound, TimeballError
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import NotFound, TimeballError
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.push.codec import Answer, Delivery, deliveries, signed
 from timeball.protocols.push.pace import Pace

@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.access import Caller
 from timeball.broker.filters import Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Topic
 from timeball.broker.shares import shares
-from timeball.errors import InvalidFilter, SetupError
+from timeball.model.access import Caller
+from timeball.model.errors import InvalidFilter, SetupError
 from timeball.protocols.error_codes import Refused, codes_of
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
 from timeball.protocols.remoting.codec.frame import BadHeader, Command

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from timeball.access import ANONYMOUS, Caller
-from timeball.errors import Unavailable
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import Unavailable
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, CommandFlag
 from timeball.protocols.remoting.codec.frame import (
     FRAME_BYTES_MAX,

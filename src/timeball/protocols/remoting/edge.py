@@ -13,9 +13,9 @@ import logging
 from functools import partial
 from typing import Any
 
-from timeball.access import Access
 from timeball.broker.service import Broker
-from timeball.errors import SetupError, TimeballError
+from timeball.model.access import Access
+from timeball.model.errors import SetupError, TimeballError
 from timeball.protocols import first_byte
 from timeball.protocols.first_byte import Listening
 from timeball.protocols.remoting import needs

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from timeball.errors import SetupError, Unavailable
+from timeball.model.errors import SetupError, Unavailable
 from timeball.protocols import first_byte
 from timeball.protocols.first_byte import Listening
 from timeball.protocols.remoting.calls import Call

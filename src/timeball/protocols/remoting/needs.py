@@ -16,8 +16,8 @@ import base64
 import binascii
 from typing import NamedTuple
 
-from timeball.access import ASK, Access, Caller, Verb
 from timeball.broker.policy import Policy
+from timeball.model.access import ASK, Access, Caller, Verb
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command

@@ -13,10 +13,10 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from timeball.broker.components import Components, in_thread
-from timeball.errors import Corrupt, OutOfRange
 from timeball.log.queue_entry import EntryArray
 from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, Place
 from timeball.log.segment import Segment
+from timeball.model.errors import Corrupt, OutOfRange
 from timeball.protocols.remoting.codec.implementation import PYTHON, Codec, StoredFrame
 from timeball.protocols.remoting.codec.records import Host
 

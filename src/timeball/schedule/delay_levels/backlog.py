@@ -20,7 +20,7 @@ import pyarrow as pa
 from timeball.log.checkpoint import LevelFacts
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, int64
+from timeball.model.message import Int64Array, int64
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.levels import LevelTable, restored
 from timeball.schedule.delay_levels.queue import LevelQueue, ShiftOf

@@ -24,9 +24,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball.errors import Corrupt, InvalidMessage, SetupError
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.errors import Corrupt, InvalidMessage, SetupError
+from timeball.model.message import (
     PROPERTY_END,
     PROPERTY_NAME_END,
     READ_SCHEMA,

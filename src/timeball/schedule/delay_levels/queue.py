@@ -21,7 +21,7 @@ import numpy as np
 
 from timeball.log.queue_entry import EntryArray
 from timeball.log.queue_index import QueueIndex
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule.columns import CHUNK, leading
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Outcomes

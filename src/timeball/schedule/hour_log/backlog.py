@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.log.reader import LogReader
-from timeball.message import READ_SCHEMA, Int64Array, int64
+from timeball.model.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.backlog import IN_TABLE, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.hour_log.pending import PendingFiles, Window, close_far, load, survey

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.errors import MissingFile
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, build_rows
+from timeball.model import limits
+from timeball.model.errors import MissingFile
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, build_rows
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry, within

@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.errors import SetupError
 from timeball.files import Files
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.errors import SetupError
+from timeball.model.message import Int64Array
 from timeball.schedule import generations
 from timeball.schedule.backlog import Bools, Opened, Rewritten
 from timeball.schedule.columns import runs_of

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
-from timeball.message import Int64Array
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.model.message import Int64Array
 from timeball.schedule.delay_levels.levels import LevelTable
 
 ROCKETMQ = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"

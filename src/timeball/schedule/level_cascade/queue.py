@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from timeball.files import Files
-from timeball.message import Int64Array
+from timeball.model.message import Int64Array
 from timeball.schedule import generations
 from timeball.schedule.columns import CHUNK, Columns, leading, runs_of
 from timeball.schedule.generations import LogBounds

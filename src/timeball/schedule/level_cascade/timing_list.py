@@ -13,8 +13,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, Kind, byte_lengths
+from timeball.model import limits
+from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, Kind, byte_lengths
 from timeball.schedule.columns import with_column
 from timeball.schedule.level_cascade.placement import LEVELS, first, plan, rest
 

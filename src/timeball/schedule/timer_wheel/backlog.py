@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 import msgspec
 import numpy as np
 
-from timeball.errors import OverLimit, SetupError
 from timeball.files import File, Files
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array
+from timeball.model.errors import OverLimit, SetupError
+from timeball.model.message import Int64Array
 from timeball.schedule import generations
 from timeball.schedule.backlog import Bools, Opened, Rewritten
 from timeball.schedule.columns import runs_of

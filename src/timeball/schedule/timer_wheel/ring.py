@@ -34,10 +34,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from timeball import limits
-from timeball.errors import OverLimit, SetupError
 from timeball.files import File, Files
-from timeball.message import Int64Array
+from timeball.model import limits
+from timeball.model.errors import OverLimit, SetupError
+from timeball.model.message import Int64Array
 
 # The delivery lag up to which opened slots keep their records, in ms.
 MARGIN_MS = limits.MINUTE_MS

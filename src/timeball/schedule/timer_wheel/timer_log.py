@@ -29,9 +29,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from timeball.errors import Corrupt
 from timeball.files import Files
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt
+from timeball.model.message import Int64Array
 from timeball.schedule import generations
 from timeball.schedule.columns import Columns
 from timeball.schedule.generations import LogBounds

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.broker import admission
 from timeball.broker.admission import batch_of
-from timeball.message import SEND_NAMES, decode_properties, with_seq
+from timeball.model import limits
+from timeball.model.message import SEND_NAMES, decode_properties, with_seq
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc.codec import messages_out

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.broker.consuming.retry import SPENT
-from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.model import limits
+from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.protocols.grpc._generated.definition_pb2 import (
     DigestType,
     Encoding,

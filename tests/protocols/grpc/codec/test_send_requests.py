@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.protocols.grpc.sending import message, send_request
 
-from timeball import limits
-from timeball.message import SendRow
+from timeball.model import limits
+from timeball.model.message import SendRow
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated.service_pb2 import SendMessageRequest

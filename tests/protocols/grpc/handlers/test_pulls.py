@@ -10,7 +10,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.grpc.consumer import GROUP, TOPIC, Consumer, resource, with_consumer
 from tests.protocols.grpc.wire import Wire, d, s
 
-from timeball import limits
+from timeball.model import limits
 
 Code = d.Code
 QUEUE = d.MessageQueue(topic=resource(TOPIC), id=1)

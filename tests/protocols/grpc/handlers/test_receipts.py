@@ -6,9 +6,9 @@ import pytest
 from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, resource, with_consumer
 from tests.protocols.grpc.wire import consumer_settings, d, s
 
-from timeball import limits
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.model import limits
 from timeball.protocols.grpc.session import settle
 
 OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE

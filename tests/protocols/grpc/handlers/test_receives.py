@@ -16,9 +16,9 @@ from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, wit
 from tests.protocols.grpc.wire import Wire, d, receive_request, s
 from tests.protocols.http2.raw_client import RawClient, fields, message
 
-from timeball import limits
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import WRITE, TopicConfig
+from timeball.model import limits
 from timeball.protocols.grpc import edge
 from timeball.protocols.grpc.dispatch import SERVICE_NAME
 from timeball.protocols.http2 import frames

@@ -14,7 +14,7 @@ from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.clock import ManualClock
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.grpc.handlers import renewals as module
 from timeball.protocols.grpc.handlers.renewals import AHEAD_MS, FIRST_MS, IN_ALL_MS, Renewals

@@ -15,7 +15,7 @@ from tests.protocols.grpc.wire import Wire, d, s
 
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import AddressScheme
 from timeball.protocols.grpc.calls import Call

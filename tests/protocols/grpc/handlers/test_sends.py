@@ -13,11 +13,12 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.grpc.sending import BORN_MS, message, refused, rows, send_request, sent
 from tests.protocols.grpc.wire import Wire
 
-from timeball import Timeball, limits
+from timeball import Timeball
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.revoking.recall import decode_handle
 from timeball.clock import ManualClock
-from timeball.message import Kind, decode_properties
+from timeball.model import limits
+from timeball.model.message import Kind, decode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc.handlers.sends import MESSAGES_MAX
 

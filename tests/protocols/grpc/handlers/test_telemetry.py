@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, producer_settings, s
 
-from timeball import limits
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.model import limits
 from timeball.protocols.grpc.handlers.telemetry import answered, attempts_max, duration
 from timeball.protocols.grpc.session import Client
 

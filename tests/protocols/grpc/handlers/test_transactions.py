@@ -13,8 +13,8 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc.sending import message, rows, send_request, sent
 from tests.protocols.grpc.wire import Wire, producer_settings
 
-from timeball import limits
 from timeball.clock import ManualClock
+from timeball.model import limits
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 from timeball.protocols.grpc.handlers.transactions import SEQ_MAX, Transactions, seq_of, transaction_id

@@ -16,7 +16,7 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.protocols.http.client import Client, client_of
 
-from timeball.access import ANONYMOUS
+from timeball.model.access import ANONYMOUS
 from timeball.protocols.http import connection, requests
 from timeball.protocols.http.handlers import events
 

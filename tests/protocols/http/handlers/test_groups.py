@@ -11,8 +11,8 @@ from tests.accounts import SECRETS, guarded_node
 from tests.node_fixture import RunningNode
 from tests.protocols.http.client import Client, client_of
 
-from timeball.access import ANONYMOUS
 from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.model.access import ANONYMOUS
 
 
 def given_up(node: RunningNode, client: Client, topic: str, group: str, *messages: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode
 from tests.protocols.arrow_types import ROWS, TYPES, column
 from tests.protocols.http.client import Client
 
-from timeball.limits import DAY_MS, HOUR_MS
+from timeball.model.limits import DAY_MS, HOUR_MS
 
 
 def _stream(rows: pa.RecordBatch) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import InvalidMessage
+from timeball.model.errors import InvalidMessage
 from timeball.protocols.remoting.codec import check_points
 from timeball.protocols.remoting.codec.check_points import CheckPoint, parse
 

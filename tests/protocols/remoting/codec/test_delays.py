@@ -19,9 +19,9 @@ from tests.local_time_oracle import (
 )
 from tests.local_time_oracle import clock as clock_of
 
-from timeball.config import DELAY_PROPERTIES
-from timeball.errors import InvalidDelay
-from timeball.limits import DAY_MS, HOUR_MS, MINUTE_MS
+from timeball.model.config import DELAY_PROPERTIES
+from timeball.model.errors import InvalidDelay
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms
 

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.broker.admission import batch_of
-from timeball.config import DELAY_PROPERTIES
-from timeball.errors import TimeballError
-from timeball.message import READ_SCHEMA, encode_properties
+from timeball.model import limits
+from timeball.model.config import DELAY_PROPERTIES
+from timeball.model.errors import TimeballError
+from timeball.model.message import READ_SCHEMA, encode_properties
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.frame import (
     BINARY,

@@ -12,8 +12,8 @@ from benchmarks.stored_message import decode_stored
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.errors import InvalidMessage
-from timeball.message import READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
 from timeball.protocols.remoting.codec.codes import MessageFlag
 from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON, Codec
 from timeball.protocols.remoting.codec.records import (

@@ -19,14 +19,14 @@ from tests.protocols.remoting.codec.test_implementation import (
     send,
 )
 
-from timeball import limits
 from timeball.broker import few_sends
 from timeball.broker.few_sends import FewSends
 from timeball.broker.rates import Rates, Stat
 from timeball.broker.registry.topic import Queues, Topic, TopicConfig, TopicFacts
 from timeball.log.few_rows import build_by_pyarrow
 from timeball.log.queue_index import QueueIndexes
-from timeball.message import encode_properties
+from timeball.model import limits
+from timeball.model.message import encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.frame import BINARY, FRAME_BYTES_MAX, JSON, Frame
 from timeball.protocols.remoting.codec.implementation import COMPILED, Codec

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocols.remoting.codec.test_implementation import V4, V6, needs_compiled, stored_rows
 
-from timeball.errors import OutOfRange
 from timeball.log import format as fmt
 from timeball.log.queue_entry import ENTRY
-from timeball.message import LOG_SCHEMA
+from timeball.model.errors import OutOfRange
+from timeball.model.message import LOG_SCHEMA
 from timeball.protocols.remoting.codec.implementation import COMPILED, PYTHON, Codec
 from timeball.protocols.remoting.codec.records import Host
 

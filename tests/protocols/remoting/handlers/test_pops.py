@@ -212,7 +212,7 @@ async def test_a_pop_that_finds_nothing_waits_and_says_how_it_ended(world: World
 
 @on_node()
 async def test_too_many_that_wait_are_told_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("timeball.limits.PULLS_WAITING_MAX", 0)
+    monkeypatch.setattr("timeball.model.limits.PULLS_WAITING_MAX", 0)
     async with room_of(world) as room:
         await room.send()
         await room.pop()

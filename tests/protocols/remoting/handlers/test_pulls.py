@@ -17,7 +17,7 @@ from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
-from timeball.access import Caller
+from timeball.model.access import Caller
 from timeball.protocols.remoting.calls import Call
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import (

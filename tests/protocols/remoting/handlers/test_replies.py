@@ -9,7 +9,7 @@ from tests.protocols.remoting.handlers.test_sends import rows, sent
 from tests.protocols.remoting.signing import SignedWire
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball.message import decode_properties, encode_properties
+from timeball.model.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 REPLY, REPLY_V2 = RequestCode.SEND_REPLY_MESSAGE, RequestCode.SEND_REPLY_MESSAGE_V2

@@ -12,10 +12,10 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire
 
-from timeball import limits
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.errors import GroupNotFound
-from timeball.message import decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.errors import GroupNotFound
+from timeball.model.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.handlers.retries import Retries
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import limits
 from timeball.broker.admission import batch_of
-from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode
 from timeball.protocols.remoting.codec.records import BatchRecord, UniqueKeys, encode_batch
 from timeball.protocols.remoting.codec.sends import SendFields, SendHeader

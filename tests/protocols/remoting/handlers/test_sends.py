@@ -8,8 +8,8 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 from tests.protocols.remoting.wire import Wire
 
-from timeball import limits
-from timeball.message import decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.message import decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch, parse_offset_msg_id

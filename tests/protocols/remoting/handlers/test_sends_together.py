@@ -11,13 +11,13 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.handlers.test_sends import rows, send, sent
 from tests.protocols.remoting.wire import Wire
 
-from timeball.access import Caller
 from timeball.broker import ingress
 from timeball.broker.admission import as_columns
 from timeball.broker.appender import Accepted
 from timeball.broker.registry.topic import READ, TopicConfig
-from timeball.errors import InvalidMessage, OverLimit
-from timeball.message import SendBatch, encode_properties
+from timeball.model.access import Caller
+from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.message import SendBatch, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
 from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch

@@ -12,11 +12,11 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire
 
-from timeball import limits
 from timeball.broker import transaction_checks
 from timeball.clock import ManualClock
-from timeball.errors import InvalidMessage
-from timeball.message import Kind, decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import Kind, decode_properties, encode_properties
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command
 from timeball.protocols.remoting.codec.records import parse_offset_msg_id

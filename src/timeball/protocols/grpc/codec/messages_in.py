@@ -18,8 +18,8 @@ import hashlib
 import re
 from zlib import crc32
 
-from timeball import limits, rules
-from timeball.message import PRIORITY, SendRow
+from timeball.model import limits, rules
+from timeball.model.message import PRIORITY, SendRow
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,

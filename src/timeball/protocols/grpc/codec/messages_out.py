@@ -22,11 +22,11 @@ from typing import NamedTuple
 import pyarrow as pa
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from timeball import limits
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.retry import SPENT
 from timeball.log.few_rows import NumberedRows, ReadRows
-from timeball.message import (
+from timeball.model import limits
+from timeball.model.message import (
     DLQ_PREFIX,
     LITE_TOPIC,
     NACK_TIME,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from timeball.config import CodecChoice
-from timeball.message import SendRow
+from timeball.model.config import CodecChoice
+from timeball.model.message import SendRow
 from timeball.protocols.grpc._generated.definition_pb2 import MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import SendMessageRequest
 

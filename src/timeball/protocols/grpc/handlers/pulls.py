@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator
 
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import Caller, Verb
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.pull import FilteredPull
 from timeball.broker.filters import Filter
 from timeball.broker.registry.topics import Queue, Topic
-from timeball.errors import OutOfRange
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import OutOfRange
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, MessageQueue, QueryOffsetPolicy
 from timeball.protocols.grpc._generated.service_pb2 import (

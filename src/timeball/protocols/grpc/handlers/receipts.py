@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from timeball import limits
 from timeball.broker.consuming.requests import AnyReceipt
 from timeball.broker.registry.groups import PUSH_FIRST
-from timeball.errors import InvalidReceipt
+from timeball.model import limits
+from timeball.model.errors import InvalidReceipt
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import ClientType, Code, Status
 from timeball.protocols.grpc._generated.service_pb2 import (

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
-from timeball import limits
 from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.log.few_rows import read_bytes
+from timeball.model import limits
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message
 from timeball.protocols.grpc._generated.service_pb2 import ReceiveMessageRequest, ReceiveMessageResponse

@@ -21,10 +21,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from timeball import limits
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.requests import AnyReceipt
-from timeball.errors import TimeballError
+from timeball.model import limits
+from timeball.model.errors import TimeballError
 from timeball.protocols.grpc.session import Client
 from timeball.protocols.sessions import Sessions
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import NamedTuple
 
-from timeball import limits
-from timeball.access import Caller
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking.group_questions import GroupRoute
-from timeball.errors import Unavailable
+from timeball.model import limits
+from timeball.model.access import Caller
+from timeball.model.errors import Unavailable
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Address,

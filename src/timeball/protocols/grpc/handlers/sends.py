@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from timeball.access import ANONYMOUS
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.registry.topic import MESSAGE_TYPE
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall
 from timeball.broker.revoking.recall import RecallRefused
-from timeball.errors import NotFound
-from timeball.message import SEND_NAMES, SendRow
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import NotFound
+from timeball.model.message import SEND_NAMES, SendRow
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
 from timeball.protocols.grpc._generated.service_pb2 import (

@@ -28,8 +28,6 @@ from collections.abc import AsyncIterator
 
 from google.protobuf.duration_pb2 import Duration
 
-from timeball import limits
-from timeball.access import Verb
 from timeball.broker.registry.groups import (
     PUSH_FIRST,
     TIMES_MAX,
@@ -37,6 +35,8 @@ from timeball.broker.registry.groups import (
     SubscriptionGroup,
     retry_delay_ms,
 )
+from timeball.model import limits
+from timeball.model.access import Verb
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     ClientType,

@@ -20,8 +20,8 @@ from zlib import crc32
 
 import pyarrow as pa
 
-from timeball.access import Verb
 from timeball.broker.transactions import Half, Outcome
+from timeball.model.access import Verb
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.grpc._generated.definition_pb2 import (
     Code,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from timeball.access import Verb
 from timeball.broker.service import Broker
+from timeball.model.access import Verb
+from timeball.model.wire import CampaignChange
 from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.requests import Call, Handler, Paths, read
-from timeball.wire import CampaignChange
 
 
 class Campaigns:

@@ -7,7 +7,7 @@ from functools import partial
 
 from timeball.broker.live_tail import Offsets
 from timeball.broker.service import Broker
-from timeball.errors import TimeballError
+from timeball.model.errors import TimeballError
 from timeball.protocols.http import events_codec
 from timeball.protocols.http.requests import Call, Paths, Stream
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from timeball.access import Verb
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import AnyQuestion
 from timeball.broker.service import Broker
-from timeball.errors import NotFound, NotLeader
+from timeball.model.access import Verb
+from timeball.model.errors import NotFound, NotLeader
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.requests import Call, Paths, read
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from timeball import limits
-from timeball.access import Verb
 from timeball.broker.service import Broker
-from timeball.errors import InvalidMessage, OutOfRange
+from timeball.model import limits
+from timeball.model.access import Verb
+from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.requests import Call, Paths, read

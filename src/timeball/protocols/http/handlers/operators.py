@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from timeball.access import Caller, Verb
 from timeball.broker.service import Broker
 from timeball.broker.shares import shares
-from timeball.errors import NotFound, Unavailable
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import NotFound, Unavailable
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.protocols.http import codec
 from timeball.protocols.http.answers_codec import Health, Jobs, Leads, ReplicaGroups, TopicDeleted, TopicSize

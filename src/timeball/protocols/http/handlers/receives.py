@@ -14,16 +14,16 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
-from timeball import limits
-from timeball.access import Verb
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
-from timeball.errors import InvalidMessage, InvalidReceipt, OutOfRange
-from timeball.instants import delay_ms
-from timeball.message import RETRY_PREFIX
+from timeball.model import limits
+from timeball.model.access import Verb
+from timeball.model.errors import InvalidMessage, InvalidReceipt, OutOfRange
+from timeball.model.message import RETRY_PREFIX
+from timeball.model.time_parsing import delay_ms
 from timeball.protocols.http import codec
 from timeball.protocols.http.codec import Answered, AnsweredMany
 from timeball.protocols.http.problems import Answer

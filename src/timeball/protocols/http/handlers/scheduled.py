@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from timeball.access import Verb
 from timeball.broker.service import Broker
-from timeball.errors import InvalidMessage
+from timeball.model.access import Verb
+from timeball.model.errors import InvalidMessage
+from timeball.model.wire import UNAVAILABLE, Verdict
 from timeball.protocols.http import answers_codec, codec
 from timeball.protocols.http.problems import Answer, problem
 from timeball.protocols.http.requests import Call, Paths, read
-from timeball.wire import UNAVAILABLE, Verdict
 
 # The status for each verdict of a cancel or reschedule that was not carried out. All other verdicts mean success.
 _NOT_GRANTED = {

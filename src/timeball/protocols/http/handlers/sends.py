@@ -7,17 +7,17 @@ import os
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from timeball.access import Verb
-from timeball.answers import CREATED, EXISTS
 from timeball.broker.appender import Accepted, Sent
 from timeball.broker.ingress import Piece, settle
 from timeball.broker.service import Broker
-from timeball.errors import InvalidMessage
+from timeball.model.access import Verb
+from timeball.model.answers import CREATED, EXISTS
+from timeball.model.errors import InvalidMessage
+from timeball.model.trace_context import of_headers, with_contexts
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.http import codec, send_codec
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.requests import Call, Paths
-from timeball.trace_context import of_headers, with_contexts
 
 SMALL_BYTES = 64 * 1024  # up to this size a body is decoded on the event loop, and larger ones in a thread
 _IDS_AT_ONCE = 64  # of one system call

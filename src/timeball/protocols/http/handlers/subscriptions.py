@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from timeball.access import Verb
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
+from timeball.model.access import Verb
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.http.answers_codec import SubscriptionDeleted
 from timeball.protocols.http.problems import Answer

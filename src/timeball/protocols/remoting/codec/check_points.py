@@ -21,8 +21,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from timeball.errors import InvalidMessage
-from timeball.message import RETRY_PREFIX
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import RETRY_PREFIX
 
 NORMAL, RETRY_V1, RETRY_V2 = "0", "1", "2"
 REVIVE_QUEUE, REVIVE_QUEUE_IN_ORDER = 0, 999

@@ -32,9 +32,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from timeball import limits, rules
-from timeball.errors import InvalidDelay
-from timeball.local_time import DAY_US, Zone, fixed_offset, zone_named
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidDelay
+from timeball.model.local_time import DAY_US, Zone, fixed_offset, zone_named
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"

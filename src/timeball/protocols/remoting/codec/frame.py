@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from timeball.errors import RequestError
+from timeball.model.errors import RequestError
 from timeball.protocols.remoting.codec.codes import CommandFlag, Language, ResponseCode
 
 HEADER_BYTES_MAX = 64 * 1024

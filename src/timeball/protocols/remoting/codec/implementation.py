@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from timeball.config import CodecChoice
 from timeball.log.format import Frame as LogFrame
 from timeball.log.queue_entry import EntryArray
-from timeball.message import SendRow
+from timeball.model.config import CodecChoice
+from timeball.model.message import SendRow
 from timeball.protocols.remoting.codec import frame, records
 from timeball.protocols.remoting.codec.frame import Cut, Frame
 from timeball.protocols.remoting.codec.records import Host

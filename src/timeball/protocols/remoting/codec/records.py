@@ -26,11 +26,11 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.errors import InvalidMessage, OutOfRange
 from timeball.log import format as fmt
 from timeball.log.queue_entry import EntryArray
-from timeball.message import with_seq
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OutOfRange
+from timeball.model.message import with_seq
 from timeball.protocols.remoting.codec.codes import MessageFlag
 
 MAGIC_V1 = 0xDAA320A7

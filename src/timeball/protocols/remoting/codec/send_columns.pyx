@@ -13,7 +13,7 @@ from timeball.protocols.remoting.codec.send_runs cimport SendRun
 import pyarrow as pa
 
 from timeball import message
-from timeball.message import SEND_COLUMNS, SEND_NAMES, repeated
+from timeball.model.message import SEND_COLUMNS, SEND_NAMES, repeated
 from timeball.protocols.remoting.codec.frame import BINARY, JSON
 from timeball.protocols.remoting.codec.sends import encode_reply
 

@@ -23,7 +23,7 @@ from timeball.protocols.remoting.codec.send_headers cimport NEVER, Row
 from timeball.protocols.remoting.codec.send_runs cimport SendRun
 
 from timeball.log.few_rows import LOG_ENCODER
-from timeball.message import DLQ_PREFIX, LOG_SCHEMA, STORED_OVERHEAD_BYTES, Kind
+from timeball.model.message import DLQ_PREFIX, LOG_SCHEMA, STORED_OVERHEAD_BYTES, Kind
 
 cdef enum:
     COLUMNS = 21

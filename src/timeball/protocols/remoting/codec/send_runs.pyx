@@ -23,7 +23,7 @@ from timeball.protocols.remoting.codec.send_headers cimport (
     NEVER, names_delay, plan_plain, read_binary, read_json, read_properties, read_record,
 )
 
-from timeball.message import RETRY_PREFIX, decode_properties
+from timeball.model.message import RETRY_PREFIX, decode_properties
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import MessageFlag
 from timeball.protocols.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Frame, refusal

@@ -19,7 +19,7 @@ from timeball.protocols.remoting.codec.record_batches cimport (
 )
 
 from timeball.log import format as fmt
-from timeball.message import LOG_SCHEMA, READ_SCHEMA, with_seq
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, with_seq
 from timeball.protocols.remoting.codec import records
 from timeball.protocols.remoting.codec.codes import MessageFlag
 

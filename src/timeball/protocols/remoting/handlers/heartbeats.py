@@ -14,12 +14,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from timeball import limits
-from timeball.access import Verb
 from timeball.broker.filters import compile_filter, told
 from timeball.broker.registry.topics import check_name
-from timeball.errors import InvalidFilter
-from timeball.message import RETRY_PREFIX
+from timeball.model import limits
+from timeball.model.access import Verb
+from timeball.model.errors import InvalidFilter
+from timeball.model.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

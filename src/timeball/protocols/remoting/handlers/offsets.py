@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball import limits
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.registry.topics import Queue
-from timeball.errors import GroupNotFound
-from timeball.message import RETRY_PREFIX
+from timeball.model import limits
+from timeball.model.errors import GroupNotFound
+from timeball.model.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

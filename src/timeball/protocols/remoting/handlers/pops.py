@@ -16,13 +16,13 @@ from typing import cast
 import msgspec
 import pyarrow as pa
 
-from timeball.access import Caller, Verb
 from timeball.broker.consuming.requests import PositionReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Topic
-from timeball.errors import OutOfRange, OverLimit
-from timeball.message import RETRY_PREFIX, decode_properties, encode_properties
+from timeball.model.access import Caller, Verb
+from timeball.model.errors import OutOfRange, OverLimit
+from timeball.model.message import RETRY_PREFIX, decode_properties, encode_properties
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,

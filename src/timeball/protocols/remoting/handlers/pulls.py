@@ -25,16 +25,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball import limits
-from timeball.access import ANONYMOUS, Caller
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.topics import Queue, Topic
-from timeball.errors import OutOfRange, TimeballError
 from timeball.log.queue_index import QueueIndex
-from timeball.message import RETRY_PREFIX
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import OutOfRange, TimeballError
+from timeball.model.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,

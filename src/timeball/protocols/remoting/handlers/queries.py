@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.access import Verb
 from timeball.broker.components import in_thread
-from timeball.errors import OutOfRange
-from timeball.key_hash import hash_text
 from timeball.log.reader import LogReader
-from timeball.message import Int64Array, Kind, byte_lengths
+from timeball.model.access import Verb
+from timeball.model.errors import OutOfRange
+from timeball.model.key_hash import hash_text
+from timeball.model.message import Int64Array, Kind, byte_lengths
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

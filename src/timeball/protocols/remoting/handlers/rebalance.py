@@ -20,9 +20,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from timeball.access import Verb
 from timeball.broker.registry.groups import RequestMode
-from timeball.message import RETRY_PREFIX
+from timeball.model.access import Verb
+from timeball.model.message import RETRY_PREFIX
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from timeball.errors import Unavailable
-from timeball.message import decode_properties
+from timeball.model.errors import Unavailable
+from timeball.model.message import decode_properties
+from timeball.model.reserved_topics import reply_topic
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, address
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command, text
 from timeball.protocols.remoting.codec.sends import TRACED, LongFields, SendFields
 from timeball.protocols.remoting.connection import Connection
-from timeball.reserved_topics import reply_topic
 
 REPLY_TO = "REPLY_TO_CLIENT"
 PUSH_S = 3.0  # a live client takes a reply sooner. Producers wait 3 s by default

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import Verb
 from timeball.broker.components import in_thread
 from timeball.broker.consuming import retry
 from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.groups import times_max
-from timeball.errors import OutOfRange, TimeballError
-from timeball.message import SEND_COLUMNS, Kind, decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.access import Verb
+from timeball.model.errors import OutOfRange, TimeballError
+from timeball.model.message import SEND_COLUMNS, Kind, decode_properties, encode_properties
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.protocols.remoting.codec import delays

@@ -11,13 +11,13 @@ import msgspec
 
 from timeball.broker.registry.topic import INHERIT, READ, WRITE
 from timeball.broker.registry.topics import check_topic
-from timeball.message import RETRY_PREFIX
+from timeball.model.message import RETRY_PREFIX
+from timeball.model.reserved_topics import AUTO_CREATE_TOPIC
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, address
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.connection import Connection
 from timeball.protocols.remoting.handlers.admin.topics import order_conf
-from timeball.reserved_topics import AUTO_CREATE_TOPIC
 
 MASTER_ID = "0"
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from timeball import rules
 from timeball.broker.few_sends import ROWS_MAX as FEW_ROWS_MAX
 from timeball.broker.few_sends import FewSends, Sends
 from timeball.broker.ingress import Piece
 from timeball.broker.registry.few_places import FewPlaces, tag_number
 from timeball.broker.registry.topic import Topic
-from timeball.errors import InvalidDelay, InvalidMessage
 from timeball.log.few_rows import EncodedRows
-from timeball.message import LITE_TOPIC, SEND_NAMES, SendBatch, SendRow, decode_properties
+from timeball.model import rules
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.message import LITE_TOPIC, SEND_NAMES, SendBatch, SendRow, decode_properties
 from timeball.protocols.remoting.codec import delays
 from timeball.protocols.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.protocols.remoting.codec.implementation import Codec, SendRun

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from timeball import rules
-from timeball.access import Caller
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Ingress
 from timeball.broker.revoking.recall import RecallRefused, encode_handle
-from timeball.errors import InvalidMessage, NotFound, TimeballError
-from timeball.message import (
+from timeball.model import rules
+from timeball.model.access import Caller
+from timeball.model.errors import InvalidMessage, NotFound, TimeballError
+from timeball.model.message import (
     PRIORITY,
     RETRY_PREFIX,
     decode_properties,

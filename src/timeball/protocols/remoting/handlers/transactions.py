@@ -13,12 +13,12 @@ from random import choice
 import msgspec
 import pyarrow as pa
 
-from timeball import limits
-from timeball.access import Verb
 from timeball.broker import transactions as core
 from timeball.broker.transactions import Half, Outcome
-from timeball.errors import InvalidMessage
-from timeball.message import READ_SCHEMA, decode_properties, encode_properties
+from timeball.model import limits
+from timeball.model.access import Verb
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import READ_SCHEMA, decode_properties, encode_properties
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.protocols.remoting.codec import delays

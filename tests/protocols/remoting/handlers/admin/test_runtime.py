@@ -16,7 +16,7 @@ from tests.protocols.remoting.handlers.test_sends import sent
 from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball import limits
+from timeball.model import limits
 from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.protocols.remoting.handlers.admin.runtime import Runtime
 

@@ -13,11 +13,11 @@ from tests.node_fixture import RunningNode
 from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire, json_body
 
-from timeball import limits
 from timeball.broker.registry.topic import TopicConfig
+from timeball.model import limits
+from timeball.model.reserved_topics import SCHEDULE_TOPIC
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.handlers.admin.topics import ORDER_NAMESPACE, TopicAdmin
-from timeball.reserved_topics import SCHEDULE_TOPIC
 
 UPDATE, DELETE = RequestCode.UPDATE_AND_CREATE_TOPIC, RequestCode.DELETE_TOPIC_IN_BROKER
 ROUTE, ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG

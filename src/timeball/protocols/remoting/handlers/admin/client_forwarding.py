@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from timeball.errors import Unavailable
+from timeball.model.errors import Unavailable
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,

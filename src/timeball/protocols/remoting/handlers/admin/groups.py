@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.errors import InvalidMessage
+from timeball.model.errors import InvalidMessage
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, by_name, data_version
 from timeball.protocols.remoting.codec.codes import Language, RequestCode, ResponseCode

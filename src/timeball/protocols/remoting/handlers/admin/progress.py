@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from timeball.access import Caller
 from timeball.broker.components import in_thread
 from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.topics import Topic
-from timeball.errors import GroupNotFound, OutOfRange
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
+from timeball.model.access import Caller
+from timeball.model.errors import GroupNotFound, OutOfRange
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,

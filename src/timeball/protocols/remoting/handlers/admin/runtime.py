@@ -14,11 +14,12 @@ from dataclasses import fields
 
 import msgspec
 
-from timeball import __version__, limits
+from timeball import __version__
 from timeball.broker.components import in_thread
 from timeball.broker.rates import STATS, Rate, Stat, Window
-from timeball.errors import OutOfRange
 from timeball.log.reader import LogReader
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import Call, Handlers, RemotingContext, Reply, data_version
 from timeball.protocols.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball import reserved_topics as reserved
 from timeball.broker.administration import TopicChange
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
 from timeball.broker.shares import shares
-from timeball.errors import RequestError
+from timeball.model import reserved_topics as reserved
+from timeball.model.errors import RequestError
 from timeball.protocols.error_codes import Refused
 from timeball.protocols.remoting.calls import (
     Call,

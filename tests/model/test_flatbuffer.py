@@ -7,7 +7,7 @@ import struct
 import pyarrow as pa
 import pytest
 
-from timeball import flatbuffer as fb
+from timeball.model import flatbuffer as fb
 
 MESSAGE = pa.RecordBatch.from_pydict({"a": [1, 2, None]}).serialize().to_pybytes()
 METADATA = MESSAGE[8 : 8 + struct.unpack_from("<i", MESSAGE, 4)[0]]  # behind a mark and its length

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tzdata  # type: ignore[import-untyped]
 
-from timeball.errors import InvalidDelay
+from timeball.model.errors import InvalidDelay
 
 if TYPE_CHECKING:
-    from timeball.message import Int64Array
+    from timeball.model.message import Int64Array
 
 VERSION: str = tzdata.__version__
 

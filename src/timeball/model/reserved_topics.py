@@ -8,7 +8,7 @@ RocketMQ are refused as well (`rmq_sys_wheel_timer`: our timer has no topic).
 
 from __future__ import annotations
 
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX, SCHEDULE_TOPIC
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, SCHEDULE_TOPIC
 
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 OP_HALF_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"

@@ -16,10 +16,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from timeball import limits
-from timeball.addresses import Allowed, host_names
-from timeball.errors import InvalidDelay, SetupError
-from timeball.local_time import zone_named
+from timeball.model import limits
+from timeball.model.addresses import Allowed, host_names
+from timeball.model.errors import InvalidDelay, SetupError
+from timeball.model.local_time import zone_named
 
 Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]

@@ -6,8 +6,8 @@ from ipaddress import ip_address
 
 import pytest
 
-from timeball.addresses import Allowed, is_name, parse
-from timeball.errors import InvalidMessage, SetupError
+from timeball.model.addresses import Allowed, is_name, parse
+from timeball.model.errors import InvalidMessage, SetupError
 
 NOTHING = Allowed.parse("")
 

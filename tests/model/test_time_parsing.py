@@ -19,9 +19,9 @@ from tests.local_time_oracle import (
     local_times_around,
 )
 
-from timeball import limits
-from timeball.errors import InvalidDelay
-from timeball.instants import delay_ms, due_ms, when
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay
+from timeball.model.time_parsing import delay_ms, due_ms, when
 
 
 @pytest.mark.parametrize(

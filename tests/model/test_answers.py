@@ -2,7 +2,7 @@
 
 import msgspec
 
-from timeball import answers, wire
+from timeball.model import answers, wire
 
 KINDS = {
     name: kind

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from timeball import limits
+from timeball.model import limits
 
 
 def test_the_last_instant_is_one_that_python_can_name() -> None:

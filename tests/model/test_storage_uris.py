@@ -1,4 +1,4 @@
-"""Tests of timeball.places."""
+"""Tests of timeball.model.storage_uris."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from pathlib import Path
 import pyarrow.fs as fs
 import pytest
 
-from timeball import places
-from timeball.errors import SetupError
+from timeball.model import storage_uris
+from timeball.model.errors import SetupError
 
-SOURCE = Path(places.__file__).parent
+SOURCE = Path(storage_uris.__file__).parents[1]
 OWN_SERVER = {
     "AWS_ENDPOINT_URL": "http://127.0.0.1:9000",
     "AWS_ACCESS_KEY_ID": "name",
     "AWS_SECRET_ACCESS_KEY": "secret",
 }
-# What only places.py may say: how a library is told where something lies.
+# What only storage_uris.py may say: how a library is told where something lies.
 _TOLD = re.compile(r"from_uri\(|S3FileSystem|\bDeltaTable\(|\bDeltaTable\.create\(|AWS_|fs\.s3a")
-_MAY = ("places.py", "pipeline/table_store.py", "table/delta_rs.py")
+_MAY = ("model/storage_uris.py", "pipeline/table_store.py", "table/delta_rs.py")
 
 
 def test_a_folder_is_handed_on_as_it_is(tmp_path: Path) -> None:
     for place in (str(tmp_path), tmp_path.as_uri()):
-        files, path = places.arrow(place, {})
+        files, path = storage_uris.arrow(place, {})
         assert isinstance(files, fs.LocalFileSystem) and path == str(tmp_path)
-        assert places.delta(place, OWN_SERVER) == (place, None)
-        assert not places.in_object_store(place)
+        assert storage_uris.delta(place, OWN_SERVER) == (place, None)
+        assert not storage_uris.in_object_store(place)
 
 
 def test_a_relative_folder_starts_where_the_command_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert places.arrow("here", {})[1] == str(tmp_path / "here")
+    assert storage_uris.arrow("here", {})[1] == str(tmp_path / "here")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a", "S3"])
 def test_s3_by_any_of_its_names_is_one_place(scheme: str) -> None:
     place = f"{scheme}://ships/data/ledger/"
-    files, path = places.arrow(place, OWN_SERVER)
+    files, path = storage_uris.arrow(place, OWN_SERVER)
     assert isinstance(files, fs.S3FileSystem) and path == "ships/data/ledger"
-    assert files.region == places.DEFAULT_REGION
-    assert places.delta(place, OWN_SERVER) == (
+    assert files.region == storage_uris.DEFAULT_REGION
+    assert storage_uris.delta(place, OWN_SERVER) == (
         "s3://ships/data/ledger",
         {
             "AWS_ACCESS_KEY_ID": "name",
@@ -53,13 +53,13 @@ def test_s3_by_any_of_its_names_is_one_place(scheme: str) -> None:
             "AWS_ALLOW_HTTP": "true",
         },
     )
-    assert places.in_object_store(place)
+    assert storage_uris.in_object_store(place)
 
 
 def test_places_of_one_kind_share_a_file_system() -> None:
-    files, paths = places.arrow_all(["s3://ships/a", "s3a://ships/b"], OWN_SERVER)
+    files, paths = storage_uris.arrow_all(["s3://ships/a", "s3a://ships/b"], OWN_SERVER)
     assert isinstance(files, fs.S3FileSystem) and paths == ["ships/a", "ships/b"]
-    files, paths = places.arrow_all(["/a", "file:///b"], {})
+    files, paths = storage_uris.arrow_all(["/a", "file:///b"], {})
     assert isinstance(files, fs.LocalFileSystem) and paths == ["/a", "/b"]
 
 
@@ -69,15 +69,15 @@ def test_the_endpoint_and_the_region_of_s3_go_before_those_of_all_services() -> 
         "AWS_DEFAULT_REGION": "eu-north-1",
         "AWS_SESSION_TOKEN": "token",
     }
-    _, options = places.delta("s3://ships/x", environment)
+    _, options = storage_uris.delta("s3://ships/x", environment)
     assert options is not None
     assert options["AWS_ENDPOINT_URL"] == "https://s3.example" and options["AWS_ALLOW_HTTP"] == "false"
     assert options["AWS_REGION"] == "eu-north-1" and options["AWS_SESSION_TOKEN"] == "token"
 
 
 def test_spark_s_settings_have_no_key() -> None:
-    assert places.spark_settings({}) == {}
-    assert places.spark_settings(OWN_SERVER) == {
+    assert storage_uris.spark_settings({}) == {}
+    assert storage_uris.spark_settings(OWN_SERVER) == {
         "spark.hadoop.fs.s3a.endpoint": "http://127.0.0.1:9000",
         "spark.hadoop.fs.s3a.endpoint.region": "us-east-1",
         "spark.hadoop.fs.s3a.path.style.access": "true",
@@ -86,7 +86,7 @@ def test_spark_s_settings_have_no_key() -> None:
 
 @pytest.mark.parametrize("place", ["s3://name:secret@ships/x", "s3://ships/x?region=a", "s3://"])
 def test_keys_and_options_in_a_uri_are_refused_without_being_repeated(place: str) -> None:
-    for told in (places.arrow, places.delta):
+    for told in (storage_uris.arrow, storage_uris.delta):
         with pytest.raises(SetupError, match="s3://bucket/path alone") as caught:
             told(place, OWN_SERVER)
         assert "secret" not in str(caught.value)
@@ -94,9 +94,9 @@ def test_keys_and_options_in_a_uri_are_refused_without_being_repeated(place: str
 
 def test_what_no_library_reaches_is_named() -> None:
     with pytest.raises(SetupError, match="nosuch://place: not a place"):
-        places.arrow("nosuch://place", {})
+        storage_uris.arrow("nosuch://place", {})
     with pytest.raises(SetupError, match=r"AWS_ENDPOINT_URL 127\.0\.0\.1:9000: write http://"):
-        places.delta("s3://ships/x", {"AWS_ENDPOINT_URL": "127.0.0.1:9000"})
+        storage_uris.delta("s3://ships/x", {"AWS_ENDPOINT_URL": "127.0.0.1:9000"})
 
 
 def test_no_other_module_tells_a_library_where_something_lies() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from timeball import errors
-from timeball.errors import TimeballError, from_code
+from timeball.model import errors
+from timeball.model.errors import TimeballError, from_code
 
 # Clients of every release know these.
 CODES = {

@@ -1,4 +1,4 @@
-"""Tests of timeball.local_time: every zone and every change of an offset, against clocks that are only looked at."""
+"""Local times: every zone and every change of an offset, against clocks that are only looked at."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.local_time_oracle import (
 )
 from tests.rounds import only_in_a_siege
 
-from timeball import local_time
-from timeball.errors import InvalidDelay
-from timeball.local_time import DAY_US, fixed_offset, local_us, zone_named
+from timeball.model import local_time
+from timeball.model.errors import InvalidDelay
+from timeball.model.local_time import DAY_US, fixed_offset, local_us, zone_named
 
 naive = datetime.fromisoformat
 NAIVE_EPOCH = EPOCH.replace(tzinfo=None)

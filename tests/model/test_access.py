@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.access import ANONYMOUS, DATE_DRIFT_MS_MAX, Access, Principal, Verb, parse
-from timeball.errors import Forbidden, RequestError, SetupError, Unauthorized
+from timeball.model.access import ANONYMOUS, DATE_DRIFT_MS_MAX, Access, Principal, Verb, parse
+from timeball.model.errors import Forbidden, RequestError, SetupError, Unauthorized
 
 SECRET = "shop secret 1"
 FILE = f"""
@@ -340,7 +340,7 @@ def _toml(account: dict[str, Any]) -> bytes:
 
 
 def test_the_file_that_the_documentation_shows() -> None:
-    page = (Path(__file__).parents[1] / "docs/security.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs/security.md").read_text("utf-8")
     [shown] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     accounts = parse(shown.encode(), "shown")
     assert [account.admin for account in accounts.values()] == [False, False, True]
@@ -348,7 +348,7 @@ def test_the_file_that_the_documentation_shows() -> None:
 
 
 def test_the_documentation_shows_what_is_signed() -> None:
-    page = (Path(__file__).parents[1] / "docs/security.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs/security.md").read_text("utf-8")
     shown = re.findall(r"^authorization: (.*)$", page, re.MULTILINE)
     for line in shown:
         line = (

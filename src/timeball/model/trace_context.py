@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.message import PROPERTY_NAME_END, SEND_NAMES, SendBatch, SendRow, encode_properties
+from timeball.model.message import PROPERTY_NAME_END, SEND_NAMES, SendBatch, SendRow, encode_properties
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 STATE_CHARACTERS_MAX = 512  # W3C: a vendor must pass on at least this many characters

@@ -32,8 +32,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from timeball.errors import Forbidden, SetupError, Unauthorized
-from timeball.message import DLQ_PREFIX, RETRY_PREFIX
+from timeball.model.errors import Forbidden, SetupError, Unauthorized
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX
 
 # RocketMQ's Python client sends local time as UTC. No time zone is further away than this.
 DATE_DRIFT_MS_MAX = 15 * 60 * 60 * 1000

@@ -36,8 +36,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.errors import Corrupt
-from timeball.message import Int64Array
+from timeball.model.errors import Corrupt
+from timeball.model.message import Int64Array
 
 UInt64Array = npt.NDArray[np.uint64]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from timeball import limits
-from timeball.config import MIB, Settings, types
-from timeball.errors import SetupError
+from timeball.model import limits
+from timeball.model.config import MIB, Settings, types
+from timeball.model.errors import SetupError
 
 
 def test_the_defaults_work_and_are_durable() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import wire
+from timeball.model import wire
 from timeball.protocols.flight import codec
 
 OFFSETS = st.dictionaries(

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball import key_hash
-from timeball.errors import Corrupt
-from timeball.key_hash import MAGIC, TRAILER, KeyRun, encode, hash_keys, hash_one, hash_text, merge
+from timeball.model import key_hash
+from timeball.model.errors import Corrupt
+from timeball.model.key_hash import MAGIC, TRAILER, KeyRun, encode, hash_keys, hash_one, hash_text, merge
 
 WRAP = (1 << 64) - 1
 

@@ -24,8 +24,8 @@ import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
-from timeball import limits
-from timeball.errors import InvalidMessage, SetupError
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, SetupError
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timeball import limits, rules
-from timeball.errors import InvalidDelay, InvalidMessage
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidDelay, InvalidMessage
 
 NOW_MS = 1_900_000_000_000
 TYPES = {"body": pa.binary(), "queue_id": pa.int32(), "due_ms": pa.int64()}

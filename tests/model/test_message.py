@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball import message
-from timeball.message import (
+from timeball.model import message
+from timeball.model.message import (
     LOG_SCHEMA,
     READ_SCHEMA,
     SCHEMA_VERSION,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from timeball.message import SEND_NAMES, decode_properties
-from timeball.trace_context import (
+from timeball.model.message import SEND_NAMES, decode_properties
+from timeball.model.trace_context import (
     PROPERTIES_CHARACTERS_MAX,
     TRACEPARENT,
     has_context,

@@ -19,8 +19,8 @@ from functools import lru_cache
 from operator import index
 from typing import Literal, SupportsIndex
 
-from timeball import limits, local_time
-from timeball.errors import InvalidDelay
+from timeball.model import limits, local_time
+from timeball.model.errors import InvalidDelay
 
 END = -1  # in place of the time from which a consumer group reads: after the last message
 

@@ -12,101 +12,101 @@ import msgspec
 import pyarrow as pa
 from msgspec import Meta
 
-from timeball import limits
-from timeball.answers import (
+from timeball.model import limits
+from timeball.model.answers import (
     EXISTS as EXISTS,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     HANDED as HANDED,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     UNAVAILABLE as UNAVAILABLE,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     VERDICTS as VERDICTS,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Attached as Attached,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Campaign as Campaign,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     ClusterGroup as ClusterGroup,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Conflict as Conflict,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Content as Content,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     DeadLetterPage as DeadLetterPage,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     DeadLetterRow as DeadLetterRow,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Drained as Drained,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     GroupPage as GroupPage,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     GroupPlace as GroupPlace,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     GroupState as GroupState,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     LogStatus as LogStatus,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     MessagePlace as MessagePlace,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     QueueRange as QueueRange,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     RangesCancelled as RangesCancelled,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     ReleaseAck as ReleaseAck,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     ReleaseAnswer as ReleaseAnswer,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Resolved as Resolved,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     SendAck as SendAck,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     SendAnswer as SendAnswer,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     SendRefusal as SendRefusal,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     SentState as SentState,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Start as Start,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Status as Status,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     TableStatus as TableStatus,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     TopicState as TopicState,
 )
-from timeball.answers import (
+from timeball.model.answers import (
     Verdict as Verdict,
 )
-from timeball.message import READ_SCHEMA
+from timeball.model.message import READ_SCHEMA
 
 INT64_MAX = 2**63 - 1
 QUEUE_ID_MAX = limits.QUEUES_PER_TOPIC_MAX - 1

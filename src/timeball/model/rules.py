@@ -21,10 +21,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball import limits
-from timeball import reserved_topics as reserved
-from timeball.errors import InvalidDelay, InvalidMessage
-from timeball.message import (
+from timeball.model import limits
+from timeball.model import reserved_topics as reserved
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.message import (
     PROPERTY_END,
     PROPERTY_NAME_END,
     Int64Array,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from timeball.errors import SetupError
+from timeball.model.errors import SetupError
 
 S3_SCHEMES = ("s3", "s3a")
 DEFAULT_REGION = "us-east-1"
