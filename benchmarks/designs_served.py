@@ -20,7 +20,7 @@ from benchmarks.designs_work import Work, steadily, work_for
 from benchmarks.harness import Server, now_ms, quantiles, releases, serving, wait_until
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import checkpoint
 from timeball.model.message import Kind
 

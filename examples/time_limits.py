@@ -10,7 +10,7 @@ import functools
 import subprocess
 import sys
 
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 
 START = [sys.executable, "-c", "import timeball.client"]
 QUIET_START_S = 1.0  # of START on two idle cores: 0.6 to 0.9 s; the limits of the examples are made for this

@@ -16,7 +16,7 @@ from tests.bounds import BOUND_S
 
 from timeball.broker import transaction_checks
 from timeball.broker.service import Broker
-from timeball.clock import Clock, ManualClock
+from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
 from timeball.node import Node
 from timeball.protocols.grpc.handlers import renewals
@@ -54,7 +54,7 @@ def _look_at(descriptor: int) -> None:
 
 
 # The power stays on: a node syncs twenty times from its start to its end, which is most of what its tests would wait
-# for. CrashFiles and tests/test_files.py see to it that nothing is answered before its sync.
+# for. CrashFiles and tests/io/test_files.py see to it that nothing is answered before its sync.
 UNSYNCED = Shortened((os, "fdatasync", _look_at), (os, "fsync", _look_at))
 # A clock that stands is looked at once a second of real time: often, so that a test need not wait for it.
 LOOKS = Shortened(

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.crash_files import CrashFiles, PowerCut, Survival
 from tests.crash_images import images, synced_file
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.model.errors import DiskFailed, OverLimit
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from timeball.data_folder import FORMAT_NAME, RESTORING, check_folder, write_format
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.model.errors import SetupError
 
 

@@ -22,9 +22,9 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from timeball import Timeball, __version__
 from timeball.broker.components import Tables
 from timeball.broker.recovery import apply_log, starting_point
-from timeball.clock import ManualClock
 from timeball.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
-from timeball.files import RealFiles
+from timeball.io.clock import ManualClock
+from timeball.io.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log

@@ -17,7 +17,7 @@ from examples.flights.data import CompressedDay, Flights
 from examples.time_limits import limit_s
 
 from timeball.client import Timeball
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import Unavailable
 from timeball.model.message import Int64Array
 

@@ -36,7 +36,7 @@ from examples.time_limits import limit_s
 
 from timeball.cli.output import err, out, progress_bar
 from timeball.client import Timeball
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model.config import StrategyName
 from timeball.model.errors import SetupError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.files import Files, RealFiles
+from timeball.io.files import Files, RealFiles
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.segment import holds_log
 from timeball.model.errors import SetupError

@@ -28,10 +28,12 @@ from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.broker.upkeep import Upkeep
-from timeball.clock import Clock, SchedulerClock, SystemClock
 from timeball.data_folder import check_folder, write_format
-from timeball.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
-from timeball.files import Files, RealFiles
+from timeball.io.clock import Clock, SchedulerClock, SystemClock
+from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
+from timeball.io.files import Files, RealFiles
+from timeball.io.security import OPEN, Security
+from timeball.io.stop_signals import stop_asked
 from timeball.log import checkpoint
 from timeball.log.disk_thread import Disk, DiskThread
 from timeball.log.format import FORMAT_VERSION
@@ -60,8 +62,6 @@ from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
-from timeball.security import OPEN, Security
-from timeball.stop_signals import stop_asked
 from timeball.table.data_file import DataFiles
 from timeball.table.key_index import TableKeys
 from timeball.table.stored_catalog import open_table

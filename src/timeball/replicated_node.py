@@ -20,7 +20,6 @@ from typing import Any
 from timeball import __version__
 from timeball.broker.components import in_thread
 from timeball.broker.grouped import GroupedBroker
-from timeball.clock import Clock, SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connect import coordinator_of
 from timeball.cluster.connections import Connections, PeerTls, listen
@@ -37,7 +36,10 @@ from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.survey import survey
 from timeball.data_folder import check_folder, write_format
-from timeball.files import RealFiles
+from timeball.io.clock import Clock, SystemClock
+from timeball.io.files import RealFiles
+from timeball.io.security import Security, load_client_tls, load_peer_tls
+from timeball.io.stop_signals import stop_asked
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
 from timeball.model.config import BROKER_NAME, Settings
@@ -48,8 +50,6 @@ from timeball.name_service import NameService
 from timeball.node import Node
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.sessions import advertised
-from timeball.security import Security, load_client_tls, load_peer_tls
-from timeball.stop_signals import stop_asked
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from timeball import Timeball
 from timeball.backup import copying, manifest
 from timeball.backup.manifest import Manifest
 from timeball.cli.pending import count_waiting
-from timeball.clock import SystemClock
 from timeball.data_folder import check_folder
-from timeball.files import RealFiles
+from timeball.io.clock import SystemClock
+from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, NotFound, SetupError
 from timeball.model.message import Kind
 

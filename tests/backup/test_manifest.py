@@ -8,7 +8,7 @@ import pytest
 
 from timeball.backup import manifest as mf
 from timeball.backup.manifest import CopiedFile, Manifest, Progress
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, SetupError
 
 

@@ -9,7 +9,7 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.backup.plan import plan
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.model.errors import Corrupt, NotFound
 

@@ -24,7 +24,7 @@ from timeball.broker import campaign_changes, upkeep
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.tables import rewrite
 from timeball.broker.tables.rewrite import FILES_MIN
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import Corrupt, InvalidMessage, NotFound, OutOfRange, OverLimit
 from timeball.model.message import Kind

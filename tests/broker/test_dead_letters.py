@@ -27,7 +27,7 @@ from tests.crash_files import CrashFiles
 from timeball.broker import dead_letters
 from timeball.broker.appender import Appender
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import DeadLetterRow

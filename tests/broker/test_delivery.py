@@ -17,7 +17,7 @@ from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import eventually, running_node
 
 from timeball.broker.delivery import FEW_ROWS, Brought, Lateness, in_frames, moved_rows, release_rows
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 from timeball.model.limits import DAY_MS

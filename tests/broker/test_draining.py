@@ -25,7 +25,7 @@ from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.topic import READ
 from timeball.broker.revoking.group_questions import AdoptHere, RouteHere
 from timeball.broker.revoking.recall import RecallRefused, encode_handle
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS, Access, parse
 from timeball.model.errors import Conflict, Forbidden, InvalidMessage, NotFound, Unavailable
 from timeball.model.message import Kind

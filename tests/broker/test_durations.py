@@ -16,7 +16,7 @@ from tests.broker.consuming.subscriber import AGAIN, MINUTE_MS, bodies, engine, 
 from tests.broker.on_node import TURNS, batch, on_node, settled
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball.clock import PROBATION_MS, STEP_MS
+from timeball.io.clock import PROBATION_MS, STEP_MS
 from timeball.model.config import STRATEGIES
 from timeball.model.message import Kind
 

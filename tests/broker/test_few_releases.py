@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker import delivery
 from timeball.broker.registry.topic import TopicConfig
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.log.few_rows import NumberedRows
 from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Kind, encode_properties, int64

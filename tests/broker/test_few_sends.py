@@ -17,7 +17,7 @@ from tests.crash_files import CrashFiles
 from timeball.broker import few_sends
 from timeball.broker.admission import batch_of
 from timeball.broker.registry.topic import TopicConfig
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.log import format as fmt
 from timeball.log.few_rows import rows_of
 from timeball.model import limits

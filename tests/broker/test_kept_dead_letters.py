@@ -14,7 +14,7 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.limits import DAY_MS

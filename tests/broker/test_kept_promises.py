@@ -12,7 +12,7 @@ from tests.crash.checker import check
 from tests.crash.lives import run
 from tests.crash.world import BOUND_S, HOUR_MS, SECOND_MS, CutFiles, World
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import Kind, stored_sizes
 from timeball.schedule import scheduler as scheduler_module

@@ -18,7 +18,7 @@ from timeball.broker import keyed_sends
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.registry import idempotency
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import Conflict, InvalidMessage, InvalidName, OverLimit

@@ -16,7 +16,7 @@ from tests.crash_files import CrashFiles
 from timeball.broker.appender import Accepted
 from timeball.broker.ingress import Piece
 from timeball.broker.registry import source_positions
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Conflict, InvalidName
 from timeball.model.message import build_rows

@@ -25,7 +25,7 @@ from tests.s3_server import BUCKET, FaultyStore
 
 from timeball import Timeball
 from timeball.broker import components, stored_table
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import storage_uris
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import SetupError, TimeballError, Unavailable

@@ -14,7 +14,7 @@ from tests.crash.world import HOUR_MS, CutFiles, World
 
 from timeball.broker import transactions
 from timeball.broker.transactions import Half, Outcome
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.log import checkpoint
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OverLimit

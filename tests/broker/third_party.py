@@ -11,8 +11,8 @@ import pyarrow as pa
 from deltalake import DeltaTable, Field, write_deltalake
 from tests.crash.world import World
 
-from timeball.clock import ManualClock
-from timeball.files import RealFiles
+from timeball.io.clock import ManualClock
+from timeball.io.files import RealFiles
 
 Operation = Callable[[str], Any]
 

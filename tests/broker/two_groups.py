@@ -13,7 +13,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS, Access, Caller
 from timeball.model.errors import Unavailable
 from timeball.node import Node

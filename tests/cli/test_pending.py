@@ -11,7 +11,7 @@ from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
 from timeball.cli.pending import BARS_MAX, Unit, Waiting, count_waiting
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 
 HOUR_MS = 3_600_000

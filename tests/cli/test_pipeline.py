@@ -20,7 +20,7 @@ from tests.pipeline.traffic import send
 
 from timeball import Timeball
 from timeball.cli.pipeline import Job, _stop_on_eof, parse_job_options
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import RequestError
 from timeball.pipeline.run.job_status import Board, Epoch, JobStatus
 

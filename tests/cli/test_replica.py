@@ -12,7 +12,7 @@ from tests.ports import free_ports
 
 from timeball.cli.exit_codes import ExitCode
 from timeball.data_folder import write_format
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 
 EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", "replication-port")
 

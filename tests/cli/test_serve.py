@@ -144,7 +144,7 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
         shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
         eventually(lambda: run_here("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
         told = [json.loads(line) for line in server.errors]
-        assert [line["level"] for line in told if line["logger"] == "timeball.security"] == ["INFO"]
+        assert [line["level"] for line in told if line["logger"] == "timeball.io.security"] == ["INFO"]
         access_file(tmp_path, "not TOML")
         os.kill(server.pid, signal.SIGHUP)
         eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")

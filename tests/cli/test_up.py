@@ -24,7 +24,7 @@ from timeball import Timeball
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import SparkOptions
 from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import Settings
 
 

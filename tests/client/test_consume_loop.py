@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from timeball.client.consume_loop import ConsumeLoop
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 
 class Message:

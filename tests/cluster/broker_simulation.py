@@ -34,10 +34,10 @@ from tests.crash.checker import Observed, Outcome, Row, check
 from tests.crash.world import World
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.clock import ManualClock
 from timeball.cluster.record import Record
 from timeball.cluster.replica import Role
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.errors import Corrupt, TimeballError
 from timeball.node import Node

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from timeball.clock import Clock
 from timeball.cluster.store import (
     Comparison,
     Delete,
@@ -22,6 +21,7 @@ from timeball.cluster.store import (
     Read,
     RevisionIs,
 )
+from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, Unavailable
 
 

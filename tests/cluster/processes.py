@@ -20,12 +20,12 @@ from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.namespaces import ETCD, Network
 from tests.ports import free_ports
 
-from timeball.clock import SystemClock
 from timeball.cluster.coordinator import GroupView
 from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.record import Record, node_of
+from timeball.io.clock import SystemClock
 
 CLUSTER, GROUP = "tests", "g1"
 EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", "replication-port")

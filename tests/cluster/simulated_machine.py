@@ -22,7 +22,6 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.cluster.simulated_wire import Wire
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.clock import ManualClock
 from timeball.cluster import events as on
 from timeball.cluster.connections import ANSWERS_FROM, Listener
 from timeball.cluster.coordinator import Node as ClusterNode
@@ -35,6 +34,7 @@ from timeball.cluster.receiver import Receiver
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
+from timeball.io.clock import ManualClock
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
 from timeball.model.config import Settings

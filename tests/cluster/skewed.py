@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from timeball.cli.main import main
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 
 SKEW_MS = "SKEW_MS"
 

@@ -14,7 +14,7 @@ from tests.cluster.processes import CLUSTER, Cluster, running_cluster
 from tests.cluster.skewed import SKEW_MS
 
 from timeball import Timeball
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from timeball.clock import SystemClock
 from timeball.cluster.connect import coordinator_of
+from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 

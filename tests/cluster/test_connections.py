@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tests.bounds import BOUND_S
 
-from timeball.clock import SystemClock
 from timeball.cluster import connections as sockets
 from timeball.cluster.connections import STRANGERS_MAX, Connections, listen, parse_address
 from timeball.cluster.messages import Ack, Data, Hello, Message, Ping, Refuse, encode
+from timeball.io.clock import SystemClock
 from timeball.model.errors import PeerError, SetupError
 
 GROUP = "g1"

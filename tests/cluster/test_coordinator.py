@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
-from timeball.clock import ManualClock
 from timeball.cluster.coordinator import NEVER_MS, Alone, Coordinator, Node
 from timeball.cluster.lease import HeldLease
 from timeball.cluster.record import Record
+from timeball.io.clock import ManualClock
 
 
 def test_a_node_alone_leads() -> None:

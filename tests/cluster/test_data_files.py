@@ -12,14 +12,14 @@ import pytest
 from msgspec.structs import replace
 from tests.bounds import BOUND_S
 
-from timeball.clock import ManualClock
 from timeball.cluster.data_files import UNNAMED_MS, CommittedFiles, DataFiles
 from timeball.cluster.incoming_file import SUFFIX
 from timeball.cluster.messages import Complete, File, Have, Message, Want
 from timeball.cluster.outgoing_files import PIECE_BYTES
 from timeball.cluster.positions import BEGINNING
 from timeball.cluster.replica import Lead, Peer, Replica, Role, Rules, Source
-from timeball.files import RealFiles
+from timeball.io.clock import ManualClock
+from timeball.io.files import RealFiles
 from timeball.model.errors import NotFound, NotLeader
 from timeball.table.attachment import FileEntry
 

@@ -17,7 +17,7 @@ from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.messages import Begin
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.log.checkpoint import Checkpoint, Facts, snapshot_row
 from timeball.model.config import Settings

@@ -15,9 +15,9 @@ from tests.ports import free_ports
 from timeball.cluster.connections import Address
 from timeball.cluster.gateway import HTTP, Gateway, Http
 from timeball.cluster.local_http import LocalAnswers
+from timeball.io.security import load_client_tls, load_tls
 from timeball.model.errors import SetupError
 from timeball.monitoring.replica_figures import ReplicaFigures
-from timeball.security import load_client_tls, load_tls
 
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a")
 LOCAL = LocalAnswers(lambda: FOLLOWER, lambda _: None, lambda *_: None)

@@ -18,15 +18,15 @@ from tests.cluster.worlds import led, world_of
 from timeball.broker.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
 from timeball.client.outgoing import one as one_row
-from timeball.clock import ManualClock, SystemClock
 from timeball.cluster.coordinator import Node as ClusterNode
 from timeball.cluster.directory import Directory
 from timeball.cluster.group_calls import GroupCalls
+from timeball.io.clock import ManualClock, SystemClock
+from timeball.io.security import load_client_tls
 from timeball.model.access import ANONYMOUS, Access, Caller, parse
 from timeball.model.config import Settings
 from timeball.model.errors import Unavailable
 from timeball.node import Node
-from timeball.security import load_client_tls
 
 SHORT_S = 0.2  # for an answer that does not come
 ACCOUNTS = """

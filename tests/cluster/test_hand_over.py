@@ -14,7 +14,7 @@ from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import Cluster, running_cluster
 
 from timeball import Timeball
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 
 TOPIC, GROUP = "handed", "readers"
 SENDERS, ROWS, EVERY_MS = 5, 50, 50

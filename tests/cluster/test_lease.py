@@ -10,10 +10,10 @@ import pytest
 from tests.cluster.memory_store import Memory, MemoryStore
 from tests.cluster.worlds import World, led, seen, world_of
 
-from timeball.clock import ManualClock, SystemClock
 from timeball.cluster.coordinator import LEASE_MARGIN_MS, Node
 from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.lease import HeldLease
+from timeball.io.clock import ManualClock, SystemClock
 from timeball.model.errors import SetupError
 
 TTL_MS = 1_000

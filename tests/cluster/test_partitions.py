@@ -24,7 +24,7 @@ from tests.cluster.processes import Cluster, running_cluster
 from tests.rounds import rounds
 
 from timeball import Timeball
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import TimeballError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group("etcd")]

@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.cluster import events as on
 from timeball.cluster.replica import Role
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model.errors import DiskFailed, LeaseLost, NotLeader, StorageError, TimeballError
 
 Scenario = Callable[[Trio], Awaitable[None]]

@@ -8,8 +8,8 @@ import pytest
 from tests.certificates import Certificate, certificate
 
 from timeball.cluster.tls_channel import TlsChannel
+from timeball.io.security import load_peer_tls
 from timeball.model.errors import PeerError, SetupError
-from timeball.security import load_peer_tls
 
 
 def channels(server: Certificate, client: Certificate, roots: str = "") -> tuple[TlsChannel, TlsChannel]:

@@ -17,7 +17,6 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.log.small_log import batch
 from tests.ports import free_ports
 
-from timeball.clock import SystemClock
 from timeball.cluster import events as on
 from timeball.cluster.connections import Connections, listen
 from timeball.cluster.coordinator import Node
@@ -28,7 +27,8 @@ from timeball.cluster.record import Record
 from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
-from timeball.files import Files, RealFiles
+from timeball.io.clock import SystemClock
+from timeball.io.files import Files, RealFiles
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
 from timeball.monitoring.replica_figures import ReplicaFigures

@@ -13,7 +13,7 @@ from tests.log.small_log import batch
 
 from timeball.cluster.positions import BEGINNING, Position
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import format as fmt
 
 SEGMENT_BYTES = 8 * 1024

@@ -21,7 +21,7 @@ from tests.crash.world import CutFiles, Unheard, World
 from tests.starving import no_descriptors, no_room
 
 from timeball.cli.exit_codes import ExitCode, explain
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import DiskFailed, OverLimit, SetupError, TimeballError
 
 ERRORS: dict[str, Callable[[], TimeballError]] = {

@@ -26,7 +26,7 @@ from timeball.broker.consuming.restart import saved
 from timeball.broker.registry.groups import RequestMode, SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.tables import rewrite
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.table import catalog
 
 POPS, RECEIVES, AGAIN = "poppers", "receivers", "%RETRY%"

@@ -14,7 +14,7 @@ from tests.crash.scenarios import SCENARIOS, SETTINGS
 from tests.crash.world import BOUND_S, HOUR_MS, CutFiles, Unheard, World
 from tests.crash_files import CrashFiles, PowerCut, Survival
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 AFTER_MS = 12 * HOUR_MS  # all promises of all scenarios are due by then
 

@@ -29,9 +29,9 @@ from tests.ports import free_ports
 from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
-from timeball.clock import SystemClock
-from timeball.files import RealFiles
 from timeball.inspect.folder import FolderDump, FrameFound
+from timeball.io.clock import SystemClock
+from timeball.io.files import RealFiles
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode

@@ -20,7 +20,7 @@ from tests.crash.world import SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles, Survival
 from tests.rounds import rounds
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 SEED = int(os.environ.get("CUT_SEED", "1"))
 EXTREMES: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything")]

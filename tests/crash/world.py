@@ -20,7 +20,7 @@ from tests.bounds import BOUND_S
 from tests.crash.checker import Fault, Observed, Outcome, Place, Row, Sent
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import MIB, Settings
 from timeball.model.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
 from timeball.node import Node

@@ -22,7 +22,7 @@ from tests.protocols.http.client import Client, client_of
 from tests.protocols.http.handlers.test_campaigns import planned
 from tests.protocols.push.receiver import Receiver, Reply, Request, receiver_of
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
 from timeball.pipeline.jobs.audit import AuditReport, Scope

@@ -11,7 +11,7 @@ from examples.flights.day import live_through
 from examples.flights.outcome import judge
 from tests.node_fixture import running_node
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 
 
 def _flights(count: int) -> Flights:

@@ -10,7 +10,7 @@ from examples.flights.show import Steps, _held_at_rest, _waiting_rows
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 
 def test_each_step_is_one_line_with_the_seconds_it_took(capsys: pytest.CaptureFixture[str]) -> None:

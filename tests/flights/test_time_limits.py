@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from examples import time_limits
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 
 class _SlowClock(ManualClock):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, reopened
 
-from timeball.files import Files, RealFiles
 from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
+from timeball.io.files import Files, RealFiles
 from timeball.log import checkpoint as cp
 from timeball.log.recovery import open_log
 from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name

@@ -24,7 +24,7 @@ from tests.interop.stock_clients import command
 from tests.rounds import rounds
 
 from timeball import Timeball
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 
 pytestmark = [pytest.mark.interop, pytest.mark.siege, pytest.mark.xdist_group("etcd")]
 

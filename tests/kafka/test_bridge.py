@@ -9,7 +9,7 @@ from tests.bounds import BOUND_S
 from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.kafka.bridge import Bridge
 from timeball.kafka.options import BridgeOptions
 from timeball.model.errors import SetupError

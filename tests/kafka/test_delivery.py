@@ -10,7 +10,7 @@ from tests.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
-from timeball.clock import ManualClock, SystemClock
+from timeball.io.clock import ManualClock, SystemClock
 from timeball.kafka.counts import Counts
 from timeball.kafka.delivery import MARKS_S, STRANGE, Delivery
 from timeball.kafka.options import BridgeOptions

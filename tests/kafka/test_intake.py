@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode, eventually
 from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.kafka import intake
 from timeball.kafka.counts import Counts
 from timeball.kafka.intake import Intake, pieces

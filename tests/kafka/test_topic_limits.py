@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AclOperation
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.kafka.topic_limits import KEPT_MS, TopicLimits
 
 

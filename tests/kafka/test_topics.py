@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.kafka.topics import Topics
 
 

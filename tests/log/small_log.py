@@ -13,8 +13,8 @@ import pyarrow as pa
 from tests.bounds import BOUND_S
 from tests.crash_files import CrashFiles
 
-from timeball.clock import ManualClock
-from timeball.files import Files
+from timeball.io.clock import ManualClock
+from timeball.io.files import Files
 from timeball.log.disk_thread import Disk, DiskThread
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
 from tests.log.small_log import Log, batch, opened, reopened, run
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log.checkpoint import (

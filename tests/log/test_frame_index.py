@@ -8,7 +8,7 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import fill, read_all, reopened
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import frame_index
 from timeball.log.frame_index import ARRAYS_AT, HEADER, index_name, save_sealed
 from timeball.log.reader import LogReader

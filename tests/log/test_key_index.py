@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, Log, batch, opened, reopened
 
-from timeball.files import Files, RealFiles
+from timeball.io.files import Files, RealFiles
 from timeball.log import key_index as module
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader

@@ -8,7 +8,7 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES, AtOnce, batch, eventually, opened, read_all, run
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import next_segment
 from timeball.log.segment import STEP_BYTES, segment_name
 from timeball.model.errors import OverLimit

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.crash_files import CrashFiles
 
-from timeball.files import Files, RealFiles
+from timeball.io.files import Files, RealFiles
 from timeball.log import queue_index
 from timeball.log.queue_entry import ENTRY
 from timeball.log.queue_file import Part, file_name

@@ -18,7 +18,7 @@ from tests.crash_files import CrashFiles
 from tests.held_memory import allocated_bytes
 from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import reader as module
 from timeball.log.reader import FrameCache, LogReader
 from timeball.log.segment import Segment, Segments, segment_name

@@ -12,7 +12,7 @@ from tests.crash_files import CrashFiles
 from tests.log.crash_loop import goes_on
 from tests.log.small_log import AtOnce, batch, fill, opened, read_all, reopened
 
-from timeball.files import Files, RealFiles
+from timeball.io.files import Files, RealFiles
 from timeball.log import format as fmt
 from timeball.log.recovery import open_log, whole_frames
 from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name

@@ -9,7 +9,7 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES, batch, bodies, eventually, read_all, run
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.log import format as fmt
 from timeball.log.disk_thread import DiskThread
 from timeball.log.recovery import open_log

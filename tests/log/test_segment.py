@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles, PowerCut
 from tests.log.small_log import AtOnce, batch, opened, read_all, reopened
 
-from timeball.files import Files, RealFiles
+from timeball.io.files import Files, RealFiles
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.key_index import KeyIndex

@@ -20,7 +20,7 @@ from tests.log.small_log import (
     turns,
 )
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
 from timeball.model import limits

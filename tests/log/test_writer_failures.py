@@ -25,7 +25,7 @@ from tests.log.small_log import (
 )
 from tests.starving import no_descriptors
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.log import next_segment
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.clock import BOUNDS_NS, Durations, ManualClock
+from timeball.io.clock import BOUNDS_NS, Durations, ManualClock
 from timeball.monitoring.histograms import durations, histogram
 
 

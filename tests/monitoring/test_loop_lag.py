@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from timeball.clock import BOUNDS_NS, SystemClock
+from timeball.io.clock import BOUNDS_NS, SystemClock
 from timeball.monitoring import loop_lag
 from timeball.monitoring.loop_lag import LoopLag
 

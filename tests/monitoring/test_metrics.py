@@ -15,7 +15,7 @@ from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.delivery import Lateness
 from timeball.broker.rates import Stat
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.clock import BOUNDS_NS
+from timeball.io.clock import BOUNDS_NS
 from timeball.model.access import ANONYMOUS
 from timeball.model.limits import DAY_MS
 from timeball.monitoring import metrics

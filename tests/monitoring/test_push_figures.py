@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.monitoring.push_figures import PushFigures
 
 

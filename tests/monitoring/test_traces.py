@@ -22,7 +22,7 @@ from tests.protocols.grpc.wire import Wire, s
 from tests.protocols.http.client import client_of
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import SetupError
 from timeball.model.message import decode_properties
 from timeball.model.trace_context import TRACEPARENT

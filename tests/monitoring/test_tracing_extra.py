@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import SetupError
 from timeball.monitoring.tracing_extra import open_traces
 

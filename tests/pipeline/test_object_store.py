@@ -25,7 +25,7 @@ from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, Fault, FaultyStore
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Kind

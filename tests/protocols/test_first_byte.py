@@ -12,9 +12,9 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.certificates import Certificate, certificate
 
+from timeball.io.security import load_tls
 from timeball.protocols import first_byte
 from timeball.protocols.first_byte import FirstByteServer, PlainFrom
-from timeball.security import load_tls
 
 
 class Echo(asyncio.Protocol):

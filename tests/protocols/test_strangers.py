@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from tests.bounds import BOUND_S
 
-from timeball.descriptors import in_use
+from timeball.io.descriptors import in_use
 from timeball.protocols import strangers
 from timeball.protocols.strangers import Strangers, connections
 

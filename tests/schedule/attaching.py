@@ -15,7 +15,7 @@ from tests.schedule.stage import BEGINNING, Model, Rig
 from tests.schedule.table_files import table_rows
 
 from timeball.broker.tables import compact, rewrite
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
 from timeball.model.message import Kind, build_rows

@@ -20,7 +20,7 @@ from tests.schedule.moves import to_the_end
 from tests.schedule.stage import Rig
 from tests.schedule.world import World
 
-from timeball.clock import PROBATION_MS, STEP_MS
+from timeball.io.clock import PROBATION_MS, STEP_MS
 from timeball.model import limits
 from timeball.schedule.ticker import CLOCK_LOOK_MS
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.clock import OFFSET_JITTER_MS, STEP_MS, ManualClock, SchedulerClock
+from timeball.io.clock import OFFSET_JITTER_MS, STEP_MS, ManualClock, SchedulerClock
 from timeball.model.message import Int64Array
 from timeball.schedule import durations as module
 from timeball.schedule.due_index import FAR_MS

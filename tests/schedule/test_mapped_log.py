@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.crash_files import CrashFiles
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, OutOfRange, OverLimit
 from timeball.schedule import mapped_log
 from timeball.schedule.mapped_log import MappedLog, RecordArray, RecordType, check

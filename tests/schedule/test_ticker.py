@@ -13,7 +13,7 @@ from tests.bounds import BOUND_S
 from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
-from timeball.clock import PROBATION_MS, SchedulerClock
+from timeball.io.clock import PROBATION_MS, SchedulerClock
 from timeball.model import limits
 from timeball.schedule import ticker
 from timeball.schedule.locations import take_promises

@@ -14,7 +14,7 @@ from tests.schedule.stage import Rig
 from tests.schedule.world import World
 from tests.schedule.wrong import AT_AN_EDGE, BY_CHANCE, CascadeWithoutSync, WheelWithoutSync
 
-from timeball.clock import SchedulerClock
+from timeball.io.clock import SchedulerClock
 from timeball.schedule.scheduler import Scheduler
 
 DISKS = 40  # of a cut: few have a file that looks whole and is not, and any other is noticed by its backlog

@@ -30,8 +30,8 @@ from tests.schedule.stage import (
 )
 
 from timeball.broker.delivery import moved_rows
-from timeball.clock import ManualClock, SchedulerClock
-from timeball.files import File, Files
+from timeball.io.clock import ManualClock, SchedulerClock
+from timeball.io.files import File, Files
 from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log

@@ -17,7 +17,7 @@ import pyarrow as pa
 from tests.schedule.rigs import DEFAULT, CascadeRig, HourLogRig, LevelsRig, WheelRig
 from tests.schedule.stage import Rig
 
-from timeball.files import File
+from timeball.io.files import File
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.backlog import DelayLevels

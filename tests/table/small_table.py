@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.model.message import TABLE_SCHEMA
 from timeball.table import layout

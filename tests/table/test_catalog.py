@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 from tests.crash_files import CrashFiles, PowerCut
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.files import Files, RealFiles
+from timeball.io.files import Files, RealFiles
 from timeball.model.errors import Corrupt, MissingFile
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table import catalog as catalog_module

@@ -15,7 +15,7 @@ from tests.s3_fixtures import store as store
 from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, table_rows, write
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.model.limits import HOUR_MS
 from timeball.table.attachment import FileEntry

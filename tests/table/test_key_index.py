@@ -15,7 +15,7 @@ from tests.crash_files import CrashFiles, PowerCut
 from tests.table.small_table import GROUP_ROWS, NOW_MS, ONE_BUCKET, small_groups, table_rows
 
 from timeball.broker.tables.compact import write_files
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model import key_hash
 from timeball.model.errors import Corrupt, NotFound
 from timeball.model.key_hash import KeyRun, hash_text

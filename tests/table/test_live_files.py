@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.model.errors import MissingFile, NotFound
 from timeball.model.limits import HOUR_MS
 from timeball.table.attachment import FileEntry

@@ -11,7 +11,7 @@ from tests.s3_fixtures import store as store
 from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
-from timeball.files import RealFiles
+from timeball.io.files import RealFiles
 from timeball.model.errors import SetupError, Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table.attachment import FileEntry

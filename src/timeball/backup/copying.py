@@ -9,9 +9,9 @@ import pyarrow as pa
 from timeball.backup import manifest as mf
 from timeball.backup.manifest import CopiedFile, Manifest, Progress
 from timeball.backup.plan import Plan, plan
-from timeball.clock import Clock
 from timeball.data_folder import FORMAT_NAME, RESTORING
-from timeball.files import Files
+from timeball.io.clock import Clock
+from timeball.io.files import Files
 from timeball.log.segment import SUFFIX
 from timeball.model.errors import Corrupt, NotFound, SetupError
 

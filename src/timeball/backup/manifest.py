@@ -10,7 +10,7 @@ import google_crc32c
 import msgspec
 import pyarrow as pa
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model.errors import Corrupt, NotFound, SetupError
 
 NAME = "BACKUP.json"

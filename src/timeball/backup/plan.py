@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import pyarrow as pa
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log.recovery import proof_behind

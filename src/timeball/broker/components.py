@@ -29,8 +29,8 @@ from timeball.broker.registry.push_subscriptions import PushSubscriptions
 from timeball.broker.registry.source_positions import SourcePositions
 from timeball.broker.registry.topics import Topics
 from timeball.broker.tables.attach import AttachState
-from timeball.clock import SchedulerClock
-from timeball.files import Files
+from timeball.io.clock import SchedulerClock
+from timeball.io.files import Files
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.replication import FileReplication

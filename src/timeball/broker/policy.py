@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from timeball.broker.registry.groups import Groups, SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model import limits
 from timeball.model import reserved_topics as reserved
 from timeball.model.access import ANONYMOUS, Caller, Verb

@@ -40,8 +40,8 @@ def backup(
       timeball backup /backups/monday --data /var/lib/timeball --json | jq .row
     """
     from timeball.backup import copying
-    from timeball.clock import SystemClock
-    from timeball.files import RealFiles
+    from timeball.io.clock import SystemClock
+    from timeball.io.files import RealFiles
 
     if not data.is_dir():
         raise SetupError(f"--data {data}: there is no such folder")
@@ -68,7 +68,7 @@ def restore(
       timeball restore /backups/monday --data /var/lib/timeball-2 --json
     """
     from timeball.backup import copying
-    from timeball.files import RealFiles
+    from timeball.io.files import RealFiles
 
     if not source.is_dir():
         raise SetupError(f"{source}: there is no such folder")

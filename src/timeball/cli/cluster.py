@@ -13,8 +13,8 @@ from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption, as_parameter, cluster_options
 from timeball.cli.output import print_json, print_line, print_note, show
 from timeball.cli.units import parse_duration_ms
-from timeball.clock import SystemClock
 from timeball.cluster.record import Record, majority, node_of
+from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import RequestError, SetupError
 

@@ -22,7 +22,7 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import print_note, progress_bar, show
 from timeball.cli.units import parse_duration_ms
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import Unavailable
 
 if TYPE_CHECKING:

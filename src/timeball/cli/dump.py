@@ -88,8 +88,8 @@ def _kinds(names: list[str] | None) -> frozenset[int]:
 
 def _open(data: Path, selection: Selection) -> FolderDump:
     from timeball.data_folder import FORMAT_NAME, check_folder
-    from timeball.files import RealFiles
     from timeball.inspect.folder import FolderDump
+    from timeball.io.files import RealFiles
 
     files = RealFiles(data)
     check_folder(files)

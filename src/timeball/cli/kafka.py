@@ -109,7 +109,7 @@ def kafka(
 def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
     try:
         from timeball.broker.memory import collect_cycles_rarely
-        from timeball.clock import SystemClock
+        from timeball.io.clock import SystemClock
         from timeball.kafka.bridge import Bridge
         from timeball.kafka.options import BridgeOptions, read_properties
     except ModuleNotFoundError as error:

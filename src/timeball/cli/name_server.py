@@ -5,9 +5,9 @@ from __future__ import annotations
 from timeball.cli import event_loop, log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
+from timeball.io.stop_signals import stop_asked
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
-from timeball.stop_signals import stop_asked
 
 
 @settings_options
@@ -31,8 +31,8 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _run(settings: Settings, as_json: bool) -> None:
-    from timeball.clock import SystemClock
     from timeball.cluster.connect import coordinator_of
+    from timeball.io.clock import SystemClock
     from timeball.name_service import NameService
 
     coordinator = coordinator_of(settings, SystemClock())

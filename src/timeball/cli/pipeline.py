@@ -178,7 +178,7 @@ def status(
       timeball pipeline status --json | jq '{job, state, behind_rows}'
       timeball pipeline status --checkpoint s3://bucket/checkpoints --endpoint grpc://broker:7400
     """
-    from timeball.clock import SystemClock
+    from timeball.io.clock import SystemClock
     from timeball.pipeline.run.job_status import read_statuses
 
     broker = _ask(endpoint, needed=checkpoint is None)

@@ -22,10 +22,10 @@ from pathlib import Path
 from timeball.cli import log_lines
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.output import print_json, print_line
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
+from timeball.io.stop_signals import stop_asked
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
-from timeball.stop_signals import stop_asked
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from timeball.cli.options import (
 )
 from timeball.cli.output import print_json, print_note
 from timeball.cli.serve import local_endpoint, run_broker
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model.config import Settings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from timeball.client.calls import Calls
 from timeball.client.consumer import Start, check_start
 from timeball.client.dialing import check_process
 from timeball.client.messages import Message, view
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model import limits, wire
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.time_parsing import After, delay_ms

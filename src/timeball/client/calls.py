@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.client.dialing import Credentials, check_process, dial, is_inherited
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model import wire
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable, from_code
 from timeball.model.message import READ_SCHEMA

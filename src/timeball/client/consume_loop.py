@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from timeball.client.consumer import Consumer
 from timeball.client.messages import Message
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model import limits
 from timeball.model.time_parsing import After, delay_ms
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from timeball.client.calls import Calls, OpenRead
 from timeball.client.dialing import check_process
 from timeball.client.messages import Leased, Member, Message, view
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model import limits, wire
 from timeball.model.errors import RequestError
 from timeball.model.rules import valid

@@ -16,7 +16,7 @@ from timeball.client.calls import Calls
 from timeball.client.consume_loop import ConsumeLoop
 from timeball.client.consumer import Consumer, Start, wanted
 from timeball.client.messages import Leased, Message
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.time_parsing import After
 
 

@@ -21,7 +21,7 @@ from timeball.client.calls import Calls, NotNow, NotSent
 from timeball.client.dialing import is_inherited
 from timeball.client.exchange import Lost, SendExchange
 from timeball.client.outgoing import IDENTIFIERS, ONE_SCHEMA, Rows, batches
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import RequestError, TimeballError, Unavailable
 from timeball.model.rules import past_due
 from timeball.model.wire import EXISTS, SendAck, SendKey, SentState

@@ -33,7 +33,7 @@ from timeball.client.outgoing import IDENTIFIERS, Body, Rows
 from timeball.client.reader import Reader
 from timeball.client.sender import IfSettled, Receipt, Sender, SendSummary
 from timeball.client.tracing import current_context
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
 from timeball.model.errors import InvalidDelay, NotFound, RequestError
 from timeball.model.rules import Keys

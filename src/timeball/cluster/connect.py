@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from timeball.clock import Clock
 from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.etcd import EtcdStore
 from timeball.cluster.etcd_members import EtcdAccess
 from timeball.cluster.keys import KeyCoordinator
-from timeball.files import read_secret
+from timeball.io.clock import Clock
+from timeball.io.files import read_secret
+from timeball.io.security import OTHERS, load_client_tls
 from timeball.model.config import Settings
-from timeball.security import OTHERS, load_client_tls
 
 
 def coordinator_of(settings: Settings, clock: Clock) -> Coordinator:

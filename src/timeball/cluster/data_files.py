@@ -23,13 +23,13 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-from timeball.clock import Clock
 from timeball.cluster.incoming_file import IncomingFile, sweep
 from timeball.cluster.messages import Complete, File, Have, Message, Want
 from timeball.cluster.outgoing_files import OutgoingFiles
 from timeball.cluster.replica import Replica, Role
 from timeball.cluster.shipment import Shipment
-from timeball.files import Files
+from timeball.io.clock import Clock
+from timeball.io.files import Files
 from timeball.model import limits
 from timeball.model.errors import NotLeader, OverLimit, PeerError, TimeballError
 from timeball.table import live_files

@@ -12,7 +12,7 @@ from timeball.broker.components import Tables
 from timeball.broker.recovery import lacks_rows, newest_known, starting_point
 from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.replica_log import ReplicaLog
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader

@@ -20,10 +20,10 @@ import aiohttp
 import msgspec
 
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
-from timeball.clock import Clock
 from timeball.cluster.connections import Address
 from timeball.cluster.directory import Directory
 from timeball.cluster.http_session import open_session, read_bounded
+from timeball.io.clock import Clock
 from timeball.model.access import Caller
 from timeball.model.errors import Unavailable
 

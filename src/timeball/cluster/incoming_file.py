@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import google_crc32c
 
-from timeball.files import Files, no_room_to_sync
+from timeball.io.files import Files, no_room_to_sync
 from timeball.model.errors import PeerError
 from timeball.table.layout import FOLDER
 

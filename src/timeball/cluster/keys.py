@@ -24,7 +24,6 @@ from typing import TypeVar
 
 import msgspec
 
-from timeball.clock import Clock
 from timeball.cluster.coordinator import Asked, GroupView, Holder, Lease, Name, Node, Swap, Wish
 from timeball.cluster.record import Record
 from timeball.cluster.store import (
@@ -40,6 +39,7 @@ from timeball.cluster.store import (
     RevisionIs,
     Store,
 )
+from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 from timeball.monitoring.replica_figures import ReplicaFigures
 

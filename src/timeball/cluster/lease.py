@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from timeball.clock import Clock
 from timeball.cluster.coordinator import Coordinator, Lease, Node
+from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
 
 BEATS = 4  # renewals per TTL: two may fail before a holder stops

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from timeball.clock import Clock
 from timeball.cluster import effects as do
 from timeball.cluster import events as on
 from timeball.cluster.connections import Address, parse_address
@@ -19,6 +18,7 @@ from timeball.cluster.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.lease import HeldLease
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.wishes import Step, next_step
+from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
 

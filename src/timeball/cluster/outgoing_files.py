@@ -8,7 +8,7 @@ import google_crc32c
 import pyarrow as pa
 
 from timeball.cluster.messages import File, Want
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model import limits
 from timeball.model.errors import NotFound
 from timeball.table.layout import FOLDER

@@ -22,7 +22,7 @@ import msgspec
 from timeball.cluster.messages import FRAMES_BYTES_MAX, Begin
 from timeball.cluster.positions import BEGINNING, Ends, EpochEnd, Position
 from timeball.cluster.replica import Log
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.recovery import Opened, last_written, read_replica
 from timeball.log.segment import (

@@ -23,7 +23,6 @@ from typing import ParamSpec, Protocol, TypeVar
 import msgspec
 
 from timeball.broker.registry.epochs import EPOCH_KEY, EpochFacts
-from timeball.clock import Clock
 from timeball.cluster import effects as do
 from timeball.cluster import events as on
 from timeball.cluster.clock_offsets import ClockOffsets
@@ -34,6 +33,7 @@ from timeball.cluster.messages import Begin, Bytes, Data, Message, Pong
 from timeball.cluster.positions import Position
 from timeball.cluster.replica import Replica, Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.io.clock import Clock
 from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Extent

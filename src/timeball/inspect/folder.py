@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log.recovery import last_written, proof_behind, whole_frames

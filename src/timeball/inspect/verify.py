@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files
 from timeball.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
+from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.queue_file import FOLDER as QUEUES

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaException
 
 from timeball.client.calls import Calls
 from timeball.client.source import Source
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.kafka.counts import Counts
 from timeball.kafka.delivery import Delivery
 from timeball.kafka.intake import Intake

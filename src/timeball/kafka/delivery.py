@@ -34,7 +34,7 @@ import pyarrow as pa
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.kafka import records
 from timeball.kafka.counts import Counts
 from timeball.kafka.options import BridgeOptions

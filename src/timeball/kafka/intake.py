@@ -34,7 +34,7 @@ from confluent_kafka import (
 )
 
 from timeball.client.source import Source
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.kafka import records
 from timeball.kafka.counts import Counts
 from timeball.kafka.options import BridgeOptions

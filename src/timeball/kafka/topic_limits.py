@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 
 KEPT_MS = 10_000  # after this time a limit is asked for again
 TIMEOUT_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 
 KEPT_MS = 10_000
 AGAIN_MS = 1_000  # an unknown name is asked for again after this time, and not for each record

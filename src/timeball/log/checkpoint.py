@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.segment import Segment, Segments
 from timeball.model.errors import Corrupt

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from timeball.clock import Durations
+from timeball.io.clock import Durations
 from timeball.log import format as fmt
 from timeball.log.few_rows import EncodedRows, Rows, joined, message_bytes
 from timeball.log.segment import Segment

@@ -20,7 +20,7 @@ import struct
 import google_crc32c
 import numpy as np
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.model.errors import TimeballError
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.model.errors import Corrupt

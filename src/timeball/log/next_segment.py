@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.disk_thread import Disk
 from timeball.log.segment import STEP_BYTES, SegmentFile, Segments, prepare, segment_name
 from timeball.model.errors import OverLimit

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.model.errors import Corrupt
 

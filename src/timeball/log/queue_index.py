@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log import queue_file
 from timeball.log.queue_entry import ENTRY, EntryArray
 from timeball.log.queue_file import BLOCK_ENTRIES, Part, QueueFile

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
 from timeball.log.segment import (

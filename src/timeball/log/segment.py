@@ -32,7 +32,7 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.log import format as fmt
 from timeball.model.errors import Corrupt, OutOfRange
 from timeball.model.message import Int64Array

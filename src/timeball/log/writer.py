@@ -20,8 +20,8 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball.clock import Clock, Durations
-from timeball.files import Files
+from timeball.io.clock import Clock, Durations
+from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics, frames_of, refusal
 from timeball.log.disk_thread import Disk

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client.core import HistogramMetricFamily
 
-from timeball.clock import BOUNDS_NS, Durations
+from timeball.io.clock import BOUNDS_NS, Durations
 
 
 def durations(name: str, text: str, found: Durations) -> HistogramMetricFamily:

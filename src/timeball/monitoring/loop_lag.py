@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from timeball.clock import Clock, Durations
+from timeball.io.clock import Clock, Durations
 
 INTERVAL_S = 0.25
 

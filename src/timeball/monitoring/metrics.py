@@ -24,7 +24,7 @@ from timeball.broker.policy import Policy
 from timeball.broker.rates import Stat
 from timeball.broker.service import Broker
 from timeball.broker.shares import shares
-from timeball.clock import BOUNDS_NS
+from timeball.io.clock import BOUNDS_NS
 from timeball.model.access import Caller, Verb
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.model.message import DLQ_PREFIX

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from timeball.clock import Clock, Durations
+from timeball.io.clock import Clock, Durations
 
 Outcome = Literal[
     "delivered",  # a 2xx

@@ -38,7 +38,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from timeball.broker.components import Accepting, R
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 from timeball.model.message import (
     SEND_NAMES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timeball.broker.components import Tracing
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 
 

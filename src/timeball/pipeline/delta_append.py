@@ -24,7 +24,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model import storage_uris
 from timeball.model.errors import OutOfRange, StorageError
 from timeball.pipeline.table_store import open_table

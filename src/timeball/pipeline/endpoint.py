@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from timeball.client.calls import Calls, translated
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model import wire
 from timeball.model.errors import OutOfRange, TimeballError, Unavailable
 from timeball.model.limits import PULL_ROWS_MAX

@@ -14,6 +14,7 @@ import psutil  # noqa: F401
 import timeball.broker.filters.sql_grammar
 import timeball.table.delta_rs  # noqa: F401
 from timeball.broker.service import Broker
+from timeball.io.security import Security
 from timeball.model.errors import SetupError
 from timeball.monitoring.metrics import Metrics
 from timeball.protocols.flight.server import FlightEdge
@@ -24,7 +25,6 @@ from timeball.protocols.http.recovering import Recovering
 from timeball.protocols.push.edge import PushEdge
 from timeball.protocols.remoting.edge import RemotingEdge
 from timeball.protocols.wrong_protocols import WRONG_PROTOCOLS
-from timeball.security import Security
 
 
 class Edges:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from timeball.descriptors import in_use
+from timeball.io.descriptors import in_use
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.files import File
+from timeball.io.files import File
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array
 from timeball.schedule.columns import Columns

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from timeball.clock import OFFSET_JITTER_MS, STEP_MS, SchedulerClock
+from timeball.io.clock import OFFSET_JITTER_MS, STEP_MS, SchedulerClock
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array
 from timeball.schedule.due_index import FAR_MS, DueIndex

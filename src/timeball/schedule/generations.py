@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.schedule import mapped_log
 from timeball.schedule.backlog import Backlog, Opened
 from timeball.schedule.locations import Waiting

@@ -37,7 +37,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.model.errors import Corrupt, OutOfRange
 from timeball.model.message import Int64Array
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
 from timeball.model.config import Settings

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import pyarrow as pa
 
-from timeball import descriptors
-from timeball.descriptors import RESERVE_OF_LIBRARIES
-from timeball.files import disk_full, no_room_to_sync
+from timeball.io import descriptors
+from timeball.io.descriptors import RESERVE_OF_LIBRARIES
+from timeball.io.files import disk_full, no_room_to_sync
 from timeball.model import limits
 from timeball.model.errors import Corrupt, DiskFailed, MissingFile, NotFound, OverLimit
 from timeball.model.message import TABLE_SCHEMA

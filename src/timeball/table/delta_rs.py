@@ -15,7 +15,7 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Tr
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
-from timeball.files import DISK_FULL
+from timeball.io.files import DISK_FULL
 from timeball.model.message import TABLE_SCHEMA
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import PARTITION_COLUMN

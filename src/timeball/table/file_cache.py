@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from timeball.files import Files, no_room_to_sync
+from timeball.io.files import Files, no_room_to_sync
 from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.data_file import DataFile, check_all

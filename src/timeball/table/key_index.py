@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files, no_room_to_sync
+from timeball.io.files import Files, no_room_to_sync
 from timeball.model.errors import Corrupt, OverLimit
 from timeball.model.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
 from timeball.model.message import Int64Array

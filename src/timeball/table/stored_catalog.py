@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, TypeVar
 
-from timeball import descriptors
-from timeball.descriptors import RESERVE_OF_LIBRARIES
-from timeball.files import Files
+from timeball.io import descriptors
+from timeball.io.descriptors import RESERVE_OF_LIBRARIES
+from timeball.io.files import Files
 from timeball.model.errors import Corrupt, SetupError, Unavailable
 from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog

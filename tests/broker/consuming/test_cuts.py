@@ -24,7 +24,7 @@ from tests.crash_files import CrashFiles, Survival
 
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.requests import Received
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 LONG_MS = 10 * MINUTE_MS
 SENT = [b"%d" % i for i in range(12)]

@@ -34,7 +34,7 @@ from timeball.broker.consuming import restart
 from timeball.broker.consuming.requests import AnyReceipt, Receipt
 from timeball.broker.group_states import add_in_flight
 from timeball.broker.registry.lease_counts import LeaseCounts
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import StrategyName
 from timeball.model.limits import DAY_MS
 from timeball.model.message import NACK_REASON, decode_properties

@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.requests import PositionReceipt, ReceiveRequest
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 
 GROUP, TOPIC, QUEUES = "g", "orders", 2
 INVISIBLE_MS = 1_000

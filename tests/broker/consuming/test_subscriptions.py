@@ -12,7 +12,7 @@ from tests.crash.world import World
 from timeball.broker.consuming import subscriptions
 from timeball.broker.consuming.subscriptions import LOG_EVERY_MS, WINDOW_MS, Subscriptions
 from timeball.broker.filters import EVERYTHING, compile_filter, told
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import Conflict
 

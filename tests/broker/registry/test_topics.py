@@ -16,7 +16,7 @@ from tests.log.small_log import SEGMENT_BYTES
 from timeball.broker.filters import tag_hash, tag_mask
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import FilterType, Placement, Topics, check_name
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.queue_index import Lengths
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log

@@ -34,7 +34,7 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.revoking import reschedule
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.log import writer
 from timeball.log.commit import Commit, Entry
 from timeball.log.few_rows import as_batch

@@ -12,7 +12,7 @@ from tests.crash_files import CrashFiles
 from tests.table.small_table import ALL_ZONES, NOW_MS, attachment, table_rows, write
 
 from timeball.broker.tables.attach import AttachState, check_count, check_files
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model import limits
 from timeball.model.errors import (
     Corrupt,

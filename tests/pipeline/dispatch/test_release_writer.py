@@ -10,7 +10,7 @@ import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.due_rows import all_out, attach, fetched, left, released
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 from timeball.model.limits import HOUR_MS
 from timeball.pipeline.dispatch import release_writer

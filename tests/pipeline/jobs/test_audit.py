@@ -20,7 +20,7 @@ from tests.written_again import fill_segment, let_go, write_again
 from timeball import Timeball
 from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
 from timeball.cli.pending import count_waiting
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.limits import HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import SCHEDULE_TOPIC

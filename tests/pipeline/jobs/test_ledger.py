@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.pipeline.traffic import send, send_due_now, visible
 
 from timeball import Timeball
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import SetupError, StorageError
 from timeball.pipeline.endpoint import Endpoint
 from timeball.pipeline.jobs import audit, ledger

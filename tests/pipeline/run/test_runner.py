@@ -17,7 +17,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.pipeline.traffic import attached_seqs, send
 from tests.pipeline.two_groups import two_groups
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import (
     InvalidMessage,
     RequestError,

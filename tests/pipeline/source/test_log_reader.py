@@ -15,7 +15,7 @@ from tests.pipeline.traffic import log_rows, send, send_due_now
 from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import OutOfRange, SetupError, Unavailable
 from timeball.model.message import READ_SCHEMA, Kind
 from timeball.pipeline.endpoint import READ_TRIES, Endpoint, behind_last_seq, behind_rows, retrying_read

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.pipeline.source.options import read_options
 from timeball.pipeline.source.pacing import Pace, share, split_range
 

@@ -14,7 +14,7 @@ from tests.pipeline.traffic import send_due_now
 from tests.pipeline.two_groups import two_groups
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.pipeline.groups import Group
 from timeball.pipeline.source.options import read_options

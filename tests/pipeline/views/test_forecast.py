@@ -15,7 +15,7 @@ from tests.pipeline.traffic import send
 from tests.written_again import fill_segment, let_go
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS, SECOND_MS

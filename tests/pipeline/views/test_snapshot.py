@@ -20,7 +20,7 @@ from tests.pipeline.traffic import commit_half, send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS

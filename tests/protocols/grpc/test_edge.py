@@ -11,7 +11,7 @@ from tests.broker.on_node import batch
 from tests.node_fixture import eventually, running_node
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.protocols.grpc import edge
 from timeball.protocols.grpc.dispatch import METHODS
 

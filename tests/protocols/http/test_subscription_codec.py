@@ -7,7 +7,7 @@ import pytest
 from tests.broker.registry.test_push_subscriptions import subscription
 
 from timeball.broker.registry.push_subscriptions import PushSubscription
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import InvalidDelay
 from timeball.monitoring.push_figures import PushFigures
 from timeball.protocols.http.subscription_codec import Subscribing, subscribed

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
 from timeball.broker.registry.push_subscriptions import secret_text
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.message import READ_SCHEMA, encode_properties
 from timeball.protocols.push.codec import (
     PROPERTIES_CHARACTERS_MAX,

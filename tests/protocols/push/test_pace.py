@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.protocols.push.pace import FAILURES_MAX, PAUSE_MS_MAX, PAUSE_MS_MIN, Pace
 
 

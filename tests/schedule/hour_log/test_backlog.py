@@ -18,7 +18,7 @@ from tests.schedule.rigs import AHEAD_MS, HourLogRig
 from tests.schedule.stage import Built, Restart
 from tests.schedule.world import World
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.key_hash import hash_text
 from timeball.model.message import Kind, int64

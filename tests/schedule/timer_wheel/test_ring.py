@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.crash_files import CrashFiles
 
-from timeball.files import File, RealFiles
+from timeball.io.files import File, RealFiles
 from timeball.model import limits
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import Int64Array

@@ -33,7 +33,7 @@ from timeball.broker.registry.topic import (
     at_least,
     check_config,
 )
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.queue_index import Lengths, QueueIndexes
 from timeball.log.reader import LogReader
 from timeball.model import limits

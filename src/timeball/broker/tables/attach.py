@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.checkpoint import Facts, JobFacts
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, OverLimit, RequestError

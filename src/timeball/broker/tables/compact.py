@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.clock import Clock, Durations
-from timeball.files import Files
+from timeball.io.clock import Clock, Durations
+from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.tables.compact import write_files
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array

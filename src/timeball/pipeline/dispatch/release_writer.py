@@ -24,7 +24,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
 from timeball.client.outgoing import halves
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model.errors import OutOfRange, from_code
 from timeball.model.message import TABLE_SCHEMA, Int64Array, int64
 from timeball.pipeline.dispatch.due_files import read_rows

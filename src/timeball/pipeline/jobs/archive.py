@@ -25,7 +25,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import RemoveAction
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model import storage_uris
 from timeball.model.errors import NotFound, StorageError
 from timeball.model.wire import Status

@@ -35,7 +35,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction, RemoveAction
 
-from timeball.clock import SystemClock
+from timeball.io.clock import SystemClock
 from timeball.model.errors import OutOfRange
 from timeball.model.limits import DAY_MS
 from timeball.model.message import READ_SCHEMA, Kind, int64

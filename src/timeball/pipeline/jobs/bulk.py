@@ -35,7 +35,7 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.limits import MINUTE_MS
 from timeball.model.message import Int64Array

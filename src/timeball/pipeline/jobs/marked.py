@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model.errors import OutOfRange, SetupError, TimeballError, Unavailable
 from timeball.model.wire import LogStatus, Status
 from timeball.pipeline.endpoint import Connections, Endpoint, group_statuses

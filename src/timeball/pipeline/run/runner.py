@@ -30,7 +30,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.model import storage_uris
 from timeball.model.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.pipeline.endpoint import Endpoint, read_groups

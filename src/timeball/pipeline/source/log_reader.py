@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import Status

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import TypeVar
 
-from timeball.clock import Clock, SystemClock
+from timeball.io.clock import Clock, SystemClock
 from timeball.pipeline.source.options import ReadOptions
 
 Part = TypeVar("Part", int, str, tuple[str, int])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.pipeline.endpoint import Endpoint, behind_rows, read_groups, retrying_read
 from timeball.pipeline.groups import Group

@@ -11,7 +11,7 @@ from typing import Any
 
 from pyspark.sql.datasource import DataSourceStreamReader
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 from timeball.pipeline.endpoint import Connections
 from timeball.pipeline.source.options import ReadOptions, check_stream

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from timeball.broker.service import Broker
+from timeball.io.security import OPEN, Security
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import NotFound, RequestError, Unavailable
@@ -37,7 +38,6 @@ from timeball.protocols.http2.exchange import Exchange
 from timeball.protocols.http2.server import Server
 from timeball.protocols.http2.streams import Streams
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
-from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from timeball.broker.service import Broker
+from timeball.io.security import OPEN, Security
 from timeball.protocols.grpc import needs
 from timeball.protocols.grpc.calls import Call, Consuming
 from timeball.protocols.grpc.dispatch import Dispatch
@@ -23,7 +24,6 @@ from timeball.protocols.http2.server import Server
 from timeball.protocols.receipt_handles import ReceiptHandles
 from timeball.protocols.sessions import EdgeContext, Sessions
 from timeball.protocols.shared_limits import ByteShares
-from timeball.security import OPEN, Security
 
 EXPIRE_LOOK_S = 5.0
 UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of answers that clients have not read

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.routing import BaseRoute, Route, Router
 
 from timeball.broker.service import Broker
+from timeball.io.security import OPEN, Security
 from timeball.monitoring.metrics import Metrics
 from timeball.protocols.first_byte import FirstByteServer
 from timeball.protocols.http.connection import BoundedHttp
@@ -27,7 +28,6 @@ from timeball.protocols.http.openapi import document, parameters_of
 from timeball.protocols.http.problems import Answer
 from timeball.protocols.http.recovering import BACKLOG, listen
 from timeball.protocols.http.requests import Call, Endpoint, Handler, Room, not_found
-from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 

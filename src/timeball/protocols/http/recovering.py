@@ -10,12 +10,12 @@ import asyncio
 import logging
 import socket
 
+from timeball.io.security import Security
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 from timeball.protocols.http.answers_codec import Health
 from timeball.protocols.http.codec import JSON, encode
 from timeball.protocols.http.problems import PROBLEM, problem
-from timeball.security import Security
 
 logger = logging.getLogger(__name__)
 

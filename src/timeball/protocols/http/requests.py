@@ -18,6 +18,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from timeball.broker.policy import Policy
+from timeball.io.security import Security
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import OverLimit, RequestError
@@ -27,7 +28,6 @@ from timeball.protocols.http.codec import JSON, Nothing, check_type, decode, enc
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.http.problems import Answer, problem, problem_of
 from timeball.protocols.shared_limits import ByteShares, SharedLimit
-from timeball.security import Security
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from timeball.io.security import Tls
 from timeball.model.config import CodecChoice
 from timeball.model.errors import SetupError
 from timeball.protocols import first_byte
@@ -30,7 +31,6 @@ from timeball.protocols.http2.frames import (
 )
 from timeball.protocols.http2.header_blocks import Headers, decoder_of
 from timeball.protocols.http2.streams import Flushes, Stream, Streams
-from timeball.security import Tls
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ held        until a time that the receiver has requested (Retry-After)
 
 from __future__ import annotations
 
-from timeball.clock import Clock
+from timeball.io.clock import Clock
 
 FAILURES_MAX = 10  # in a row, until the circuit opens
 PAUSE_MS_MIN, PAUSE_MS_MAX = 1_000, 60_000

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from timeball.broker.service import Broker
+from timeball.io.security import OPEN, Security
 from timeball.model.access import Access
 from timeball.model.errors import SetupError, TimeballError
 from timeball.protocols import first_byte
@@ -42,7 +43,6 @@ from timeball.protocols.remoting.handlers.routes import Routes
 from timeball.protocols.remoting.handlers.sends import Sends
 from timeball.protocols.remoting.handlers.transactions import Transactions
 from timeball.protocols.sessions import EdgeContext, Sessions
-from timeball.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 

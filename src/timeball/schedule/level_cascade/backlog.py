@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.model.errors import SetupError
 from timeball.model.message import Int64Array

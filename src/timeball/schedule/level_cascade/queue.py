@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model.message import Int64Array
 from timeball.schedule import generations
 from timeball.schedule.columns import CHUNK, Columns, leading, runs_of

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import msgspec
 import numpy as np
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.log.reader import LogReader
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import Int64Array

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from timeball.files import File, Files
+from timeball.io.files import File, Files
 from timeball.model import limits
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import Int64Array

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from timeball.files import Files
+from timeball.io.files import Files
 from timeball.model.errors import Corrupt
 from timeball.model.message import Int64Array
 from timeball.schedule import generations

@@ -12,7 +12,7 @@ from tests.protocols.grpc.wire import Wire
 
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.revoking.recall import encode_handle
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s
 

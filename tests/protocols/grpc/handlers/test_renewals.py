@@ -13,7 +13,7 @@ from tests.protocols.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, wit
 from tests.protocols.grpc.wire import Wire, consumer_settings, d, s
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 from timeball.protocols.grpc.edge import GrpcEdge
 from timeball.protocols.grpc.handlers import renewals as module

@@ -16,7 +16,7 @@ from tests.protocols.grpc.wire import Wire
 from timeball import Timeball
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.revoking.recall import decode_handle
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.message import Kind, decode_properties
 from timeball.protocols.grpc._generated import definition_pb2 as d

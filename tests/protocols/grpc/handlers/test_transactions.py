@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode, running_node
 from tests.protocols.grpc.sending import message, rows, send_request, sent
 from tests.protocols.grpc.wire import Wire, producer_settings
 
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.protocols.grpc._generated import definition_pb2 as d
 from timeball.protocols.grpc._generated import service_pb2 as s

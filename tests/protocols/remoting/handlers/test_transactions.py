@@ -13,7 +13,7 @@ from tests.protocols.remoting.pairs import Pair, context_of
 from tests.protocols.remoting.wire import Wire
 
 from timeball.broker import transaction_checks
-from timeball.clock import ManualClock
+from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import Kind, decode_properties, encode_properties

@@ -11,10 +11,10 @@ import pytest
 from tests.accounts import access_file
 from tests.certificates import certificate
 
+from timeball.io.security import OPEN, Security, load_client_tls, load_tls
 from timeball.model.access import Access, Verb
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError, Unauthorized
-from timeball.security import OPEN, Security, load_client_tls, load_tls
 
 ONE = '[[accounts]]\naccess_key = "one"\nsecret_key = "secret of one"\n'
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from timeball.descriptors import OPEN_FILES_MAX, OPEN_FILES_MIN, RESERVE, allow_many, lent, open_files_max
-from timeball.files import RealFiles
+from timeball.io.descriptors import OPEN_FILES_MAX, OPEN_FILES_MIN, RESERVE, allow_many, lent, open_files_max
+from timeball.io.files import RealFiles
 from timeball.model.errors import SetupError
 
 

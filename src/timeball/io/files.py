@@ -28,7 +28,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from timeball import descriptors
+from timeball.io import descriptors
 from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError
 
 WARM_STEP = 8 * 1024 * 1024

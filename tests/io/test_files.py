@@ -20,8 +20,8 @@ import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
-from timeball import files as module
-from timeball.files import Files, RealFiles, read_secret
+from timeball.io import files as module
+from timeball.io.files import Files, RealFiles, read_secret
 from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError, TimeballError
 
 
@@ -366,7 +366,7 @@ def test_one_process_holds_the_folder(tmp_path: Path) -> None:
 
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from timeball.files import RealFiles\n"
+        "import sys, pathlib; from timeball.io.files import RealFiles\n"
         "RealFiles(pathlib.Path(sys.argv[1])).lock(); print('held', flush=True); sys.stdin.read()"
     )
     arguments = [sys.executable, "-c", program, str(tmp_path)]

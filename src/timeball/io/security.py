@@ -15,7 +15,7 @@ import ssl
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from timeball.files import read_secret
+from timeball.io.files import read_secret
 from timeball.model import access
 from timeball.model.access import ANONYMOUS, Access, Accounts, Caller
 from timeball.model.config import Settings

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from timeball.stop_signals import stop_asked
+from timeball.io.stop_signals import stop_asked
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball.clock import (
+from timeball.io.clock import (
     BOUNDS_NS,
     JITTER_MS,
     PROBATION_MS,
