@@ -28,7 +28,7 @@ from benchmarks.harness import BODY_BYTES, TOPIC, messages
 from timeball.broker.components import in_thread
 from timeball.io.clock import ManualClock
 from timeball.model.config import Settings
-from timeball.node import Node
+from timeball.node.node import Node
 
 DELAYS_MS = {"10 s": 10_000, "1 h": HOUR_MS, "3 d": 72 * HOUR_MS, "40 d": 960 * HOUR_MS}
 BATCHES, BATCH_PAUSE_MS = 10, 100

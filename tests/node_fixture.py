@@ -18,7 +18,7 @@ from timeball.broker import transaction_checks
 from timeball.broker.service import Broker
 from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
-from timeball.node import Node
+from timeball.node.node import Node
 from timeball.protocols.grpc.handlers import renewals
 from timeball.schedule import ticker
 

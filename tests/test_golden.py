@@ -26,7 +26,6 @@ import pyarrow as pa
 import pytest
 from tests.crash_files import CrashFiles
 
-from timeball.inspect.folder import FolderDump, FrameFound
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
 from timeball.log import frame_index
@@ -35,6 +34,7 @@ from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.model.errors import Corrupt
 from timeball.model.key_hash import KeyRun, hash_keys
 from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
+from timeball.node.inspect.folder import FolderDump, FrameFound
 from timeball.table import attachment as att
 
 GOLDEN = Path(__file__).parent / "golden"

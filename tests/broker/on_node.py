@@ -19,7 +19,7 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce
 
 from timeball.io.clock import ManualClock
-from timeball.node import Node
+from timeball.node.node import Node
 
 TURNS = 8  # of the loop: those who were woken have looked at the clock
 

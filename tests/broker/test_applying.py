@@ -29,7 +29,7 @@ from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.model.config import MIB
-from timeball.node import Node
+from timeball.node.node import Node
 from timeball.schedule.moved import Moved
 from timeball.table.catalog import Catalog
 

@@ -13,7 +13,7 @@ from timeball.model.config import Settings
 from timeball.model.errors import DiskFailed, Forbidden, InvalidDelay, InvalidMessage, NotFound, SetupError
 from timeball.model.limits import DAY_MS
 from timeball.model.message import SCHEDULE_TOPIC, Kind, decode_properties
-from timeball.node import Node
+from timeball.node.node import Node
 
 
 def levels(*wanted: int, **columns: Any) -> pa.RecordBatch:

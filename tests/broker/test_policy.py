@@ -29,7 +29,7 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Access, Account, Caller, Principal
 from timeball.model.config import MIB, Settings
 from timeball.model.errors import Forbidden, GroupNotFound, InvalidName, NotFound, OutOfRange, OverLimit
-from timeball.node import Node
+from timeball.node.node import Node
 
 
 def close_to_writers(world: World, topic: str = "orders") -> None:

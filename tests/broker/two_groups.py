@@ -16,7 +16,7 @@ from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAn
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS, Access, Caller
 from timeball.model.errors import Unavailable
-from timeball.node import Node
+from timeball.node.node import Node
 
 
 class Neighbours:

@@ -19,7 +19,7 @@ def test_the_extra_is_named_as_pip_wants_it() -> None:
     [
         ("deltalake", True),
         ("google.protobuf", True),
-        ("timeball.node", False),
+        ("timeball.node.node", False),
         ("sqlite3", False),
         (None, False),
     ],

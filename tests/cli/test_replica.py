@@ -11,8 +11,8 @@ from tests.cluster.written_log import opened
 from tests.ports import free_ports
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.data_folder import write_format
 from timeball.io.files import RealFiles
+from timeball.node.data_folder import write_format
 
 EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", "replication-port")
 

@@ -40,7 +40,7 @@ from timeball.cluster.replica_log import ReplicaLog
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.errors import Corrupt, TimeballError
-from timeball.node import Node
+from timeball.node.node import Node
 
 NAMES = ("a", "b", "c")
 STEPS = 400

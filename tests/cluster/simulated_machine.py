@@ -40,8 +40,8 @@ from timeball.log.replication import Leading
 from timeball.model.config import Settings
 from timeball.model.errors import PeerError, TimeballError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
-from timeball.node import Node
-from timeball.replicated_node import LentDisk
+from timeball.node.node import Node
+from timeball.node.replicated_node import LentDisk
 
 CLUSTER, GROUP, TTL_MS, QUORUM_MS = "tests", "g1", 1_000, 3_000
 RETENTION_MS = 4_000

@@ -26,7 +26,7 @@ from timeball.io.security import load_client_tls
 from timeball.model.access import ANONYMOUS, Access, Caller, parse
 from timeball.model.config import Settings
 from timeball.model.errors import Unavailable
-from timeball.node import Node
+from timeball.node.node import Node
 
 SHORT_S = 0.2  # for an answer that does not come
 ACCOUNTS = """

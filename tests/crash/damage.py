@@ -19,9 +19,9 @@ from tests.crash.folder import Kept, Look, look
 from tests.crash_disk import Folder
 from tests.crash_files import CrashFiles
 
-from timeball.inspect.folder import FolderDump, FrameFound
 from timeball.log import format as fmt
 from timeball.model.errors import StorageError
+from timeball.node.inspect.folder import FolderDump, FrameFound
 
 # Files of these kinds must be there, or the folder is not one of every kind.
 KINDS = {

@@ -29,11 +29,11 @@ from tests.ports import free_ports
 from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
-from timeball.inspect.folder import FolderDump, FrameFound
 from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
+from timeball.node.inspect.folder import FolderDump, FrameFound
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 AHEAD_MS = 26 * HOUR_MS

@@ -23,7 +23,7 @@ from tests.crash_files import CrashFiles, PowerCut
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB, Settings
 from timeball.model.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
-from timeball.node import Node
+from timeball.node.node import Node
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile

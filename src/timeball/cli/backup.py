@@ -15,7 +15,7 @@ from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
-    from timeball.backup.manifest import Manifest
+    from timeball.node.backup.manifest import Manifest
 
 DataOption = Annotated[
     Path, typer.Option("--data", envvar="TIMEBALL_DATA", metavar="DIR", help="The data folder.")
@@ -39,9 +39,9 @@ def backup(
       timeball backup /backups/monday
       timeball backup /backups/monday --data /var/lib/timeball --json | jq .row
     """
-    from timeball.backup import copying
     from timeball.io.clock import SystemClock
     from timeball.io.files import RealFiles
+    from timeball.node.node.backup import copying
 
     if not data.is_dir():
         raise SetupError(f"--data {data}: there is no such folder")
@@ -67,8 +67,8 @@ def restore(
       timeball restore /backups/monday
       timeball restore /backups/monday --data /var/lib/timeball-2 --json
     """
-    from timeball.backup import copying
     from timeball.io.files import RealFiles
+    from timeball.node.node.backup import copying
 
     if not source.is_dir():
         raise SetupError(f"{source}: there is no such folder")

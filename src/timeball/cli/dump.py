@@ -1,6 +1,6 @@
 """`timeball dump`: show the contents of a data folder, without a broker and without changing a byte.
 
-Use it when a broker does not start, or to look at your data. `timeball.inspect` reads the folder, and this module
+Use it when a broker does not start, or to look at your data. `timeball.node.inspect` reads the folder, and this module
 prints the result. Exit code 5: a part of the folder is damaged.
 """
 
@@ -21,8 +21,8 @@ from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
-    from timeball.inspect.folder import Damage, FolderDump, Torn
-    from timeball.inspect.report import SegmentSummary, Selection, Summary
+    from timeball.node.inspect.folder import Damage, FolderDump, Torn
+    from timeball.node.inspect.report import SegmentSummary, Selection, Summary
 
 BODY_SHOWN = 60  # characters of a body in the output for people (--json prints the whole body)
 
@@ -65,7 +65,7 @@ def dump(
         raise RequestError("--frames or --rows, not both")
     if verify and (frames or rows or segment or kind or from_seq or to_seq is not None):
         raise RequestError("--verify looks at everything: leave the other choices out")
-    from timeball.inspect.report import Selection
+    from timeball.node.inspect.report import Selection
 
     selection = Selection(frozenset(segment or ()), _kinds(kind), from_seq, to_seq)
     folder = _open(data, selection)
@@ -87,9 +87,9 @@ def _kinds(names: list[str] | None) -> frozenset[int]:
 
 
 def _open(data: Path, selection: Selection) -> FolderDump:
-    from timeball.data_folder import FORMAT_NAME, check_folder
-    from timeball.inspect.folder import FolderDump
     from timeball.io.files import RealFiles
+    from timeball.node.data_folder import FORMAT_NAME, check_folder
+    from timeball.node.inspect.folder import FolderDump
 
     files = RealFiles(data)
     check_folder(files)
@@ -107,8 +107,8 @@ def _open(data: Path, selection: Selection) -> FolderDump:
 
 def _list(folder: FolderDump, selection: Selection, *, rows: bool, as_json: bool) -> bool:
     """Print the selected rows or frames while reading, and return whether there is damage."""
-    from timeball.inspect.folder import Damage, FrameFound
-    from timeball.inspect.report import describe_frame, describe_rows, find_rows
+    from timeball.node.inspect.folder import Damage, FrameFound
+    from timeball.node.inspect.report import describe_frame, describe_rows, find_rows
 
     is_damaged = False
     for found in find_rows(folder, selection):
@@ -146,7 +146,7 @@ def _row_text(row: dict[str, Any]) -> str:
 
 
 def _flaw_text(found: Torn | Damage) -> str:
-    from timeball.inspect.folder import Torn
+    from timeball.node.inspect.folder import Torn
 
     at = "" if found.position is None else f", byte {found.position}"
     if isinstance(found, Torn):
@@ -160,7 +160,7 @@ def _flaw_text(found: Torn | Damage) -> str:
 
 def _summarise(data: Path, folder: FolderDump, selection: Selection, *, verify: bool, as_json: bool) -> bool:
     """Print the summary, and return whether there is damage."""
-    from timeball.inspect.report import summarise
+    from timeball.node.inspect.report import summarise
 
     summary = summarise(folder, selection, verify=verify)
     if as_json:

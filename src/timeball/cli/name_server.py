@@ -33,7 +33,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 async def _run(settings: Settings, as_json: bool) -> None:
     from timeball.cluster.connect import coordinator_of
     from timeball.io.clock import SystemClock
-    from timeball.name_service import NameService
+    from timeball.node.name_service import NameService
 
     coordinator = coordinator_of(settings, SystemClock())
     service = NameService(settings, coordinator)

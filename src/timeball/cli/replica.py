@@ -19,7 +19,7 @@ from timeball.model.config import Settings
 from timeball.model.errors import SetupError, StorageError
 
 if TYPE_CHECKING:
-    from timeball.replicated_node import ReplicatedNode
+    from timeball.node.replicated_node import ReplicatedNode
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def run_replica(settings: Settings, as_json: bool) -> None:
 async def _run(settings: Settings, as_json: bool) -> None:
     from timeball import __version__
     from timeball.monitoring.systemd import Systemd
-    from timeball.replicated_node import ReplicatedNode
+    from timeball.node.replicated_node import ReplicatedNode
 
     systemd, node = Systemd(), ReplicatedNode(settings)
     await node.start()

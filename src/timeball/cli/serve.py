@@ -17,7 +17,7 @@ from timeball.cli.output import print_json, print_line
 from timeball.model.config import Settings
 
 if TYPE_CHECKING:
-    from timeball.node import Node
+    from timeball.node.node import Node
 
 StartClient = Callable[["Node"], Callable[[], Awaitable[None]]]
 
@@ -62,7 +62,7 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     from timeball.broker.memory import collect_cycles_rarely, use_system_pool
     from timeball.io.descriptors import allow_many
     from timeball.monitoring.systemd import Systemd
-    from timeball.node import Node
+    from timeball.node.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()

@@ -137,7 +137,7 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
     """
     from timeball.cluster.connect import coordinator_of
     from timeball.monitoring.systemd import Systemd
-    from timeball.name_service import NameService
+    from timeball.node.name_service import NameService
 
     log_lines.configure(settings.log_level, settings.log_format)
     groups = group_names(settings)

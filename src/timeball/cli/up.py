@@ -40,7 +40,7 @@ from timeball.io.clock import Clock, SystemClock
 from timeball.model.config import Settings
 
 if TYPE_CHECKING:
-    from timeball.node import Node
+    from timeball.node.node import Node
 
 PAUSE_S_MIN = 1.0
 PAUSE_S_MAX = 60.0

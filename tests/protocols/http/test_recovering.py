@@ -16,9 +16,9 @@ from tests.certificates import certificate
 from tests.node_fixture import RunningNode
 from tests.ports import free_ports
 
-from timeball import node as node_module
 from timeball.broker.recovery import apply_log
 from timeball.model.errors import SetupError
+from timeball.node.node import node as node_module
 from timeball.protocols.http import recovering
 
 

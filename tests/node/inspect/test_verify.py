@@ -9,8 +9,6 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, batch, opened
 
-from timeball.inspect.folder import Damage, FolderDump, FrameFound
-from timeball.inspect.verify import CacheCheck
 from timeball.log import checkpoint as cp
 from timeball.log import frame_index
 from timeball.log.key_index import KeyIndex
@@ -18,6 +16,8 @@ from timeball.log.queue_file import QueueFile, encode, file_name
 from timeball.log.queue_index import QueueIndexes
 from timeball.model import key_hash
 from timeball.model.key_hash import KeyRun
+from timeball.node.inspect.folder import Damage, FolderDump, FrameFound
+from timeball.node.inspect.verify import CacheCheck
 
 KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
 SECOND = file_name(31)

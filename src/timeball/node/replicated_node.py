@@ -35,7 +35,6 @@ from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.survey import survey
-from timeball.data_folder import check_folder, write_format
 from timeball.io.clock import Clock, SystemClock
 from timeball.io.files import RealFiles
 from timeball.io.security import Security, load_client_tls, load_peer_tls
@@ -46,8 +45,9 @@ from timeball.model.config import BROKER_NAME, Settings
 from timeball.model.errors import LeaseLost, SetupError
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts
-from timeball.name_service import NameService
-from timeball.node import Node
+from timeball.node.data_folder import check_folder, write_format
+from timeball.node.name_service import NameService
+from timeball.node.node import Node
 from timeball.protocols.http.foreign_pages import ForeignPages
 from timeball.protocols.sessions import advertised
 

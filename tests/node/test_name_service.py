@@ -10,7 +10,7 @@ from tests.protocols.remoting.wire import Wire
 
 from timeball.cluster.coordinator import Node
 from timeball.model.config import Settings
-from timeball.name_service import NameService
+from timeball.node.name_service import NameService
 from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.protocols.remoting.codec.frame import Command
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, SegmentFound, Torn
-from timeball.inspect.verify import CacheCheck
 from timeball.model.message import Kind, without_secrets
+from timeball.node.inspect.folder import Damage, FolderDump, Found, FrameFound, SegmentFound, Torn
+from timeball.node.inspect.verify import CacheCheck
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
 

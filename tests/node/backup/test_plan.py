@@ -8,10 +8,10 @@ import pytest
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.backup.plan import plan
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.model.errors import Corrupt, NotFound
+from timeball.node.backup.plan import plan
 
 LOG = "log/0000000001.log"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from timeball.data_folder import FORMAT_NAME, RESTORING, check_folder, write_format
 from timeball.io.files import RealFiles
 from timeball.model.errors import SetupError
+from timeball.node.data_folder import FORMAT_NAME, RESTORING, check_folder, write_format
 
 
 def test_an_empty_folder_becomes_ours(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from timeball.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
 from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log import frame_index
@@ -20,6 +19,7 @@ from timeball.log.segment import FOLDER, Segment
 from timeball.model.errors import Corrupt, NotFound
 from timeball.model.key_hash import KeyRun, UInt64Array, hash_keys
 from timeball.model.message import Int64Array
+from timeball.node.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
 
 
 class CacheCheck:

@@ -22,7 +22,6 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from timeball import Timeball, __version__
 from timeball.broker.components import Tables
 from timeball.broker.recovery import apply_log, starting_point
-from timeball.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
 from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
@@ -30,7 +29,8 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.model.config import Settings
 from timeball.model.errors import DiskFailed, SetupError, StorageError
-from timeball.node import Node
+from timeball.node.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
+from timeball.node.node import Node
 
 
 def refused(data: Path, text: str, **settings: int) -> None:
@@ -58,7 +58,7 @@ def imported(module: str) -> set[str]:
 
 def test_the_first_release_waits_for_no_library_of_the_edges() -> None:
     """With a control: the edges import all of them."""
-    assert imported("timeball.node") == set()
+    assert imported("timeball.node.node") == set()
     assert imported("timeball.protocols.edges") == LATE
 
 

@@ -28,7 +28,6 @@ from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.broker.upkeep import Upkeep
-from timeball.data_folder import check_folder, write_format
 from timeball.io.clock import Clock, SchedulerClock, SystemClock
 from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.io.files import Files, RealFiles
@@ -50,6 +49,7 @@ from timeball.model.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.replica_groups import ReplicaReadOuts
 from timeball.monitoring.tracing_extra import open_traces
+from timeball.node.data_folder import check_folder, write_format
 from timeball.protocols.http.recovering import Recovering
 from timeball.protocols.strangers import Strangers
 from timeball.schedule import strategies

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, reopened
 
-from timeball.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
 from timeball.io.files import Files, RealFiles
 from timeball.log import checkpoint as cp
 from timeball.log.recovery import open_log
 from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name
 from timeball.model.errors import Corrupt, NotFound, SetupError
 from timeball.model.message import Kind, build_rows
+from timeball.node.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
 
 SMALL = 4096  # segments of two frames
 

@@ -6,9 +6,9 @@ import pytest
 from tests.crash_files import CrashFiles
 from tests.log.small_log import fill
 
-from timeball.inspect.folder import Damage, FolderDump, FrameFound
-from timeball.inspect.report import Selection, describe_rows, find_rows, summarise
 from timeball.model.message import Kind
+from timeball.node.inspect.folder import Damage, FolderDump, FrameFound
+from timeball.node.inspect.report import Selection, describe_rows, find_rows, summarise
 
 
 @pytest.fixture(scope="module")

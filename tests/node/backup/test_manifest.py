@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pyarrow as pa
 import pytest
+from timeball.node.node.backup import manifest as mf
 
-from timeball.backup import manifest as mf
-from timeball.backup.manifest import CopiedFile, Manifest, Progress
 from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, SetupError
+from timeball.node.backup.manifest import CopiedFile, Manifest, Progress
 
 
 def test_a_manifest_is_read_as_it_was_written_and_ends_the_progress(tmp_path: Path) -> None:

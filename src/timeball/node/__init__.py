@@ -1,0 +1,4 @@
+"""The processes: a broker, a replica of a group, a name server. Each is composed here from the other packages.
+
+The tools that read a data folder without a broker (backup, inspect) are here too.
+"""
