@@ -2,7 +2,7 @@
 
 RocketMQ publishes the definitions of `apache.rocketmq.v2` with its clients. The one on PyPI carries them as serialised
 descriptors, which is all that a compiler needs; so they are read out of it, as bytes (nothing of the client is
-imported), and compiled into `timeball/protocols/grpc/_generated`. What is there is never edited and never committed.
+imported), and compiled into `timeball/edges/grpc/_generated`. What is there is never edited and never committed.
 
 The files get names of ours: a program that imports Timeball's stubs and the client's own finds two modules then, and
 the generated code imports its neighbours by the place where they lie.
@@ -29,7 +29,7 @@ from setuptools.command.build_py import build_py
 
 SOURCE = "rocketmq-python-client"
 NAMES = ("definition", "service")  # admin.proto has one call, to change a log level, which no client makes
-PACKAGE = Path("timeball", "protocols", "grpc", "_generated")
+PACKAGE = Path("timeball", "edges", "grpc", "_generated")
 SOURCES = Path("src", "timeball")
 STABLE_ABI = {"tag": "cp311", "version": "0x030B0000"}  # the oldest Python that we run on
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.protocols.http import fuzzing
+from tests.edges.http import fuzzing
 
 from benchmarks.beside import READY
 

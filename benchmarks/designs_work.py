@@ -19,8 +19,8 @@ from benchmarks.harness import Server, messages, now_ms, send_promises
 from benchmarks.remoting import send_request
 from benchmarks.wire_load import BOUND_S, Connection, Outcome, Ring, receive, send
 from timeball import Timeball
+from timeball.edges.remoting.codec.frame import JSON
 from timeball.model.message import Int64Array
-from timeball.protocols.remoting.codec.frame import JSON
 
 TICK_S = 0.01
 CONNECTIONS, IN_FLIGHT = 8, 512

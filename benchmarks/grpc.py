@@ -21,9 +21,9 @@ from benchmarks.grpc_load import Program, Request, Tally, header_block, messages
 from benchmarks.grpc_load import run as load
 from benchmarks.harness import BODY_BYTES, TOPIC, Server, messages, quantiles, serving
 from benchmarks.report import Report
-from timeball.protocols.grpc._generated import definition_pb2 as d
-from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc.dispatch import SERVICE_NAME
 
 QUEUES = 8
 RING = 512

@@ -22,10 +22,10 @@ from benchmarks.report import Report
 from benchmarks.wire_load import Outcome, Ring
 from benchmarks.wire_load import run as load
 from timeball import Timeball
+from timeball.edges.remoting.codec.codes import PullFlag, RequestCode
+from timeball.edges.remoting.codec.frame import BINARY, JSON, Command, encode
+from timeball.edges.remoting.codec.records import BatchRecord, encode_batch
 from timeball.model.message import encode_properties
-from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode
-from timeball.protocols.remoting.codec.frame import BINARY, JSON, Command, encode
-from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
 
 QUEUES = 8
 RING = 1_024

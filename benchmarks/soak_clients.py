@@ -16,14 +16,14 @@ from google.protobuf.message import Message
 from benchmarks.harness import Server
 from benchmarks.stored_message import decode_stored
 from timeball import Timeball
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc.dispatch import SERVICE_NAME
+from timeball.edges.remoting.codec.check_points import CheckPoint
+from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
+from timeball.edges.remoting.codec.records import BatchRecord, encode_batch
 from timeball.model.message import encode_properties
-from timeball.protocols.grpc._generated import definition_pb2 as d
-from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
-from timeball.protocols.remoting.codec.check_points import CheckPoint
-from timeball.protocols.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
-from timeball.protocols.remoting.codec.records import BatchRecord, encode_batch
 
 BOUND_S = 60.0
 INVISIBLE_MS = 300_000  # longer than a busy machine keeps a client from its acknowledgement

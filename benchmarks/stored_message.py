@@ -1,4 +1,4 @@
-"""Stored messages read back as a client does; their layout is drawn in protocols/remoting/codec/records.py."""
+"""Stored messages read back as a client does; their layout is drawn in edges/remoting/codec/records.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from zlib import crc32
 
 import msgspec
 
+from timeball.edges.remoting.codec.codes import MessageFlag
+from timeball.edges.remoting.codec.records import MAGIC_V1, MAGIC_V2, Host
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import decode_properties
-from timeball.protocols.remoting.codec.codes import MessageFlag
-from timeball.protocols.remoting.codec.records import MAGIC_V1, MAGIC_V2, Host
 
 _HEAD = struct.Struct(">iIIiiqqiq")
 _TAIL = struct.Struct(">iqi")

@@ -16,10 +16,10 @@ from tests.bounds import BOUND_S
 
 from timeball.broker import transaction_checks
 from timeball.broker.service import Broker
+from timeball.edges.grpc.handlers import renewals
 from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
 from timeball.node.node import Node
-from timeball.protocols.grpc.handlers import renewals
 from timeball.schedule import ticker
 
 SEGMENT_BYTES = (

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.bounds import BOUND_S
 from tests.docs_pages import page
+from tests.edges.push.receiver import receiver_of
 from tests.node_fixture import eventually, running_node
-from tests.protocols.push.receiver import receiver_of
 
 
 def steps(text: str) -> list[tuple[str, str]]:

@@ -18,13 +18,13 @@ import timeball.client.calls as client_calls
 import timeball.client.exchange as client_exchange
 from timeball import __version__
 from timeball.cli import exit_codes, main
+from timeball.edges.flight import codec
+from timeball.edges.shared.arrow_columns import SEND_SCHEMA
 from timeball.log import checkpoint, frame_index, queue_entry, queue_file
 from timeball.log import format as fmt
 from timeball.model import config, errors, wire
 from timeball.model.key_hash import KeyRun
 from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
-from timeball.protocols.arrow_columns import SEND_SCHEMA
-from timeball.protocols.flight import codec
 from timeball.schedule.level_cascade import queue
 from timeball.schedule.level_cascade.backlog import CascadeState
 from timeball.schedule.timer_wheel import ring, timer_log

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDER = Path("timeball", "protocols", "grpc", "_generated")
+FOLDER = Path("timeball", "edges", "grpc", "_generated")
 
 # In a process of its own: the definitions may be registered once in a process.
 LOOK = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from timeball.protocols.grpc._generated import definition_pb2, service_pb2
+from timeball.edges.grpc._generated import definition_pb2, service_pb2
 service = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
 print(service.full_name, len(service.methods), definition_pb2.Code.ILLEGAL_DELIVERY_TIME)
 """
@@ -70,7 +70,7 @@ def test_what_has_no_descriptor_is_refused(build: dict[str, object], tmp_path: P
 
 def test_stubs_are_not_committed() -> None:
     said = subprocess.run(
-        ["git", "ls-files", "src/timeball/protocols/grpc/_generated"],
+        ["git", "ls-files", "src/timeball/edges/grpc/_generated"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert said.stdout == ""

@@ -35,9 +35,9 @@ ALLOWED: list[tuple[str, str, str]] = [
     ("touches_disk", "files.py", "the one place where the disk is touched"),
     ("touches_disk", "local_time.py", "the tables of the installed package tzdata, and no data"),
     ("touches_disk", "cli/", "a command reads and writes the files that its user names"),
-    ("touches_disk", "protocols/http/dashboard.py", "the installed package's own files, and no data"),
+    ("touches_disk", "edges/http/dashboard.py", "the installed package's own files, and no data"),
     ("touches_disk", "client/dialing.py", "the roots that its user names, where no broker runs"),
-    ("touches_disk", "kafka/undeliverable.py", "the file that its user names, where no broker runs"),
+    ("touches_disk", "edges/kafka/undeliverable.py", "the file that its user names, where no broker runs"),
     ("touches_disk", "pipeline/", "jobs write reports and wrappers where no broker runs"),
 ]
 
@@ -235,7 +235,7 @@ def log_line(source: Source) -> Iterator[str]:
 
 def unnamed_caller(source: Source) -> Iterator[str]:
     """An edge that leaves the caller out has the broker decide as if access were not controlled."""
-    if source.path.parts[0] != "protocols":
+    if source.path.parts[0] != "edges":
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -387,8 +387,8 @@ CONTROLS = [
     (log_line, "x.py", "logger.info('cut %d bytes', size)"),
     (log_line, "x.py", "failures.log.error(f'cut {size} bytes')"),
     (vague_name, "helpers/format.py", ""),
-    (unnamed_caller, "protocols/http/a.py", "await self._broker.offsets(group, topic)\n"),
-    (unnamed_caller, "protocols/http/a.py", "def f(broker, caller: Caller = ANONYMOUS): pass\n"),
+    (unnamed_caller, "edges/http/a.py", "await self._broker.offsets(group, topic)\n"),
+    (unnamed_caller, "edges/http/a.py", "def f(broker, caller: Caller = ANONYMOUS): pass\n"),
 ]
 
 

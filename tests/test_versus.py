@@ -13,7 +13,7 @@ from benchmarks.versus.page_cache import FREE_BYTES, STEP_BYTES, PageCache
 from benchmarks.versus.table import BUSY, SMALL, Figures, page
 from benchmarks.versus.work import Row, Sample
 
-from timeball.protocols.remoting.codec.records import NO_HOST
+from timeball.edges.remoting.codec.records import NO_HOST
 
 SEND, BURST, ONE = Row("send 64x1", "msg/s"), Row("burst", "s", "lower"), Row("disk", "MB", "lower")
 

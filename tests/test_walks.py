@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.edges.grpc.wire import Wire as GrpcWire
+from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.protocols.grpc.wire import Wire as GrpcWire
-from tests.protocols.remoting.wire import Wire
 from tests.walks import Walk, Walks, entered
 
+from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.implementation import COMPILED
 from timeball.model import limits
 from timeball.model.message import encode_properties
-from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.implementation import COMPILED
 from timeball.schedule import scheduler
 
 # Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goal of a send is 18 files and 45

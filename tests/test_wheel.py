@@ -26,7 +26,7 @@ from tests.rounds import only_in_a_siege, rounds
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ["3.11", "3.12", "3.13", "3.14"]
-STUBS = "timeball/protocols/grpc/_generated"
+STUBS = "timeball/edges/grpc/_generated"
 STUB_FILES = {"__init__.py", "definition_pb2.py", "definition_pb2.pyi", "service_pb2.py", "service_pb2.pyi"}
 
 pytestmark = [

@@ -22,9 +22,9 @@ from benchmarks.versus.peers import GRPC, REMOTING, Peer
 from benchmarks.versus.sending import BATCH_ROWS, BATCH_SHAPE, batches
 from benchmarks.versus.wire import Link
 from benchmarks.versus.work import Bench, Row, Sample, Work
-from timeball.protocols.grpc._generated import definition_pb2 as d
-from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc.dispatch import SERVICE_NAME
 
 SEND_SHAPE = (64, 1)
 LOADED, LOADED_SMALL = 160_000, 6_400  # more than one measurement receives

@@ -20,7 +20,7 @@ from benchmarks.versus.peers import REMOTING, Peer
 from benchmarks.versus.sending import WARM_SHAPE, sends
 from benchmarks.versus.wire import Link
 from benchmarks.versus.work import QUEUES, Bench, Row, Sample, Work
-from timeball.protocols.remoting.codec.frame import JSON
+from timeball.edges.remoting.codec.frame import JSON
 
 RATES = [5_000, 10_000]
 STEADY_S, STEADY_S_SMALL = 10.0, 1.0

@@ -11,7 +11,7 @@ from functools import cache, partial
 from benchmarks.remoting import RING, batch_request, send_request
 from benchmarks.versus.peers import REMOTING, Peer
 from benchmarks.versus.work import Bench, Row, Sample, Work, measured
-from timeball.protocols.remoting.codec.frame import JSON
+from timeball.edges.remoting.codec.frame import JSON
 
 SHAPES = [(8, 512), (64, 16), (256, 1), (64, 1), (1, 1)]
 WARM_SHAPE = (64, 16)

@@ -12,8 +12,8 @@ from typing import Self
 
 from benchmarks.remoting import pull_request
 from benchmarks.stored_message import StoredMessage, decode_stored
-from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
 
 BOUND_S = 60.0
 READ_BYTES = 1 << 20

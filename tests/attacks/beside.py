@@ -36,10 +36,10 @@ from tests.cli.processes import Running, running
 from tests.node_fixture import eventually
 
 from timeball import Timeball
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc.dispatch import SERVICE_NAME
 from timeball.model.message import Kind
-from timeball.protocols.grpc._generated import definition_pb2 as d
-from timeball.protocols.grpc._generated import service_pb2 as s
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
 
 TOPIC = "steady"
 DELAY_S = 1

@@ -1,7 +1,7 @@
 """The known floods of HTTP/2, by strangers, beside a steady stream of other clients: none of their calls may fail.
 
 Each flood is a sequence of frames with an end, sent again and again over new connections while the stream goes on. The
-bounds that stop them are those of src/timeball/protocols/http2/connection.py.
+bounds that stop them are those of src/timeball/edges/http2/connection.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from multiprocessing.synchronize import Event
 
 import pytest
 from tests.attacks.beside import AttackedBroker, attacked_broker, steady_stream
-from tests.protocols.http2.raw_client import RawClient, fields
+from tests.edges.http2.raw_client import RawClient, fields
 from tests.rounds import rounds
 
-from timeball.protocols.http2 import frames
-from timeball.protocols.http2.connection import CALLS_PER_CONNECTION_MAX
-from timeball.protocols.http2.frames import Fault, frame
+from timeball.edges.http2 import frames
+from timeball.edges.http2.connection import CALLS_PER_CONNECTION_MAX
+from timeball.edges.http2.frames import Fault, frame
 
 pytestmark = [pytest.mark.slow, pytest.mark.siege]
 

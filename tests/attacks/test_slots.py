@@ -17,14 +17,14 @@ import pytest
 from tests.accounts import ACCESS_FILE
 from tests.attacks.beside import AttackedBroker, attacked_broker, steady_stream
 from tests.bounds import BOUND_S
-from tests.protocols.http2.raw_client import RawClient, fields, message
+from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.rounds import rounds
 
-from timeball.protocols import arrow_ipc
-from timeball.protocols.flight import protobuf
-from timeball.protocols.flight.calls import framed
-from timeball.protocols.flight.server import SERVICE
-from timeball.protocols.grpc.dispatch import SERVICE_NAME
+from timeball.edges.flight import protobuf
+from timeball.edges.flight.calls import framed
+from timeball.edges.flight.server import SERVICE
+from timeball.edges.grpc.dispatch import SERVICE_NAME
+from timeball.edges.shared import arrow_ipc
 
 pytestmark = [pytest.mark.slow, pytest.mark.siege]
 

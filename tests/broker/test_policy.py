@@ -1,6 +1,6 @@
 """Policy: who may do what is asked when a message is accepted, and never again.
 
-The answers themselves, over every edge, are in tests/protocols/test_one_policy.py.
+The answers themselves, over every edge, are in tests/edges/test_one_policy.py.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ ASKS = re.compile(
 
 
 def test_no_edge_asks_by_itself() -> None:
-    edges = Path(timeball.__file__).parent / "protocols"
+    edges = Path(timeball.__file__).parent / "edges"
     found = [
         f"{path.relative_to(edges)}:{number}: {line.strip()}"
         for path in sorted(edges.rglob("*.py"))

@@ -15,12 +15,12 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import Cluster, NodeProcess, running_groups
-from tests.protocols.remoting.wire import Wire
+from tests.edges.remoting.wire import Wire
 
 from timeball import Timeball, Unavailable
+from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model.errors import TimeballError
 from timeball.pipeline.endpoint import Endpoint
-from timeball.protocols.remoting.codec.codes import RequestCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("etcd")]
 Groups = dict[str, Cluster]

@@ -14,14 +14,14 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import Cluster, running_groups
-from tests.protocols.grpc.wire import Wire as GrpcWire
-from tests.protocols.grpc.wire import d, s
-from tests.protocols.remoting.wire import Wire
+from tests.edges.grpc.wire import Wire as GrpcWire
+from tests.edges.grpc.wire import d, s
+from tests.edges.remoting.wire import Wire
 
 from timeball import NotFound, Timeball, Unavailable
 from timeball.broker.revoking.recall import encode_handle
-from timeball.protocols.grpc.handlers.routes import endpoints
-from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.edges.grpc.handlers.routes import endpoints
+from timeball.edges.remoting.codec.codes import RequestCode
 
 Groups = dict[str, Cluster]
 

@@ -16,11 +16,11 @@ from tests.cluster.besieged import GroupSiege, replicas_of, served
 from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import NodeProcess, running_cluster
 from tests.crash.siege import CLOCK, cancel, consume, reschedule, send_levels, send_many, send_one
-from tests.protocols.remoting.wire import Wire
+from tests.edges.remoting.wire import Wire
 from tests.rounds import rounds
 
 from timeball import Timeball
-from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 
 SENDS = 50
 WAKES = rounds(3, 10)

@@ -24,17 +24,17 @@ import pyarrow as pa
 from tests.cli.processes import Running
 from tests.crash.checker import Fault, Observed, Outcome, Sent, check
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, as_rows
+from tests.edges.remoting.wire import Wire
 from tests.node_fixture import BOUND_S, eventually, running_node
 from tests.ports import free_ports
-from tests.protocols.remoting.wire import Wire
 
 from timeball import Timeball
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
 from timeball.node.inspect.folder import FolderDump, FrameFound
-from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
 
 AHEAD_MS = 26 * HOUR_MS
 FAR_MS = (30 * SECOND_MS, 5 * 60 * SECOND_MS, 2 * HOUR_MS, 25 * HOUR_MS)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.edges.http.client import Client, client_of
+from tests.edges.http.handlers.test_campaigns import planned
+from tests.edges.push.receiver import Receiver, Reply, Request, receiver_of
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.protocols.http.client import Client, client_of
-from tests.protocols.http.handlers.test_campaigns import planned
-from tests.protocols.push.receiver import Receiver, Reply, Request, receiver_of
 
 from timeball.io.clock import SystemClock
 from timeball.monitoring.replica_figures import ReplicaFigures

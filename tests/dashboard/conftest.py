@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 from tests.dashboard.browser import Tab, chromium, needed
+from tests.edges.http.client import Client, client_of
 from tests.interop import environments
 from tests.node_fixture import RunningNode, running_node
-from tests.protocols.http.client import Client, client_of
 
 
 @pytest.fixture(scope="module")

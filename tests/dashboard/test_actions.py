@@ -13,10 +13,10 @@ import pytest
 from playwright.sync_api import Page, expect
 from tests.dashboard.answers import HOSTILE
 from tests.dashboard.browser import Tab, overflow
+from tests.edges.http.client import Client
+from tests.edges.http.handlers.test_campaigns import planned
+from tests.edges.http.handlers.test_groups import given_up
 from tests.node_fixture import RunningNode
-from tests.protocols.http.client import Client
-from tests.protocols.http.handlers.test_campaigns import planned
-from tests.protocols.http.handlers.test_groups import given_up
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, Response, expect
 from tests.dashboard.browser import chromium
+from tests.edges.http.client import Client
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.protocols.http.client import Client
 
-from timeball.protocols.http.foreign_pages import ForeignPages
+from timeball.edges.http.foreign_pages import ForeignPages
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 

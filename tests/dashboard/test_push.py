@@ -12,10 +12,10 @@ from playwright.sync_api import Locator, Page, expect
 from standardwebhooks.webhooks import Webhook
 from tests.accounts import SECRETS, guarded_node
 from tests.dashboard.browser import Tab, overflow
+from tests.edges.http.client import Client, client_of
+from tests.edges.http.handlers.test_groups import given_up
+from tests.edges.push.receiver import Receiver, Reply, receiver_of
 from tests.node_fixture import RunningNode, eventually
-from tests.protocols.http.client import Client, client_of
-from tests.protocols.http.handlers.test_groups import given_up
-from tests.protocols.push.receiver import Receiver, Reply, receiver_of
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 PATH = "/v1/subscriptions"

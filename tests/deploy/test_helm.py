@@ -22,7 +22,7 @@ from tests.cli.in_process import parsed, run_here
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.deploy.rendered_pods import Pod, address, job, pod_specs, three_pods
 from tests.docs_pages import ROOT
-from tests.kafka.conftest import SmallKafka
+from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import running_node
 
 from timeball import Timeball, __version__

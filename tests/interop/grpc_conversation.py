@@ -10,7 +10,7 @@ from typing import Any
 from tests.interop.drivers import BOUND_S, Driver, Json
 from tests.interop.stock_broker import StockBroker
 
-from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.codes import RequestCode
 
 PYTHON, NODE, JAVA, GO = "grpc_python", "grpc_node", "grpc_java", "grpc_go"
 ALL = [PYTHON, NODE, JAVA]

@@ -14,8 +14,8 @@ from typing import Any
 from timeball.cli.main import main
 from timeball.client.exchange import SendExchange
 from timeball.client.source import Source
-from timeball.kafka import delivery
-from timeball.kafka.waiting import WaitingQueue
+from timeball.edges.kafka import delivery
+from timeball.edges.kafka.waiting import WaitingQueue
 
 STEPS: dict[str, tuple[Any, str, bool]] = {
     # step: what, its verb, and whether it is killed behind it

@@ -25,7 +25,7 @@ from tests.interop.recorder import Recorder, recording
 from tests.interop.stock_broker import StockBroker, stock_broker
 from tests.interop.stock_clients import COMMANDS
 
-from timeball.protocols.remoting.codec.frame import BINARY, Frame, Splitter, decode
+from timeball.edges.remoting.codec.frame import BINARY, Frame, Splitter, decode
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/remoting"
 FILES = {

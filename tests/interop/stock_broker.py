@@ -16,8 +16,8 @@ from typing import Any
 from tests.cli.processes import Running
 
 from timeball import Timeball
-from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.frame import Command, Splitter, decode, encode
+from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
 
 LEVELS_S = [1, 2, 3, 4, 5]
 PORTS = ("--port", "--name-server-port", "--remoting-port", "--grpc-port")

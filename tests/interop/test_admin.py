@@ -13,7 +13,7 @@ from tests.interop.stock_broker import BROKER, CLUSTER, StockBroker
 from tests.interop.stock_clients import mqadmin
 from tests.node_fixture import eventually
 
-from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.codes import RequestCode
 
 pytestmark = pytest.mark.interop
 

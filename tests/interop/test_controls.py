@@ -16,8 +16,8 @@ from tests.interop.grpc_conversation import came_early
 from tests.interop.record import golden, raw, scrubbed
 from tests.interop.recorder import recording
 
-from timeball.protocols.remoting.codec.codes import RequestCode
-from timeball.protocols.remoting.codec.frame import Command, Frame, Splitter, decode, encode
+from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.frame import Command, Frame, Splitter, decode, encode
 
 
 def test_what_comes_early_is_noticed() -> None:

@@ -105,5 +105,5 @@ def test_what_is_not_granted_is_refused(start: Start) -> None:
 
 @pytest.mark.parametrize("start", ALL, indirect=True)
 def test_plain_text_of_this_machine_comes_by_the_same_port(start: Start) -> None:
-    """From another machine it gets no answer: tests/protocols/test_first_byte.py."""
+    """From another machine it gets no answer: tests/edges/shared/test_first_byte.py."""
     start({**SHOP, "tls": False}).send("in")

@@ -10,8 +10,8 @@ from tests.interop.drivers import ClientError
 from tests.interop.grpc_conversation import ALL, PYTHON, WITH_GO, GrpcConversation
 from tests.interop.stock_broker import StockBroker
 
+from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model import limits
-from timeball.protocols.remoting.codec.codes import RequestCode
 
 pytestmark = pytest.mark.interop
 

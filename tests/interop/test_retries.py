@@ -10,7 +10,7 @@ from tests.interop.drivers import Driver
 from tests.interop.stock_broker import LEVELS_S, StockBroker
 from tests.node_fixture import eventually
 
-from timeball.protocols.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.codes import RequestCode
 
 pytestmark = pytest.mark.interop
 

@@ -22,7 +22,7 @@ from benchmarks.versus.load import Generator
 from tests.interop.environments import Missing
 from tests.interop.stock_clients import command
 
-from timeball.protocols.remoting.codec.frame import JSON, Command, Splitter, decode, encode
+from timeball.edges.remoting.codec.frame import JSON, Command, Splitter, decode, encode
 
 pytestmark = pytest.mark.interop
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from timeball.edges.flight import codec
 from timeball.model import wire
-from timeball.protocols.flight import codec
 
 OFFSETS = st.dictionaries(
     st.integers(0, wire.QUEUE_ID_MAX), st.integers(0, wire.INT64_MAX), min_size=1, max_size=3

@@ -13,13 +13,13 @@ from tests.bounds import BOUND_S
 from tests.broker.on_node import batch, column, on_node
 from tests.client.current_span import current
 from tests.crash.world import World
+from tests.edges.grpc.consumer import resource
+from tests.edges.grpc.sending import message, sent
+from tests.edges.grpc.wire import Wire, s
+from tests.edges.http.client import client_of
 from tests.monitoring import test_metrics
 from tests.monitoring.collector import Collector, Span, collector
 from tests.node_fixture import RunningNode, eventually, running_node
-from tests.protocols.grpc.consumer import resource
-from tests.protocols.grpc.sending import message, sent
-from tests.protocols.grpc.wire import Wire, s
-from tests.protocols.http.client import client_of
 
 from timeball import Timeball
 from timeball.io.clock import ManualClock

@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 
 from tests.cluster.worlds import led, world_of
-from tests.protocols.remoting.wire import Wire
+from tests.edges.remoting.wire import Wire
 
 from timeball.cluster.coordinator import Node
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command
 from timeball.model.config import Settings
 from timeball.node.name_service import NameService
-from timeball.protocols.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.protocols.remoting.codec.frame import Command
 
 PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
 

@@ -59,7 +59,7 @@ def imported(module: str) -> set[str]:
 def test_the_first_release_waits_for_no_library_of_the_edges() -> None:
     """With a control: the edges import all of them."""
     assert imported("timeball.node.node") == set()
-    assert imported("timeball.protocols.edges") == LATE
+    assert imported("timeball.edges.edges") == LATE
 
 
 # ---- start and stop -----------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 MARGIN_MS = limits.MINUTE_MS  # messages due sooner are released here, because a transfer takes time
 PAGE_ROWS = 65_536
-# Limits of a transfer. As JSON it must fit into the body of an HTTP request (protocols/http/requests.py).
+# Limits of a transfer. As JSON it must fit into the body of an HTTP request (edges/http/requests.py).
 ROWS_MAX, BYTES_MAX = 16_384, limits.BODY_BYTES_MAX
 ROWS_FIRST = 64  # rows per read until the size of the messages is known
 ADOPT_S = 20.0

@@ -8,7 +8,7 @@ breaks a rule. Only that path raises errors, so each error has one source. `test
 both paths give the same rows.
 
 An edge that parses sends in C also encodes their rows in C, for any number of rows: `SendRuns`. This costs a tenth of
-either path, and gives the same rows (`tests/protocols/remoting/codec/test_send_frames.py`).
+either path, and gives the same rows (`tests/edges/remoting/codec/test_send_frames.py`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from timeball.model.config import LogFormat, LogLevel
 from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
-    from timeball.kafka.bridge import Bridge
-    from timeball.kafka.options import BridgeOptions
+    from timeball.edges.kafka.bridge import Bridge
+    from timeball.edges.kafka.options import BridgeOptions
 
 
 # The longest time that the intake thread keeps the delivery thread from running. Python's default, 5 ms, is half the
@@ -109,9 +109,9 @@ def kafka(
 def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
     try:
         from timeball.broker.memory import collect_cycles_rarely
+        from timeball.edges.kafka.bridge import Bridge
+        from timeball.edges.kafka.options import BridgeOptions, read_properties
         from timeball.io.clock import SystemClock
-        from timeball.kafka.bridge import Bridge
-        from timeball.kafka.options import BridgeOptions, read_properties
     except ModuleNotFoundError as error:
         if not is_of_others(error):
             raise

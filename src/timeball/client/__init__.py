@@ -1,6 +1,6 @@
 """Export `Timeball`, the Python client.
 
-The client uses the Flight protocol of `protocols/flight`. It imports only the shared vocabulary (message, errors,
+The client uses the Flight protocol of `edges/flight`. It imports only the shared vocabulary (message, errors,
 limits, clock), so a producer does not have to install or load the broker.
 """
 

@@ -4,5 +4,5 @@ Receives: answers of the HTTP API, in the browser; what a person clicks.
 Keeps: the account in the tab's sessionStorage, the colours in localStorage; nothing in the broker.
 Hands on: requests to the HTTP API, and to nothing else.
 
-Static files that run as they lie here: HTML, CSS and ES modules. protocols/http serves them below /dashboard/.
+Static files that run as they lie here: HTML, CSS and ES modules. edges/http serves them below /dashboard/.
 """

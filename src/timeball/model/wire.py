@@ -1,6 +1,6 @@
 """Requests to the Flight edge and its answers, as types shared by the server, the client and the pipeline.
 
-A request decoded with these types satisfies every bound below (protocols/flight/codec.py decodes). A request made by a
+A request decoded with these types satisfies every bound below (edges/flight/codec.py decodes). A request made by a
 client is not checked until the broker decodes it. Bodies are JSON. Times are milliseconds since 1970 UTC.
 """
 

@@ -6,9 +6,9 @@ import asyncio
 
 from timeball.cluster.coordinator import Coordinator
 from timeball.cluster.directory import Directory
+from timeball.edges.remoting.name_server import GroupPlace, NameServer
 from timeball.io.security import Security, load_client_tls
 from timeball.model.config import Settings
-from timeball.protocols.remoting.name_server import GroupPlace, NameServer
 
 
 class NameService:

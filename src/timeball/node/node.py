@@ -28,6 +28,8 @@ from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.broker.upkeep import Upkeep
+from timeball.edges.http.recovering import Recovering
+from timeball.edges.shared.strangers import Strangers
 from timeball.io.clock import Clock, SchedulerClock, SystemClock
 from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.io.files import Files, RealFiles
@@ -50,8 +52,6 @@ from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.replica_groups import ReplicaReadOuts
 from timeball.monitoring.tracing_extra import open_traces
 from timeball.node.data_folder import check_folder, write_format
-from timeball.protocols.http.recovering import Recovering
-from timeball.protocols.strangers import Strangers
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
@@ -67,8 +67,8 @@ from timeball.table.key_index import TableKeys
 from timeball.table.stored_catalog import open_table
 
 if TYPE_CHECKING:
+    from timeball.edges.edges import Edges
     from timeball.monitoring.metrics import Metrics
-    from timeball.protocols.edges import Edges
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Node:
             self._run_until_stop(self._loop_lag.run())
             self.metrics = await in_thread(self._threads[2], self._metrics)
             if listen:
-                await in_thread(self._threads[2], import_module, "timeball.protocols.edges")
+                await in_thread(self._threads[2], import_module, "timeball.edges.edges")
             await self.broker.mover.follow()
             if listen:
                 await self._listen(recovering)
@@ -188,7 +188,7 @@ class Node:
         self._ticker_tasks.append(task)
 
     async def _listen(self, recovering: Recovering) -> None:
-        from timeball.protocols.edges import Edges
+        from timeball.edges.edges import Edges
 
         edges = Edges(self.broker, self.metrics, self.status, self.security)
         await edges.start(recovering)
@@ -387,7 +387,7 @@ class Node:
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """Return the figures of the broker and of the process."""
-        import psutil  # not at the top: it would delay the first release by 15 ms; protocols/edges.py imports it, too
+        import psutil  # not at the top: it would delay the first release by 15 ms; edges/edges.py imports it, too
 
         with lent(RESERVE_OF_LIBRARIES):
             memory = psutil.Process().memory_info()

@@ -35,6 +35,8 @@ from timeball.cluster.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.survey import survey
+from timeball.edges.http.foreign_pages import ForeignPages
+from timeball.edges.shared.sessions import advertised
 from timeball.io.clock import Clock, SystemClock
 from timeball.io.files import RealFiles
 from timeball.io.security import Security, load_client_tls, load_peer_tls
@@ -48,8 +50,6 @@ from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts
 from timeball.node.data_folder import check_folder, write_format
 from timeball.node.name_service import NameService
 from timeball.node.node import Node
-from timeball.protocols.http.foreign_pages import ForeignPages
-from timeball.protocols.sessions import advertised
 
 logger = logging.getLogger(__name__)
 

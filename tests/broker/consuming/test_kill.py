@@ -19,12 +19,12 @@ import grpc
 import pytest
 from tests.bounds import BOUND_S
 from tests.cli.processes import Running
-from tests.protocols.grpc.wire import Wire
+from tests.edges.grpc.wire import Wire
 
 from timeball import Timeball
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.model.message import Kind
-from timeball.protocols.grpc._generated import definition_pb2 as d
-from timeball.protocols.grpc._generated import service_pb2 as s
 
 CONSUMERS, KILLS, RECEIVED_BEFORE, ROWS = 4, 3, 120, 8
 GROUP, TOPIC = "g", "orders"

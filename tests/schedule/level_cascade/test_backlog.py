@@ -14,12 +14,12 @@ from tests.schedule.world import World
 from tests.schedule.wrong import SavesNoOldRows
 
 from timeball.broker.delivery import release_rows, without_lists
+from timeball.edges.remoting.codec.delays import next_instant_ms
 from timeball.log.few_rows import pairs_of
 from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import Kind, build_rows, decode_properties, encode_properties, with_seq
-from timeball.protocols.remoting.codec.delays import next_instant_ms
 from timeball.schedule.level_cascade.backlog import FOLDER, CascadeState, LevelCascade, check
 from timeball.schedule.level_cascade.placement import NAMES
 

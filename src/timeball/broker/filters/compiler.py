@@ -55,7 +55,7 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
             return EVERYTHING
         return tags.TagMaskFilter(wanted) if bit_mask else tags.TagFilter(wanted)
     if expression_type == SQL92:
-        # Imported late, so that a start takes less time (protocols/edges.py): building the SQL parser takes 40 ms.
+        # Imported late, so that a start takes less time (edges/edges.py): building the SQL parser takes 40 ms.
         from timeball.broker.filters import sql_grammar
 
         return SqlFilter(*sql_grammar.parse(text or ""), (text or "").strip())

@@ -1,0 +1,279 @@
+"""From a decoded request to the broker's verb, and from the result to the JSON of the answer. Runs on the event loop.
+
+A function per verb would have one line each; `perform` is a table of these lines. Errors raised here are Timeball's, or
+an internal fault. Of a fault the client learns only the name, and the log contains all of it.
+
+The members of a group share its messages out, each leased for a time, and answer with receipts. A receipt travels as a
+sealed text (receipt_handles.py) in a column beside those of the log. Messages from the group's retry topic are shown
+under the requested topic, because their receipts are made for that topic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
+from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.registry.topic import Topic
+from timeball.broker.service import Broker
+from timeball.edges.flight import codec
+from timeball.edges.shared.receipt_handles import ReceiptHandles
+from timeball.log.few_rows import NumberedRows, encoder_of
+from timeball.model import time_parsing, wire
+from timeball.model.access import Caller, Verb
+from timeball.model.message import READ_SCHEMA, RETRY_PREFIX
+from timeball.table.attachment import Attachment
+
+Status = Callable[[Caller], dict[str, object]]
+
+_TOPIC = READ_SCHEMA.get_field_index("topic")
+_ENCODER = encoder_of(wire.RECEIVED_SCHEMA)
+
+
+class HandedOut(NamedTuple):
+    """Rows in wire.RECEIVED_SCHEMA, or their Arrow message, and the receipts whose texts they contain."""
+
+    rows: pa.RecordBatch | bytes
+    receipts: list[AnyReceipt]
+
+
+class Served(NamedTuple):
+    """The broker that serves the requests, its status, and the encoder of its receipts."""
+
+    broker: Broker
+    status: Status
+    handles: ReceiptHandles
+
+    @classmethod
+    def by(cls, broker: Broker, status: Status) -> Served:
+        """Bundle a broker with its status."""
+        return cls(broker, status, ReceiptHandles(broker.parts.receipt_secret.get))
+
+
+async def perform(served: Served, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
+    """Perform an action for a caller. The result is encoded as the JSON of the answer."""
+    broker = served.broker
+    match request:
+        case wire.Acknowledge():  # first, because most requests are acknowledgements
+            return {"valid": await acknowledge(served, request, caller)}
+        case wire.Nothing():
+            return await _plain(served, verb, caller)
+        case wire.CreateTopic():
+            await broker.create_topic(request.topic, request.queues, caller)
+            return {}
+        case wire.Queues():
+            ranges = broker.queues(request.topic, caller)
+            return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
+        case wire.GetOffsets():
+            return {"offsets": _by_text(broker.offsets(request.group, request.topic, caller))}
+        case wire.SourcePositions():
+            return {"positions": _by_text(broker.sourced_sends.positions(request.source, caller))}
+        case wire.Commit():
+            await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
+            return {}
+        case wire.ChangeInvisibleTime():
+            return {"receipts": await change_invisible_time(served, request, caller)}
+        case wire.DeadLetter():
+            return {"valid": await dead_letter(served, request, caller)}
+        case wire.Get():
+            return {"messages": await broker.find(request.id, request.topic, caller)}
+        case wire.Cancel():
+            return {
+                "verdicts": await broker.cancel(
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller
+                )
+            }
+        case wire.Reschedule():
+            return {
+                "verdicts": await broker.reschedule(
+                    ids=request.ids, keys=request.keys, seqs=request.seqs, caller=caller,
+                    due_ms=request.due_ms, delay_ms=request.delay_ms,
+                )
+            }  # fmt: skip
+        case wire.CancelRange() | wire.Campaigns() | wire.ChangeCampaign() | wire.Drain():
+            return await _bulk(broker, request, caller)
+        case wire.Groups() | wire.DeadLetters() | wire.ResolveDeadLetters():
+            return await _of_groups(broker, verb, request, caller)
+        case wire.Starts():
+            return {
+                "starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
+            }
+        case wire.Reserve():
+            return {"first_seq": await broker.reserve(request.rows, caller)}
+        case wire.Lease():
+            broker.compactor_lease(request.lease_ms, caller)
+            return {}
+        case wire.DispatcherLease():
+            broker.dispatcher_lease(request.lease_ms, caller)
+            return {}
+        case Attachment():
+            return await broker.attach(request, caller)
+    raise AssertionError(f"no verb for {request!r}")
+
+
+def _by_text(numbers: dict[int, int]) -> dict[str, int]:
+    # Names in JSON are texts.
+    return {str(number): value for number, value in numbers.items()}
+
+
+async def _of_groups(
+    broker: Broker,
+    verb: str,
+    request: wire.Groups | wire.DeadLetters | wire.ResolveDeadLetters,
+    caller: Caller,
+) -> Any:
+    if isinstance(request, wire.Groups):
+        if request.group is None:
+            return await broker.groups.page(request.rows, request.after, caller)
+        return wire.GroupPage([await broker.groups.one(request.group, caller)])
+    dead_letters = broker.dead_letters
+    if isinstance(request, wire.DeadLetters):
+        return await dead_letters.page(request.group, request.rows, request.after, caller)
+    resolve = dead_letters.resend if verb == "resend_dead_letters" else dead_letters.delete
+    return await resolve(request.group, request.dead_letters, caller)
+
+
+async def _bulk(
+    broker: Broker,
+    request: wire.CancelRange | wire.Campaigns | wire.ChangeCampaign | wire.Drain,
+    caller: Caller,
+) -> Any:
+    if isinstance(request, wire.Drain):
+        return await broker.drain(request.heir, dry_run=request.dry_run, caller=caller)
+    if isinstance(request, wire.CancelRange):
+        return await broker.cancel_ranges(request.ranges, request.reason, caller)
+    if isinstance(request, wire.Campaigns):
+        return {"campaigns": broker.campaigns(request.campaign, caller)}
+    return await broker.change_campaign(
+        request.campaign, request.change,
+        rows=request.rows, at_ms=request.at_ms, shift=request.shift, groups=request.groups, caller=caller,
+    )  # fmt: skip
+
+
+async def _plain(served: Served, verb: str, caller: Caller) -> Any:
+    if verb == "status":
+        return served.status(caller)
+    if verb == "topics":
+        return {"topics": served.broker.topics(caller)}
+    assert verb == "compact", verb
+    return await served.broker.compact(caller) or {}
+
+
+async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:
+    """Read the rows of a queue read or a pull, in READ_SCHEMA."""
+    if isinstance(request, wire.Pull):
+        return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
+    return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
+
+
+async def receive(
+    served: Served,
+    filters: FiltersKept,
+    request: wire.Receive,
+    caller: Caller,
+    on_wait: Callable[[], None] = lambda: None,
+) -> HandedOut:
+    """Lease messages to a member. If the topic does not exist but a message may create it, wait for that message.
+
+    `on_wait` is called before the wait for messages.
+    """
+    broker = served.broker
+    policy, parts = broker.policy, broker.parts
+    # The filter is checked before the wait for a topic, so that a wrong one is refused at once.
+    _wanted(filters, request, None)
+    policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
+    group = policy.joined(request.group, caller)
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + request.wait_ms / 1000
+    if request.wait_ms and policy.is_awaited(request.topic):
+        on_wait()
+        if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
+            return _handed_out(served, request, Received(NO_ROWS, []))
+    elif request.latest:
+        await broker.begin(request.group, request.topic, time_parsing.END, caller)
+    received = await broker.consuming.receive(
+        ReceiveRequest(
+            request.group,
+            request.topic,
+            rows=request.rows,
+            invisible_ms=request.invisible_ms,
+            wanted=_wanted(filters, request, parts.topics.find_topic(request.topic)),
+            in_order=group.consume_message_orderly,
+            in_log=True,
+        ),
+        max(0, round(1000 * (deadline_s - loop.time()))),
+        on_wait,
+    )
+    return _handed_out(served, request, received)
+
+
+def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter:
+    """Build the filter of a receive. Raises InvalidFilter."""
+    text = request.tag or request.sql
+    # Messages in a retry topic passed the filter when they were first handed out.
+    if not text or request.topic.startswith(RETRY_PREFIX):
+        return EVERYTHING
+    kind = SQL92 if request.sql else TAG
+    return filters.get(text, kind, bit_mask=topic is not None and topic.filter_type == "MULTI_TAG")
+
+
+async def acknowledge(served: Served, request: wire.Acknowledge, caller: Caller) -> list[bool]:
+    """Acknowledge receipts. False for each lease that had ended before."""
+    return await served.broker.consuming.acknowledge(_receipts(served, request, caller))
+
+
+async def change_invisible_time(
+    served: Served, request: wire.ChangeInvisibleTime, caller: Caller
+) -> list[str | None]:
+    """Change the end of leases. Returns their receipts, or None for a lease that had ended before."""
+    receipts, handles = _receipts(served, request, caller), served.handles
+    consuming, delay_ms, counts = served.broker.consuming, request.invisible_ms, request.counts
+    changed = await asyncio.gather(
+        *(
+            consuming.nack(receipt, delay_ms, request.reason, counts=counts)
+            if request.nack
+            else consuming.change_invisible_time(receipt, delay_ms, counts=counts)
+            for receipt in receipts
+        )
+    )
+    return [None if receipt is None else handles.encode(receipt) for receipt in changed]
+
+
+async def dead_letter(served: Served, request: wire.DeadLetter, caller: Caller) -> list[bool]:
+    """Move messages to the group's dead letters. False for each lease that had ended before."""
+    receipts, consuming = _receipts(served, request, caller), served.broker.consuming
+    return list(await asyncio.gather(*(consuming.dead_letter(one, request.reason) for one in receipts)))
+
+
+def _receipts(
+    served: Served, request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter, caller: Caller
+) -> list[AnyReceipt]:
+    """Decode the receipts of a request. Raises Forbidden and InvalidReceipt."""
+    policy = served.broker.policy
+    policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
+    policy.check_group(request.group)
+    decode = served.handles.decode
+    return [decode(text, request.group, request.topic) for text in request.receipts]
+
+
+def _handed_out(served: Served, request: wire.Receive, received: Received) -> HandedOut:
+    rows, texts = received.handed_out, [served.handles.encode(receipt) for receipt in received.receipts]
+    if isinstance(rows, NumberedRows) and _ENCODER is not None:
+        topic = request.topic
+        message = _ENCODER.encode(
+            [
+                (*row[:_TOPIC], topic, *row[_TOPIC + 1 :], text)
+                for row, text in zip(rows.values, texts, strict=True)
+            ]
+        )
+        if message is not None:
+            return HandedOut(message, received.receipts)
+    columns = received.rows.columns
+    columns[_TOPIC] = pa.array([request.topic] * len(texts), READ_SCHEMA.field(_TOPIC).type)
+    batch = pa.RecordBatch.from_arrays([*columns, pa.array(texts, pa.string())], schema=wire.RECEIVED_SCHEMA)
+    return HandedOut(batch, received.receipts)

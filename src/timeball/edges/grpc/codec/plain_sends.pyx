@@ -1,0 +1,344 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""A plain SendMessageRequest as a row, read from its bytes: the compiled twin of protobuf and messages_in.py.
+
+A send is plain when stock producers write it so: one message, NORMAL or DELAY, with an id, texts of printable ASCII, and
+only its topic, its instant and its caller left to decide about. All else is left to the reference, which alone names
+faults: a field that is there twice, one that is not listed here, a text with other characters, a number out of its range. So
+whatever bytes come, a plain send is what the reference makes of them (tests/edges/grpc/codec/test_send_requests.py).
+"""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memchr, memcpy
+
+from timeball import limits
+from timeball.edges.grpc._generated.definition_pb2 import MessageType
+from timeball.edges.grpc.codec.messages_in import (
+    ALWAYS_SECONDS, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,
+)
+from timeball.edges.grpc.codec.messages_out import DELIVER_MS, KEYS, RESERVED, TAGS, UNIQ_KEY
+
+cdef extern from "Python.h":
+    object PyBytes_FromStringAndSize(const char* data, Py_ssize_t size)
+    char* PyBytes_AsString(object data) except NULL
+    object PyUnicode_FromStringAndSize(const char* data, Py_ssize_t size)
+
+cdef enum:
+    VARINT = 0
+    TEXT = 2
+    KEYS_MAX = 16  # of one message
+    BODY_BYTES_MAX = 65535
+    NORMAL = 1
+    DELAY = 3
+    IDENTITY = 1
+    GZIP = 2
+
+assert (NORMAL, DELAY) == (MessageType.NORMAL, MessageType.DELAY)
+
+cdef int64_t SECONDS_MAX = ALWAYS_SECONDS
+cdef Py_ssize_t ID_MAX = limits.UNIQUE_KEY_BYTES_MAX
+cdef Py_ssize_t TAG_MAX = limits.TAG_BYTES_MAX
+cdef Py_ssize_t ALL_KEYS_MAX = min(limits.KEYS_BYTES_MAX, limits.PROPERTIES_BYTES_MAX)
+cdef Py_ssize_t HOST_MAX = BORN_HOST_CHARACTERS_MAX
+cdef Py_ssize_t USER_MAX = USER_PROPERTIES_BYTES_MAX
+cdef Py_ssize_t PROPERTIES_MAX = limits.PROPERTIES_BYTES_MAX
+cdef int COMPRESSED = COMPRESSED_BIT
+cdef bytes _tags = TAGS.encode(), _keys = KEYS.encode(), _id = UNIQ_KEY.encode(), _deliver = DELIVER_MS.encode()
+
+assert KEYS_MAX <= limits.KEYS_PER_MESSAGE_MAX and BODY_BYTES_MAX <= limits.BODY_BYTES_MAX
+
+
+cdef struct Text:
+    const char* at
+    Py_ssize_t size
+
+
+cdef struct Fields:
+    # Of one message: texts of no bytes are not there.
+    Text space, topic, name, value, tag, message_id, host, body
+    Text keys[KEYS_MAX]
+    int keys_count, properties
+    uint64_t encoding, kind
+    int64_t born_ms, due_ms  # -1: there is none
+
+
+cdef class PlainSend:
+    """A message to `topic`, a namespace and a name, of this `kind`; `due_ms` is for the edge to check."""
+
+    cdef readonly tuple topic
+    cdef readonly int kind
+    cdef readonly object due_ms
+    cdef readonly bint needs_now
+    cdef readonly Py_ssize_t size_bytes
+    cdef object body, tag, keys, message_id, properties, born_ms, born_host
+    cdef int sys_flag
+
+    def row(self, str topic, now_ms, str peer):
+        """Return the values of SEND_NAMES; `now_ms` and `peer` stand for what its producer did not say."""
+        return (
+            topic, self.body, self.tag, self.keys, self.message_id, self.properties, -1,
+            now_ms if self.born_ms is None else self.born_ms,
+            peer if self.born_host is None else self.born_host,
+            0, self.sys_flag, 0, self.due_ms, None,
+        )
+
+
+def read_plain(bytes data not None):
+    """Return the plain send that these bytes are; None for any other."""
+    cdef Fields fields
+    cdef Text message, request
+    cdef uint32_t field = 0
+    cdef uint64_t number = 0
+    request.at = PyBytes_AsString(data)
+    request.size = len(data)
+    if not next_field(&request, &field, &number, &message) or field != (1 << 3 | TEXT) or request.size:
+        return None
+    fields.space.size = fields.topic.size = fields.name.size = fields.value.size = fields.tag.size = 0
+    fields.message_id.size = fields.host.size = fields.body.size = 0
+    fields.keys_count = fields.properties = 0
+    fields.encoding = fields.kind = 0
+    fields.born_ms = fields.due_ms = -1
+    if not read_message(&fields, message) or not is_plain(&fields):
+        return None
+    return send_of(&fields)
+
+
+cdef bint next_number(Text* data, uint64_t* number) noexcept:
+    cdef int shift = 0
+    cdef uint8_t byte
+    number[0] = 0
+    while data.size and shift < 63:
+        byte = <uint8_t> data.at[0]
+        data.at += 1
+        data.size -= 1
+        number[0] |= <uint64_t> (byte & 0x7F) << shift
+        if byte < 0x80:
+            return byte or not shift  # in as few bytes as it needs
+        shift += 7
+    return False
+
+
+cdef bint next_field(Text* data, uint32_t* field, uint64_t* number, Text* value) noexcept:
+    """Read one field with its key as it is written: a number, or bytes."""
+    cdef uint64_t key = 0
+    if not next_number(data, &key) or key > 0x7FFF or not next_number(data, number):
+        return False
+    field[0] = <uint32_t> key
+    if key & 7 == VARINT:
+        return True
+    if key & 7 != TEXT or number[0] > <uint64_t> data.size:
+        return False
+    value.at, value.size = data.at, <Py_ssize_t> number[0]
+    data.at += value.size
+    data.size -= value.size
+    return True
+
+
+cdef bint read_message(Fields* fields, Text data) noexcept:
+    cdef uint32_t field = 0, seen = 0
+    cdef uint64_t number = 0
+    cdef Text value
+    value.size = 0
+    while data.size:
+        if not next_field(&data, &field, &number, &value) or field & 7 != TEXT or not 8 < field < 40:
+            return False
+        if seen & 1 << (field >> 3):
+            return False  # a second property too: protobuf has an order of its own for several
+        seen |= 1 << (field >> 3)
+        if field >> 3 == 1:
+            if not read_pair(value, &fields.space, &fields.topic):
+                return False
+        elif field >> 3 == 2:
+            fields.properties = 1
+            if not read_pair(value, &fields.name, &fields.value):
+                return False
+        elif field >> 3 == 3:
+            if not read_system(fields, value):
+                return False
+        else:
+            fields.body = value
+    return True
+
+
+cdef bint read_pair(Text data, Text* first, Text* second) noexcept:
+    """Read a message of two texts."""
+    cdef uint32_t field = 0
+    cdef uint64_t number = 0
+    cdef Text value
+    value.size = 0
+    while data.size:
+        if not next_field(&data, &field, &number, &value) or not value.size:
+            return False
+        if field == (1 << 3 | TEXT) and not first.size and not second.size:
+            first[0] = value
+        elif field == (2 << 3 | TEXT) and not second.size:
+            second[0] = value
+        else:
+            return False
+    return True
+
+
+cdef bint read_system(Fields* fields, Text data) noexcept:
+    cdef uint32_t field = 0, seen = 0, name
+    cdef uint64_t number = 0
+    cdef Text value
+    value.size = 0
+    while data.size:
+        if not next_field(&data, &field, &number, &value):
+            return False
+        name = field >> 3
+        if field == (2 << 3 | TEXT):
+            if fields.keys_count == KEYS_MAX or not value.size:  # keys of no bytes count as well
+                return False
+            fields.keys[fields.keys_count] = value
+            fields.keys_count += 1
+            continue
+        if name > 13 or seen & 1 << name:
+            return False
+        seen |= 1 << name
+        if field == (1 << 3 | TEXT):
+            fields.tag = value
+        elif field == (3 << 3 | TEXT):
+            fields.message_id = value
+        elif field == (5 << 3 | VARINT):
+            fields.encoding = number
+        elif field == (6 << 3 | VARINT):
+            fields.kind = number
+        elif field == (7 << 3 | TEXT):
+            if not read_instant(value, &fields.born_ms, 0):
+                return False
+        elif field == (8 << 3 | TEXT):
+            fields.host = value
+        elif field == (11 << 3 | TEXT):
+            if not read_instant(value, &fields.due_ms, 999999):
+                return False
+        elif field != (13 << 3 | VARINT):  # a queue, which the broker chooses
+            return False
+    return True
+
+
+cdef bint read_instant(Text data, int64_t* instant_ms, int64_t round_up_ns) noexcept:
+    """Read a timestamp behind 1970."""
+    cdef uint32_t field = 0
+    cdef uint64_t number = 0, seconds = 0, nanos = 0
+    cdef Text value
+    while data.size:
+        if not next_field(&data, &field, &number, &value):
+            return False
+        if field == 1 << 3 and not seconds and not nanos:
+            seconds = number
+        elif field == 2 << 3 and not nanos:
+            nanos = number
+        else:
+            return False
+    if not 0 < seconds <= <uint64_t> SECONDS_MAX or nanos >= 1000000000:
+        return False
+    instant_ms[0] = <int64_t> seconds * 1000 + (<int64_t> nanos + round_up_ns) // 1000000
+    return True
+
+
+cdef bint is_printable(Text text) noexcept:
+    cdef Py_ssize_t at
+    for at in range(text.size):
+        if not 0x20 <= <uint8_t> text.at[at] < 0x7F:
+            return False
+    return True
+
+
+cdef bint is_word(Text text) noexcept:
+    """Return whether it is printable without a blank: so it is not blank either."""
+    return is_printable(text) and memchr(text.at, c" ", text.size) == NULL
+
+
+cdef bint is_plain(Fields* fields) noexcept:
+    """Return whether all that has been read is as the reference takes it."""
+    cdef int at
+    cdef Py_ssize_t keys_bytes = 0
+    if fields.kind == DELAY:
+        if fields.due_ms < 0:
+            return False
+    elif fields.kind != NORMAL or fields.due_ms >= 0:
+        return False
+    if not 0 < fields.body.size <= BODY_BYTES_MAX or fields.encoding > GZIP or fields.host.size > HOST_MAX:
+        return False
+    if not 0 < fields.message_id.size <= ID_MAX or not is_word(fields.message_id):
+        return False
+    if not is_printable(fields.space) or not is_printable(fields.topic) or not is_printable(fields.host):
+        return False
+    if fields.tag.size:
+        if fields.tag.size > TAG_MAX or not is_word(fields.tag) or memchr(fields.tag.at, c"|", fields.tag.size):
+            return False
+    for at in range(fields.keys_count):
+        keys_bytes += fields.keys[at].size + 1
+        if not is_word(fields.keys[at]):
+            return False
+    if keys_bytes > ALL_KEYS_MAX:
+        return False
+    if fields.properties and (not fields.name.size or not is_printable(fields.name) or not is_printable(fields.value)):
+        return False
+    return fields.name.size + fields.value.size + fields.tag.size + keys_bytes <= USER_MAX
+
+
+cdef object text_of(Text text):
+    return PyUnicode_FromStringAndSize(text.at, text.size)
+
+
+cdef object send_of(Fields* fields):
+    """Return the send; None when its property has a name that is not its producer's to give."""
+    cdef PlainSend send
+    cdef str keys = ""
+    if fields.properties and text_of(fields.name) in RESERVED:
+        return None
+    send = PlainSend.__new__(PlainSend)
+    send.topic = (text_of(fields.space) if fields.space.size else "", text_of(fields.topic) if fields.topic.size else "")
+    send.kind = <int> fields.kind
+    send.due_ms = None if fields.due_ms < 0 else fields.due_ms
+    send.born_ms = None if fields.born_ms < 0 else fields.born_ms
+    send.needs_now = fields.due_ms >= 0 or fields.born_ms < 0
+    send.body = PyBytes_FromStringAndSize(fields.body.at, fields.body.size)
+    send.tag = text_of(fields.tag) if fields.tag.size else None
+    if fields.keys_count:
+        keys = " ".join([text_of(fields.keys[at]) for at in range(fields.keys_count)])
+    send.keys = keys or None
+    send.message_id = text_of(fields.message_id)
+    send.born_host = text_of(fields.host) if fields.host.size else None
+    send.sys_flag = COMPRESSED if fields.encoding == GZIP else 0
+    send.properties = properties_of(fields, keys)
+    send.size_bytes = fields.body.size + len(<str> send.properties)
+    return None if len(<str> send.properties) > PROPERTIES_MAX else send
+
+
+cdef struct Out:
+    char* at
+
+
+cdef inline void put(Out* out, const char* name, Py_ssize_t name_size, const char* value, Py_ssize_t size) noexcept:
+    """Write a property, or nothing without a value."""
+    memcpy(out.at, name, name_size)
+    out.at[name_size] = 1
+    memcpy(out.at + name_size + 1, value, size)
+    out.at[name_size + 1 + size] = 2
+    out.at += name_size + size + 2
+
+
+cdef object properties_of(Fields* fields, str keys):
+    """Return the properties as the reference orders them."""
+    cdef bytes due = str(fields.due_ms).encode() if fields.due_ms >= 0 else b""
+    cdef bytes joined = keys.encode()
+    cdef Py_ssize_t size = (
+        fields.name.size + fields.value.size + fields.tag.size + len(joined) + fields.message_id.size + len(due) + 10
+        + len(_tags) + len(_keys) + len(_id) + len(_deliver)
+    )
+    cdef object held = PyBytes_FromStringAndSize(NULL, size)
+    cdef char* begin = PyBytes_AsString(held)
+    cdef Out out
+    out.at = begin
+    if fields.properties:
+        put(&out, fields.name.at, fields.name.size, fields.value.at, fields.value.size)
+    if fields.tag.size:
+        put(&out, PyBytes_AsString(_tags), len(_tags), fields.tag.at, fields.tag.size)
+    if joined:
+        put(&out, PyBytes_AsString(_keys), len(_keys), PyBytes_AsString(joined), len(joined))
+    put(&out, PyBytes_AsString(_id), len(_id), fields.message_id.at, fields.message_id.size)
+    if due:
+        put(&out, PyBytes_AsString(_deliver), len(_deliver), PyBytes_AsString(due), len(due))
+    return PyUnicode_FromStringAndSize(begin, out.at - begin)

@@ -1,0 +1,278 @@
+"""JSON of receives, answers and reschedules to structs and back, with times, delays and leases. No I/O."""
+
+from __future__ import annotations
+
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from timeball.edges.shared.error_codes import Refused
+from timeball.model import limits, time_parsing
+from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
+from timeball.model.message import decode_properties, lateness_ms
+from timeball.model.rules import with_valid_fields
+
+JSON, NDJSON = "application/json", "application/x-ndjson"
+
+At = int | str
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# Names of older versions, and the names that replace them.
+_OLD_NAMES = {"delay": "after", "deliver_at": "at"}
+_DURATION = "a text with its unit, such as '5s' or '30m'"
+_INSTANT = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
+_PRESENT = "; leave it out to deliver at once"
+_OF_TIME = re.compile(r"`\$[^`]*\.(after|at|lease|timeout)`")
+_CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
+
+
+class Leased(msgspec.Struct, omit_defaults=True):
+    """A message handed out to a group, and the receipt to answer it with. `base64` holds a body that is not UTF-8."""
+
+    receipt: str
+    topic: str
+    attempt: int
+    seq: int
+    queue: int
+    offset: int
+    released: str
+    id: str | None = None
+    body: str | None = None
+    base64: bytes | None = None
+    tag: str | None = None
+    keys: list[str] = []
+    properties: dict[str, str] = {}
+    due: str | None = None
+    lateness_ms: int | None = None
+
+
+class LeasedMany(msgspec.Struct):
+    """The messages of a receive. The list may be empty."""
+
+    messages: list[Leased]
+
+
+class Answering(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts to acknowledge."""
+
+    receipts: list[str]
+
+
+class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again."""
+
+    receipts: list[str]
+    after: str | msgspec.UnsetType = msgspec.UNSET
+    reason: str = ""
+
+
+class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts of messages to move to the group's dead letters."""
+
+    receipts: list[str]
+    reason: str = ""
+
+
+class Extending(msgspec.Struct, forbid_unknown_fields=True):
+    """Receipts whose leases shall end after `lease` from now."""
+
+    receipts: list[str]
+    lease: str
+
+
+class Answered(msgspec.Struct):
+    """A receipt, and whether its lease was still valid. Use this receipt for the next answer."""
+
+    receipt: str
+    valid: bool
+
+
+class AnsweredMany(msgspec.Struct):
+    """The results for the receipts of a request, in the same order."""
+
+    results: list[Answered]
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request that needs no arguments in its body: {}."""
+
+
+class Resuming(msgspec.Struct, forbid_unknown_fields=True):
+    """The way to resume. With `shift`, held messages are delayed by the length of the pause.
+
+    Without it, overdue messages are due at once.
+    """
+
+    shift: bool = False
+
+
+class Resolving(msgspec.Struct, forbid_unknown_fields=True):
+    """Dead letters to resend or to delete: those in `dead_letters`, or all that are left."""
+
+    dead_letters: list[str] | None = None
+    all: bool = False
+
+
+class Topic(msgspec.Struct):
+    """A topic: the number of its queues, and of the visible messages that they keep."""
+
+    topic: str
+    queues: int
+    messages: int
+
+
+class Topics(msgspec.Struct):
+    """Topics, ordered by name."""
+
+    topics: list[Topic]
+
+
+class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
+    """A topic to create. An existing topic keeps its queues or gains some.
+
+    Without `queues`, the broker's setting applies.
+    """
+
+    queues: int | None = None
+
+
+class Moving(msgspec.Struct, forbid_unknown_fields=True):
+    """The new due time of a scheduled message: exactly one of `at` and `after`."""
+
+    at: At | msgspec.UnsetType = msgspec.UNSET
+    after: str | msgspec.UnsetType = msgspec.UNSET
+
+
+encode = msgspec.json.Encoder().encode
+
+
+def check_type(content_type: str, *known: str) -> str:
+    """Find the media type of a request's body. Raises Refused (415) for a type that is not in `known`."""
+    name, semicolon, rest = content_type.partition(";")
+    name = name.strip().lower()
+    if name not in known or (semicolon and not _CHARSET.fullmatch(semicolon + rest)):
+        raise Refused(415, f"content-type {content_type[:80]!r}: send {' or '.join(known)}")
+    return name
+
+
+def decode(kind: type[Any], data: bytes) -> Any:
+    """Decode a request's body as a struct of type `kind`. Raises InvalidMessage and InvalidDelay."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise refused(error, kind) from error
+
+
+def refused(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage:
+    """Build the error for a body that cannot be decoded. For a wrong time, the text shows the valid form.
+
+    `kind` is the expected struct. If a field is unknown, the text lists the fields of this struct.
+    """
+    text = f"body: {error}"
+    for old, new in _OLD_NAMES.items():
+        if f"unknown field `{old}`" in text:
+            return InvalidDelay(f"{text}; `{old}` is called `{new}`")
+    found = _OF_TIME.search(text)
+    if found is None:
+        return InvalidMessage(with_valid_fields(text, kind))
+    wanted = _INSTANT if found[1] == "at" else _DURATION
+    return InvalidDelay(f"{text}; {found[1]} is {wanted}{_PRESENT if 'null' in text else ''}")
+
+
+# ---- instants ---------------------------------------------------------------------------------------------------
+
+
+def when(at: At | msgspec.UnsetType, after: str | msgspec.UnsetType) -> tuple[int | None, int | None]:
+    """Convert a due time and a delay to (due_ms, delay_ms), of which at most one is set. Raises InvalidDelay."""
+    if at is not msgspec.UNSET and after is not msgspec.UNSET:
+        raise InvalidDelay(f"at={at} and after={after} name two instants; give one of them")
+    return (
+        None if at is msgspec.UNSET else time_parsing.due_ms(at),
+        None if after is msgspec.UNSET else time_parsing.delay_ms(after),
+    )
+
+
+def instant_text(instant_ms: int) -> str:
+    """Format a time as RFC 3339 in UTC, with milliseconds."""
+    second, ms = divmod(instant_ms, limits.SECOND_MS)
+    return f"{_second_text(second)}.{ms:03d}Z"
+
+
+@lru_cache(1_024)  # messages sent together are often due in the same second
+def _second_text(second: int) -> str:
+    return (_EPOCH + timedelta(seconds=second)).isoformat(timespec="seconds").removesuffix("+00:00")
+
+
+def lease_ms(lease: str) -> int:
+    """Convert a lease to milliseconds. Raises OutOfRange for a lease that groups may not have."""
+    found = time_parsing.delay_ms(lease, "lease")
+    if not limits.SECOND_MS <= found <= limits.INVISIBLE_MS_MAX:
+        raise OutOfRange(f"lease={lease}: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
+    return found
+
+
+def start_ms(text: str) -> int:
+    """Parse the start of a new group: 0 for `earliest`, END for `latest`, else a time in milliseconds since 1970 UTC.
+
+    Raises InvalidMessage.
+    """
+    if text in ("earliest", "latest"):
+        return 0 if text == "earliest" else time_parsing.END
+    try:
+        return time_parsing.due_ms(text)
+    except InvalidDelay as error:
+        advice = "earliest, latest, or an instant: RFC 3339 with a zone, or milliseconds since 1970"
+        raise InvalidMessage(f"start={text[:40]}: {advice}") from error
+
+
+# ---- answers ----------------------------------------------------------------------------------------------------
+
+
+def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMany:
+    """Build the answer to a receive, under the requested topic: some rows may come from the group's retry topic."""
+    names = (
+        "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys",
+        "properties", "due_ms", "accepted_ms",
+    )  # fmt: skip
+    values = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
+    found = []
+    for handle, row in zip(handles, values, strict=True):
+        seq, queue, offset, store_ms, times, unique_key, body, tag, keys, properties, due_ms, accepted_ms = (
+            row
+        )
+        text, raw = shown(body or b"")
+        one = Leased(
+            handle, topic, 1 + (times or 0), seq, queue, offset, instant_text(store_ms), unique_key, text, raw,
+            tag, (keys or "").split(), decode_properties(properties or ""),
+        )  # fmt: skip
+        if due_ms is not None:
+            one.due, one.lateness_ms = instant_text(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
+        found.append(one)
+    return LeasedMany(found)
+
+
+def shown_body(beginning: bytes, size_bytes: int) -> dict[str, Any]:
+    """Build the fields that show the beginning of a body: as text, or as base64 if it is not UTF-8.
+
+    `size_bytes` is the size of the whole body.
+    """
+    is_cut = len(beginning) < size_bytes
+    fields: dict[str, Any] = {"size_bytes": size_bytes} | ({"body_cut": True} if is_cut else {})
+    try:
+        # The end of the beginning may lie within a character.
+        return fields | {"body": getincrementaldecoder("utf-8")().decode(beginning, not is_cut)}
+    except UnicodeDecodeError:
+        return fields | {"base64": beginning}
+
+
+def shown(body: bytes) -> tuple[str | None, bytes | None]:
+    """Decode a body as text, or return it as bytes if it is not UTF-8."""
+    try:
+        return body.decode(), None
+    except UnicodeDecodeError:
+        return None, body

@@ -1,0 +1,53 @@
+"""All paths of the HTTP edge, with the handler of each method."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from timeball.broker.service import Broker
+from timeball.edges.http.handlers import receives
+from timeball.edges.http.handlers.campaigns import Campaigns
+from timeball.edges.http.handlers.events import Events
+from timeball.edges.http.handlers.group_questions import GroupQuestions
+from timeball.edges.http.handlers.groups import Groups
+from timeball.edges.http.handlers.operators import Operators, Status
+from timeball.edges.http.handlers.receives import Receives
+from timeball.edges.http.handlers.scheduled import Scheduled
+from timeball.edges.http.handlers.sends import Sends
+from timeball.edges.http.handlers.subscriptions import Subscriptions
+from timeball.edges.http.handlers.waiting import WaitingMessages
+from timeball.edges.http.requests import Paths
+from timeball.monitoring.metrics import Metrics
+
+
+class Routes(NamedTuple):
+    """Handlers by path and method. `open_paths` need no account.
+
+    `former`: by path and method, the advice for a request that older versions answered.
+    """
+
+    paths: Paths
+    open_paths: Paths
+    former: dict[str, dict[str, str]]
+
+
+def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
+    """Collect the handlers of all paths."""
+    operators = Operators(broker, metrics, status)
+    paths: Paths = {}
+    parts = (
+        operators,
+        Sends(broker),
+        Receives(broker),
+        Scheduled(broker),
+        WaitingMessages(broker),
+        Events(broker),
+        Campaigns(broker),
+        Groups(broker),
+        GroupQuestions(broker),
+        Subscriptions(broker, metrics.push),
+    )
+    for part in parts:
+        for path, methods in part.paths.items():
+            paths[path] = {**paths.get(path, {}), **methods}
+    return Routes(paths, operators.open_paths, receives.FORMER)

@@ -1,0 +1,176 @@
+"""The server of a gRPC edge: listens, creates a call for each new stream, and checks all deadlines.
+
+It decides nothing itself. connection.py bounds a client, exchange.py bounds a call, and the edge provides the methods.
+Decision 0041 explains why Timeball has its own HTTP/2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from timeball.edges.http2.calls import Call, Method, Room
+from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
+from timeball.edges.http2.exchange import Exchange
+from timeball.edges.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    Fault,
+    GrpcStatus,
+    frame,
+    literal,
+    rst_stream,
+)
+from timeball.edges.http2.header_blocks import Headers, decoder_of
+from timeball.edges.http2.streams import Flushes, Stream, Streams
+from timeball.edges.shared import first_byte
+from timeball.edges.shared.first_byte import Listening, PlainFrom
+from timeball.io.security import Tls
+from timeball.model.config import CodecChoice
+from timeball.model.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1_024
+LOOK_S = 0.25
+LAST_ANSWERS_S = 0.5  # seconds at a stop. Long polls that still wait then end without an answer
+
+TIMEOUT_DIGITS_MAX = 8
+_UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_NOT_GRPC = literal(":status", "415")  # the answer to an HTTP/2 request that is no gRPC call
+
+
+class Service(Protocol):
+    """The interface of an edge that the server uses: its methods, its bounds, its calls."""
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """Return the methods by their paths."""
+
+    @property
+    def room(self) -> Room:
+        """Return the bounds and counts of all calls."""
+
+    @property
+    def call(self) -> type[Call]:
+        """Return the class of the calls that `open` gets."""
+
+    def open(
+        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Any, now_s: float
+    ) -> Exchange:
+        """Return the call of a new stream. `method` is None if the edge does not have it."""
+
+
+class Server:
+    """Serves the calls of one edge. Belongs to the broker's event loop."""
+
+    def __init__(
+        self,
+        service: Service,
+        bounds: Bounds = Bounds(),  # noqa: B008  # it is frozen
+        codec: CodecChoice = "auto",
+    ) -> None:
+        self._service, self._bounds, self._decoder = service, bounds, decoder_of(codec)
+        self._connections: set[Connection] = set()
+        self._server: Listening | None = None
+
+    async def start(
+        self, host: str, port: int, tls: Tls | None, option: str, *, plain_from: PlainFrom = "nobody"
+    ) -> int:
+        """Listen, and return the port. Raises SetupError, which names the `option` of the port.
+
+        `plain_from`: the clients that may connect without TLS although there is a certificate.
+        """
+        loop = asyncio.get_running_loop()
+        flushes = Flushes(loop)
+
+        def connection() -> Connection:
+            return Connection(self._begin, self._connections, loop, self._bounds, self._decoder, flushes)
+
+        try:
+            self._server = await first_byte.listen(
+                connection, host, port, BACKLOG, tls.context if tls else None,
+                edge=self._bounds.edge, plain_from=plain_from,
+            )  # fmt: skip
+        except OSError as error:
+            raise SetupError(
+                f"{option} {port}: {error.strerror or error}; another broker may be running, choose another port"
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def watch(self) -> None:
+        """Check the deadlines of all connections and calls, every LOOK_S."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for connection in list(self._connections):
+                connection.check(loop.time())
+
+    @property
+    def connections(self) -> int:
+        """Return the number of connected clients."""
+        return len(self._connections)
+
+    def open_streams(self) -> list[Stream]:
+        """Return the streams that are open now."""
+        return [stream for each in self._connections for stream in each.streams.open.values()]
+
+    async def close(self) -> None:
+        """Accept no more connections, end the calls that wait, and close the connections."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self._connections:
+            connection.leave()
+        calls = [stream.under_way() for stream in self.open_streams()]
+        if under_way := [call for call in calls if call is not None]:
+            await asyncio.wait(under_way, timeout=LAST_ANSWERS_S)
+        for connection in list(self._connections):
+            connection.close()
+        if self._connections:
+            await asyncio.wait([each.closed for each in self._connections], timeout=LAST_ANSWERS_S)
+        for connection in list(self._connections):
+            connection.abort()
+        await self._server.wait_closed()
+        self._server = None
+
+    def _begin(
+        self, streams: Streams, number: int, headers: Headers, size_bytes: int, now_s: float, is_heard: bool
+    ) -> Stream | None:
+        """Return the call of a new stream, or None if it was refused."""
+        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
+            "application/grpc"
+        ):
+            streams.write(frame(HEADERS, END_HEADERS | END_STREAM, number, _NOT_GRPC))
+            if not is_heard:
+                streams.write(rst_stream(number, Fault.NO_ERROR))
+                streams.cut(number)
+            return None
+        timeout = headers.get("grpc-timeout")
+        remaining_s = None if timeout is None else seconds_of(timeout)
+        service, path = self._service, headers.get(":path", "")
+        method = service.methods.get(path)
+        call, calls = service.call(headers, streams.peer, remaining_s), service.room.calls
+        exchange = service.open(method, streams, number, is_heard, call, now_s)
+        if method is None:
+            exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")
+        elif timeout is not None and remaining_s is None:
+            exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
+        elif size_bytes > HEADERS_BYTES_MAX:
+            exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")
+        elif calls.taken > calls.limit // 2 and (text := calls.excess(call.peer)):
+            exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, text)
+        else:
+            return exchange.begin(method)
+        return None
+
+
+def seconds_of(timeout: str) -> float | None:
+    """Parse a grpc-timeout to seconds, or None if it has another form."""
+    digits, unit_s = timeout[:-1], _UNIT_S.get(timeout[-1:])
+    if unit_s is None or len(digits) > TIMEOUT_DIGITS_MAX or not (digits.isascii() and digits.isdigit()):
+        return None
+    return int(digits) * unit_s

@@ -1,0 +1,403 @@
+"""Frames and command headers, in both of RocketMQ's serialisations.
+
+    byte  0          4      5             8                  8 + h           4 + length
+          +----------+------+-------------+-------- … -------+----- … -------+
+          | length   | type | header len h| header           | body          |     big-endian
+          +----------+------+-------------+-------- … -------+----- … -------+
+           4          1      3
+
+`length` counts everything after itself. Type 0 is a JSON header. Its extFields may contain numbers and booleans as well
+as strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary header:
+
+    | code 2 | language 1 | version 2 | opaque 4 | flag 4 | remark: 4 + n | extFields: 4 + m |
+    extFields are m bytes of | key: 2 + n | value: 4 + n |, one behind the other
+
+Lengths are checked before a byte is kept, so a frame with false lengths costs nothing. A header is decoded into a typed
+structure, so JSON that would unfold into gigabytes is refused by its type. A client that sends a bad frame loses its
+connection. There is one exception: if the lengths of a frame are right and its header still identifies the request
+(code, opaque, flag), other faults of the header are answered with an error. The connection continues, because the next
+frame begins where this one ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from timeball.edges.remoting.codec.codes import CommandFlag, Language, ResponseCode
+from timeball.model.errors import RequestError
+
+HEADER_BYTES_MAX = 64 * 1024
+FRAME_BYTES_MAX = 4 * 1024 * 1024 + 64 * 1024
+EXT_FIELDS_MAX = 256
+
+JSON, BINARY = 0, 1
+
+_PREFIX = struct.Struct(">iI")
+_FIXED = struct.Struct(">hBhii")  # code, language, version, opaque, flag
+_INT = struct.Struct(">i")
+_SHORT = struct.Struct(">h")
+
+# Plain numbers and dicts: arithmetic with an IntFlag, or a look-up in an Enum, costs 1 us per request.
+_RESPONSE, _ONE_WAY = int(CommandFlag.RESPONSE), int(CommandFlag.ONE_WAY)
+_LANGUAGE_CODES = {language.name: int(language) for language in Language}
+_LANGUAGE_NAMES = {int(language): language.name for language in Language}
+
+
+class BadFrame(RequestError):
+    """Bytes that are no RocketMQ command. The connection is closed."""
+
+    code = "bad_frame"
+
+
+class Command(msgspec.Struct):
+    """A request or a response. In both forms of the header, the values of `ext` are text."""
+
+    code: int
+    opaque: int = 0
+    flag: int = 0
+    ext: dict[str, str] = {}
+    body: bytes = b""
+    remark: str | None = None
+    language: int = Language.JAVA
+    version: int = 0
+    serialisation: int = JSON
+
+    @property
+    def is_response(self) -> bool:
+        """Return whether this answers a request that the broker sent."""
+        return self.flag & _RESPONSE != 0
+
+    @property
+    def is_one_way(self) -> bool:
+        """Return whether the client expects no answer."""
+        return self.flag & _ONE_WAY != 0
+
+
+class BadHeader(BadFrame):
+    """A request whose header is bad but can be answered.
+
+    `request` contains the fields that the answer needs. The connection stays open.
+    """
+
+    def __init__(self, text: str, request: Command, response_code: int) -> None:
+        super().__init__(text)
+        self.request, self.response_code = request, response_code
+
+
+class Frame(msgspec.Struct, frozen=True, gc=False):
+    """One frame, cut out but not decoded."""
+
+    serialisation: int
+    header: bytes
+    body: bytes
+
+
+# A function that cuts bytes into frames or runs. Returns them, the position where the incomplete frame at the end
+# begins, and the size of that frame in bytes (of its prefix, while its length is unknown).
+Cut = Callable[[bytes, int], tuple[list[Any], int, int]]
+
+
+def cut(data: bytes, frame_bytes_max: int) -> tuple[list[Frame], int, int]:
+    """Cut the frames out of these bytes. See `Cut`. Raises BadFrame."""
+    frames: list[Frame] = []
+    at, size = 0, len(data)
+    awaited_bytes = _PREFIX.size
+    unpack = _PREFIX.unpack_from
+    while size - at >= 8:
+        length, word = unpack(data, at)
+        header_bytes = word & 0xFFFFFF
+        if not 4 <= length <= frame_bytes_max or header_bytes > length - 4:
+            raise refusal(length, header_bytes, frame_bytes_max)
+        end = at + 4 + length
+        if end > size:
+            awaited_bytes = end - at
+            break
+        body_at = at + 8 + header_bytes
+        frames.append(Frame(word >> 24, data[at + 8 : body_at], data[body_at:end]))
+        at = end
+    return frames, at, awaited_bytes
+
+
+def refusal(length: int, header_bytes: int, frame_bytes_max: int) -> BadFrame:
+    """Return the error for a frame with these lengths."""
+    if not 4 <= length <= frame_bytes_max:
+        return BadFrame(f"a frame of {length} bytes; between 4 and {frame_bytes_max}")
+    return BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
+
+
+class Splitter:
+    """Cuts a connection's bytes into frames and keeps the incomplete frame at the end."""
+
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX, cut: Cut = cut) -> None:
+        self._held = bytearray()
+        self.held_bytes = 0  # bytes of the incomplete frame at the end
+        self.awaited_bytes = 0  # size of that frame, or of its prefix while that is unknown; 0 without one
+        self._frame_bytes_max, self._cut = frame_bytes_max, cut
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Return the frames that `data` completes, or the objects that `cut` creates. Raises BadFrame."""
+        if self._held:
+            self._held += data
+            self.held_bytes = len(self._held)
+            if self.held_bytes < self.awaited_bytes:
+                return []
+            data = bytes(self._held)
+        frames, at, awaited_bytes = self._cut(data, self._frame_bytes_max)
+        self.held_bytes = len(data) - at
+        if self.held_bytes or self._held:  # both are usually empty, because a read mostly ends with a frame
+            self._held = bytearray(data[at:])
+        self.awaited_bytes = awaited_bytes if self.held_bytes else 0
+        return frames
+
+
+# ---- headers ------------------------------------------------------------------------------------------------
+
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class _PlainHeader(msgspec.Struct):
+    """The usual header, decoded in one step: as Java clients write it, all extFields are text."""
+
+    code: Int32
+    opaque: Int32 = 0
+    flag: Int32 = 0
+    remark: str | None = None
+    language: str | int | None = None
+    version: Int32 = 0
+    extFields: dict[str, str] = {}  # noqa: N815
+
+
+class _JsonHeader(msgspec.Struct):
+    code: int
+    opaque: int = 0
+    flag: int = 0
+    remark: str | None = None
+    language: str | int | None = None
+    version: int = 0
+    extFields: dict[str, str | int | float | bool | None] | None = None  # noqa: N815  RocketMQ's name
+
+
+class _Envelope(msgspec.Struct):
+    """The fields of a request that its answer needs."""
+
+    code: int
+    opaque: int = 0
+    flag: int = 0
+
+
+_plain_header = msgspec.json.Decoder(_PlainHeader)
+_json_header = msgspec.json.Decoder(_JsonHeader)
+_json_envelope = msgspec.json.Decoder(_Envelope)
+
+
+def decode(frame: Frame) -> Command:
+    """Decode the command in a frame. Raises BadHeader, or BadFrame if the header does not even identify the request."""
+    if len(frame.header) > HEADER_BYTES_MAX:
+        raise header_too_large(frame)
+    try:
+        command = _decode(frame)
+    except BadFrame as error:
+        raise bad_header(frame, str(error)) from error
+    command.body = frame.body
+    command.serialisation = frame.serialisation
+    return command
+
+
+def header_too_large(frame: Frame) -> BadFrame:
+    """Return the error for a header of more than HEADER_BYTES_MAX bytes, which is not decoded."""
+    text = f"the header is over the maximum: {len(frame.header)} bytes, at most {HEADER_BYTES_MAX}"
+    return bad_header(frame, text, ResponseCode.MESSAGE_ILLEGAL)
+
+
+def bad_header(frame: Frame, text: str, code: int = ResponseCode.INVALID_PARAMETER) -> BadFrame:
+    """Return the error for a wrong header: BadHeader if it can be answered, otherwise BadFrame."""
+    envelope = _envelope(frame)
+    if envelope is None or envelope.flag & _RESPONSE:
+        return BadFrame(text)
+    request = Command(envelope.code, envelope.opaque, envelope.flag, serialisation=frame.serialisation)
+    return BadHeader(text, request, code)
+
+
+def _envelope(frame: Frame) -> _Envelope | None:
+    """Return the fields that identify the request, or None if they cannot be read."""
+    try:
+        if frame.serialisation == JSON:
+            found = _json_envelope.decode(frame.header)
+        elif frame.serialisation == BINARY:
+            code, _, _, opaque, flag = _FIXED.unpack_from(frame.header)
+            found = _Envelope(code, opaque, flag)
+        else:
+            return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, struct.error):
+        return None
+    return found if all(map(_is_int32, (found.code, found.opaque, found.flag))) else None
+
+
+def _is_int32(number: int) -> bool:
+    return -(1 << 31) <= number < 1 << 31
+
+
+def _decode(frame: Frame) -> Command:
+    if frame.serialisation == JSON:
+        return _decode_json(frame.header)
+    if frame.serialisation == BINARY:
+        return _decode_binary(frame.header)
+    raise BadFrame(f"serialisation {frame.serialisation}: 0 is JSON and 1 is RocketMQ's own")
+
+
+def _decode_json(header: bytes) -> Command:
+    try:
+        plain = _plain_header.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_any_json(header)  # the general decoder names the fault, if there is one
+    if len(plain.extFields) > EXT_FIELDS_MAX:
+        raise BadFrame(f"{len(plain.extFields)} extFields; at most {EXT_FIELDS_MAX}")
+    language = _language(plain.language)
+    return Command(
+        plain.code, plain.opaque, plain.flag, plain.extFields, b"", plain.remark, language, plain.version
+    )
+
+
+def _decode_any_json(header: bytes) -> Command:
+    try:
+        found = _json_header.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFrame(f"the header is no command: {error}") from error
+    for number in (found.code, found.opaque, found.flag, found.version):
+        if not _is_int32(number):
+            raise BadFrame(f"{number} does not fit a header's field")
+    ext = found.extFields or {}
+    if len(ext) > EXT_FIELDS_MAX:
+        raise BadFrame(f"{len(ext)} extFields; at most {EXT_FIELDS_MAX}")
+    return Command(
+        code=found.code,
+        opaque=found.opaque,
+        flag=found.flag,
+        ext={
+            name: value if type(value) is str else text(value)
+            for name, value in ext.items()
+            if value is not None
+        },
+        remark=found.remark,
+        language=_language(found.language),
+        version=found.version,
+    )
+
+
+def text(value: object) -> str:
+    """Format a value as in a header's field or a file of Java properties: booleans in lower case."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _language(value: str | int | None) -> int:
+    if isinstance(value, str):
+        return _LANGUAGE_CODES.get(value, Language.OTHER)
+    return Language.OTHER if value is None else value
+
+
+def _decode_binary(header: bytes) -> Command:
+    try:
+        code, language, version, opaque, flag = _FIXED.unpack_from(header)
+        remark, at = _long_text(header, _FIXED.size)
+        (ext_bytes,) = _INT.unpack_from(header, at)
+        at += 4
+        if ext_bytes < 0 or at + ext_bytes != len(header):
+            raise BadFrame(f"extFields of {ext_bytes} bytes in a header of {len(header)}")
+        ext = dict(_pairs(header, at))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise BadFrame(f"the header is no command: {error}") from error
+    return Command(
+        code=code,
+        opaque=opaque,
+        flag=flag,
+        ext=ext,
+        remark=remark or None,
+        language=language,
+        version=version,
+    )
+
+
+def _pairs(header: bytes, at: int) -> Iterator[tuple[str, str]]:
+    count = 0
+    while at < len(header):
+        (size,) = _SHORT.unpack_from(header, at)
+        name, at = _cut(header, at + 2, size)
+        value, at = _long_text(header, at)
+        count += 1
+        if count > EXT_FIELDS_MAX:
+            raise BadFrame(f"more than {EXT_FIELDS_MAX} extFields")
+        yield name, value
+
+
+def _long_text(header: bytes, at: int) -> tuple[str, int]:
+    (size,) = _INT.unpack_from(header, at)
+    return _cut(header, at + 4, size)
+
+
+def _cut(header: bytes, at: int, size: int) -> tuple[str, int]:
+    if size < 0 or at + size > len(header):
+        raise BadFrame(f"a text of {size} bytes at byte {at} of a header of {len(header)}")
+    return header[at : at + size].decode("utf-8"), at + size
+
+
+# ---- encoding -----------------------------------------------------------------------------------------------
+
+
+class _JsonOut(msgspec.Struct, omit_defaults=False):
+    code: int
+    language: str
+    version: int
+    opaque: int
+    flag: int
+    remark: str | None
+    extFields: dict[str, str]  # noqa: N815
+    serializeTypeCurrentRPC: str = "JSON"  # noqa: N815
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(command: Command) -> bytes:
+    """Encode a command as a frame, in its serialisation. Raises ValueError if a number does not fit."""
+    if command.serialisation == BINARY:
+        header = _encode_binary(command)
+    else:
+        header = _encoder.encode(
+            _JsonOut(
+                code=command.code,
+                language=_LANGUAGE_NAMES.get(command.language) or Language(command.language).name,
+                version=command.version,
+                opaque=command.opaque,
+                flag=command.flag,
+                remark=command.remark,
+                extFields=command.ext,
+            )
+        )
+    word = command.serialisation << 24 | len(header)
+    return b"".join([_PREFIX.pack(4 + len(header) + len(command.body), word), header, command.body])
+
+
+def _encode_binary(command: Command) -> bytes:
+    if not -(1 << 15) <= command.code < 1 << 15:
+        raise ValueError(f"code {command.code} does not fit the binary header's 16 bits")
+    remark = (command.remark or "").encode()
+    ext = b"".join(
+        part
+        for name, value in command.ext.items()
+        for key, text in ((name.encode(), value.encode()),)
+        for part in (_SHORT.pack(len(key)), key, _INT.pack(len(text)), text)
+    )
+    return b"".join(
+        [
+            _FIXED.pack(command.code, command.language, command.version, command.opaque, command.flag),
+            _INT.pack(len(remark)),
+            remark,
+            _INT.pack(len(ext)),
+            ext,
+        ]
+    )

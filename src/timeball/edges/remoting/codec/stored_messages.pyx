@@ -1,0 +1,469 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Rows as stored messages, in C: the compiled twin of `encode_each` and `StoredFrame`; records.py draws the layout.
+
+Reads the buffers of Arrow columns where they are: those of a frame in the mapped segment, without an object of Arrow's.
+Rows that are out of order (a host without a port that fits, properties of more than 65,535 bytes) are left to the
+reference, whose error is the right one.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AsString, PyByteArray_Resize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memchr, memcmp, memcpy
+
+from timeball.edges.remoting.codec.c_text cimport Buffer, Text, put, put_number, read64, same, write32
+from timeball.edges.remoting.codec.record_batches cimport (
+    TEXT_WIDTH, Column, Message, is_missing, number32, number64, read_column, read_message, text,
+)
+
+from timeball.log import format as fmt
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, with_seq
+from timeball.edges.remoting.codec import records
+from timeball.edges.remoting.codec.codes import MessageFlag
+
+cdef enum:
+    ENTRY_BYTES = 20  # of a queue's index, which begins with the number of its row: queue_entry.ENTRY
+    FIXED_BYTES = 83  # of version 1: all but the addresses, the body, the topic and the properties
+    ROWS_MIN = 4
+    PROPERTIES_MAX = 65535
+    TOPIC_MAX = 32767
+    HOSTS_MAX = 4096  # that have been parsed: clients' addresses
+    COLUMNS = 17
+    NAMED = 3  # properties that may stand in a column only
+
+cdef int32_t BORN_V6 = MessageFlag.BORN_HOST_V6, STORE_V6 = MessageFlag.STORE_HOST_V6
+cdef int32_t ENDED = MessageFlag.TRANSACTION_ROLLBACK, COMMITTED = MessageFlag.TRANSACTION_COMMIT
+cdef uint32_t MAGIC_V1 = records.MAGIC_V1, MAGIC_V2 = records.MAGIC_V2
+cdef Py_ssize_t TOPIC_V1_MAX = records.TOPIC_BYTES_V1_MAX
+
+
+# With the byte that ends the name.
+cdef list _properties = [b"UNIQ_KEY\x01", b"TAGS\x01", b"KEYS\x01"]
+cdef Text PROPERTIES[NAMED]
+cdef int _name
+for _name in range(NAMED):
+    PROPERTIES[_name] = Text(<bytes> _properties[_name], len(_properties[_name]))
+
+
+cdef bytes _timer = records.TIMER_PREFIX.encode(), _done = records.TIMER_DONE.encode()
+cdef bytes _real = records.REAL_TOPIC.encode()
+cdef Text TIMER_PREFIX = Text(_timer, len(_timer)), TIMER_DONE = Text(_done, len(_done))
+cdef Text REAL_TOPIC = Text(_real, len(_real))
+cdef bytes _region = b"\x02" + records.REGION
+cdef Text REGION = Text(_region, len(_region))  # with what ends the property before it
+cdef Py_ssize_t PROPERTIES_JAVA_MAX = records.PROPERTIES_JAVA_MAX
+
+
+cdef struct Columns:  # in the order of NAMES
+    Column topic, queue_id, queue_offset, body, properties, tag, keys, unique_key, born_ms, born_host, store_ms
+    Column flag, sys_flag, times, source, due_ms, accepted_ms
+
+
+cdef dict HOSTS = {None: _host(records.NO_HOST)}  # as bytes; to parse one costs as much as ten messages
+cdef list NAMES = [
+    "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms", "born_host",
+    "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq", "due_ms", "accepted_ms",
+]
+cdef dict PLACES = {name: READ_SCHEMA.get_field_index(name) for name in READ_SCHEMA.names}
+
+# Of each of NAMES: its number in a frame's message, its first buffer and its width.
+cdef int FIELDS[COLUMNS]
+cdef int FIRST_BUFFERS[COLUMNS]
+cdef int WIDTHS[COLUMNS]
+cdef list _buffers = [field.type.num_buffers for field in LOG_SCHEMA]
+cdef int FIELDS_ALL = len(_buffers), BUFFERS_ALL = sum(_buffers), _at
+for _at in range(COLUMNS):
+    FIELDS[_at] = LOG_SCHEMA.get_field_index(NAMES[_at])
+    FIRST_BUFFERS[_at] = sum(_buffers[:FIELDS[_at]])
+    WIDTHS[_at] = TEXT_WIDTH if _buffers[FIELDS[_at]] == 3 else LOG_SCHEMA.field(NAMES[_at]).type.bit_width // 8
+
+
+cdef uintptr_t address(buffer) except? 0:
+    return 0 if buffer is None else buffer.address
+
+
+cdef int columns_of(rows, Columns* found) except -1:
+    """Find the columns of READ_SCHEMA rows, whose memory must outlive them."""
+    cdef Column* column = <Column*> found
+    for name in NAMES:
+        array = rows.column(<int> PLACES[name])
+        buffers = array.buffers()
+        column.valid = <const uint8_t*> address(buffers[0]) if array.null_count else NULL
+        column.values = <const char*> address(buffers[1])
+        column.data = <const char*> address(buffers[2]) if len(buffers) > 2 else NULL
+        column.offset = array.offset
+        column += 1
+    return 0
+
+
+cdef bint columns_in(const char* payload, Py_ssize_t size, Py_ssize_t rows, Columns* found) noexcept:
+    """Find the columns of a frame in its bytes; False when these are unusual."""
+    cdef Message message
+    cdef Column* column = <Column*> found
+    cdef int at
+    if not read_message(payload, size, FIELDS_ALL, BUFFERS_ALL, &message) or message.rows != rows:
+        return False
+    for at in range(COLUMNS):
+        if not read_column(&message, FIELDS[at], FIRST_BUFFERS[at], WIDTHS[at], column + at):
+            return False
+    return True
+
+
+cdef inline bint is_visible(Columns* of, Py_ssize_t row) noexcept:
+    return not (is_missing(&of.queue_offset, row) or is_missing(&of.topic, row) or is_missing(&of.queue_id, row))
+
+
+def encode_each(rows, *, store_host, born_host=records.NO_HOST):
+    """Return a stored message for each of these READ_SCHEMA rows; see records.encode_each."""
+    cdef Columns columns
+    cdef Record record
+    cdef Py_ssize_t row
+    # To look at the columns costs as much as a few rows do in Python.
+    if rows.num_rows < ROWS_MIN or not rows.schema.equals(READ_SCHEMA) or any(
+        rows.column(<int> PLACES[name]).null_count for name in ("seq", "topic", "queue_id")
+    ):
+        return records.encode_each(rows, store_host=store_host, born_host=born_host)
+    columns_of(rows, &columns)
+    seqs = rows.column(0)
+    cdef const int64_t* seq = <const int64_t*> address(seqs.buffers()[1]) + <Py_ssize_t> seqs.offset
+    cdef Hosts hosts = Hosts(store_host, born_host)
+    cdef list found = []
+    for row in range(rows.num_rows):
+        if not hosts.measure(&columns, row, &record):
+            return records.encode_each(rows, store_host=store_host, born_host=born_host)
+        data = PyBytes_FromStringAndSize(NULL, record.total)
+        hosts.write(&columns, row, seq[row], &record, PyBytes_AsString(data))
+        found.append(data)
+    return found
+
+
+cdef class StoredFrame:
+    """The rows of one frame, read where they are mapped; see records.StoredFrame."""
+
+    cdef Columns columns
+    cdef object segment, frame
+    cdef object kept  # what holds the memory of the columns
+    cdef readonly int64_t first_seq
+    cdef readonly int64_t end_seq
+
+    def __init__(self, segment, frame):
+        payload = segment.slice(frame.position + fmt.ALIGN, frame.payload)
+        self.segment, self.frame, self.kept = segment, frame, payload
+        self.first_seq, self.end_seq = frame.first_seq, frame.first_seq + frame.rows
+        if not columns_in(<const char*> address(payload), payload.size, frame.rows, &self.columns):
+            self.kept = with_seq(fmt.decode_rows(segment, frame), self.first_seq)
+            columns_of(self.kept, &self.columns)
+
+    def put(self, bytearray out, seqs, Py_ssize_t at, store_host, Py_ssize_t bytes_max):
+        """Append stored messages of `seqs[at:]` while they are of this frame and `out` stays within `bytes_max`."""
+        cdef Py_buffer entries
+        if type(seqs) is list:
+            return self.put_rows(out, seqs, NULL, len(<list> seqs), at, store_host, bytes_max)
+        PyObject_GetBuffer(seqs, &entries, PyBUF_SIMPLE)
+        try:
+            return self.put_rows(
+                out, seqs, <const char*> entries.buf, entries.len // ENTRY_BYTES, at, store_host, bytes_max
+            )
+        finally:
+            PyBuffer_Release(&entries)
+
+    cdef object put_rows(
+        self, bytearray out, seqs, const char* entries, Py_ssize_t count, Py_ssize_t at, store_host,
+        Py_ssize_t bytes_max
+    ):
+        """`put` for `count` numbers: in these entries, or else in the list `seqs`."""
+        cdef Record record
+        cdef Py_ssize_t row, size = len(out), room = size
+        cdef int64_t seq
+        cdef Hosts hosts = hosts_for(store_host)
+        while at < count:
+            seq = (<list> seqs)[at] if entries == NULL else read64(entries + ENTRY_BYTES * at)
+            if not self.first_seq <= seq < self.end_seq:
+                break
+            row = seq - self.first_seq
+            if not is_visible(&self.columns, row) or not hosts.measure(&self.columns, row, &record):
+                PyByteArray_Resize(out, size)
+                return records.StoredFrame(self.segment, self.frame).put(out, seqs, at, store_host, bytes_max)
+            if size + record.total > bytes_max and size:
+                break
+            if size + record.total > room:
+                # For all that are left, if they are like this one: they mostly are.
+                room = size + max(record.total, min((count - at) * record.total, bytes_max - size))
+                PyByteArray_Resize(out, room)
+            hosts.write(&self.columns, row, seq, &record, PyByteArray_AsString(out) + size)
+            size += record.total
+            at += 1
+        PyByteArray_Resize(out, size)
+        return at
+
+
+# ---- one record ------------------------------------------------------------------------------------------------------
+
+
+cdef struct Record:
+    Py_ssize_t total
+    bint is_v1
+    int32_t sys_flag
+    Text region  # what follows the properties
+
+
+cdef class Hosts:
+    """The hosts of some records as bytes, and the properties of the one that is being written."""
+
+    cdef bytes store, born
+    cdef object otherwise
+    cdef dict known
+    cdef Text name  # of `born`
+    cdef Text properties  # where they stand in the row, or in `added`
+    cdef Buffer added
+
+    def __cinit__(self, store_host, born_host):
+        self.store, self.otherwise = _host(store_host), born_host
+        self.known = HOSTS if born_host == records.NO_HOST else {None: _host(born_host)}
+        self.name.size = -1
+        self.added.data, self.added.size, self.added.room = NULL, 0, 0
+
+    def __dealloc__(self):
+        free(self.added.data)
+
+    cdef int find_born(self, Columns* of, Py_ssize_t row) except -1:
+        """Set `born` to the host of a row."""
+        cdef Text host = text(&of.born_host, row)
+        name = None
+        if is_missing(&of.born_host, row):
+            self.name.size = -1
+        elif self.name.size == host.size and same(host, self.name.at, self.name.size):
+            return 0  # neighbours mostly came by one connection
+        else:
+            self.name, name = host, host.at[:host.size]
+        self.born = self.known.get(name)
+        if self.born is None:
+            if len(self.known) >= HOSTS_MAX:
+                self.known.clear()
+                self.known[None] = _host(self.otherwise)
+            self.born = self.known[name] = _host(records.parse_host(name.decode(), self.otherwise))
+        return 0
+
+    cdef Text add(self, int name, Text value) except *:
+        """Add a property that stands in a column only; return it."""
+        cdef Buffer* added = &self.added
+        cdef Text own = self.properties
+        cdef Py_ssize_t begin
+        if own.at != added.data or added.data == NULL:  # the first that is added to this row
+            added.size = 0
+            if own.size:
+                put(added, own.at, own.size)
+        if added.size and added.data[added.size - 1] != 2:
+            put(added, b"\x02", 1)
+        begin = added.size
+        put(added, PROPERTIES[name].at, PROPERTIES[name].size)
+        put(added, value.at, value.size)
+        put(added, b"\x02", 1)
+        self.properties = Text(added.data, added.size)
+        return Text(added.data + begin, added.size - begin)
+
+    cdef int add_timer(self, Columns* of, Py_ssize_t row, Text topic) except -1:
+        """Add what RocketMQ's timers add to a message that they have delivered."""
+        cdef Buffer* added = &self.added
+        cdef Text own = self.properties
+        if own.at != added.data or added.data == NULL:
+            added.size = 0
+            if own.size:
+                put(added, own.at, own.size)
+        if added.data[added.size - 1] != 2:
+            put(added, b"\x02", 1)
+        put(added, b"TIMER_OUT_MS\x01", 13)
+        put_number(added, number64(&of.due_ms, row))
+        put(added, b"\x02REAL_TOPIC\x01", 12)
+        put(added, topic.at, topic.size)
+        put(added, b"\x02REAL_QID\x01", 10)
+        put_number(added, number32(&of.queue_id, row))
+        put(added, b"\x02TIMER_ENQUEUE_MS\x01", 18)
+        put_number(added, number64(&of.accepted_ms, row))
+        put(added, b"\x02TIMER_DEQUEUE_MS\x01", 18)
+        put_number(added, number64(&of.store_ms, row))
+        put(added, b"\x02", 1)
+        self.properties = Text(added.data, added.size if added.size <= PROPERTIES_JAVA_MAX else own.size)
+        return 0
+
+    cdef bint measure(self, Columns* of, Py_ssize_t row, Record* found) except -1:
+        """Measure a stored message; False when it does not fit the layout."""
+        cdef Text topic = text(&of.topic, row)
+        cdef Text[NAMED] values = [text(&of.unique_key, row), text(&of.tag, row), text(&of.keys, row)]
+        cdef int at, wanted = 0
+        self.find_born(of, row)
+        self.properties = text(&of.properties, row)
+        for at in range(NAMED):
+            wanted |= (values[at].size > 0) << at
+        wanted &= ~names_in(self.properties, wanted)
+        for at in range(NAMED):
+            if wanted >> at & 1:
+                # A value may hold what reads as a property: it counts as one then, as for the reference.
+                wanted &= ~names_in(self.add(at, values[at]), wanted)
+        if not (is_missing(&of.due_ms, row) or is_missing(&of.accepted_ms, row)) and is_timers(self.properties):
+            self.add_timer(of, row, topic)
+        if self.properties.size > PROPERTIES_MAX or topic.size > TOPIC_MAX or not self.born or not self.store:
+            return False
+        found.region = region_behind(self.properties)
+        found.is_v1 = topic.size <= TOPIC_V1_MAX
+        found.sys_flag = number32(&of.sys_flag, row) & ~(BORN_V6 | STORE_V6)
+        found.sys_flag |= (BORN_V6 if len(self.born) > 8 else 0) | (STORE_V6 if len(self.store) > 8 else 0)
+        found.total = (
+            FIXED_BYTES + len(self.born) - 4 + len(self.store) - 4 + text(&of.body, row).size + topic.size
+            + self.properties.size + found.region.size + (not found.is_v1)
+        )
+        return True
+
+    cdef int write(self, Columns* of, Py_ssize_t row, int64_t seq, Record* record, char* begin) except -1:
+        """Write the stored message that `measure` was asked about last."""
+        cdef Text topic = text(&of.topic, row), body = text(&of.body, row)
+        cdef char* at = begin
+        cdef bint is_committed = record.sys_flag & ENDED == COMMITTED
+        cdef Py_ssize_t properties_size = self.properties.size + record.region.size
+        at = _put32(at, record.total)
+        at = _put32(at, MAGIC_V1 if record.is_v1 else MAGIC_V2)
+        at = _put32(at, checksum(body) & 0x7FFFFFFF)
+        at = _put32(at, number32(&of.queue_id, row))
+        at = _put32(at, number32(&of.flag, row))
+        at = _put64(at, number64(&of.queue_offset, row))
+        at = _put64(at, seq)
+        at = _put32(at, record.sys_flag)
+        at = _put64(at, number64(&of.born_ms, row))
+        at = _put(at, self.born, len(self.born))
+        at = _put64(at, number64(&of.store_ms, row))
+        at = _put(at, self.store, len(self.store))
+        at = _put32(at, number32(&of.times, row))
+        at = _put64(at, number64(&of.source, row) if is_committed else 0)
+        at = _put32(at, body.size)
+        at = _put(at, body.at, body.size)
+        if not record.is_v1:
+            at[0] = <char> (topic.size >> 8)
+            at += 1
+        at[0] = <char> topic.size
+        at = _put(at + 1, topic.at, topic.size)
+        at[0], at[1] = <char> (properties_size >> 8), <char> properties_size
+        at = _put(at + 2, self.properties.at, self.properties.size)
+        at = _put(at, record.region.at, record.region.size)
+        assert at == begin + record.total
+        return 0
+
+
+cdef Hosts _pulled  # of the last pull: mostly the next one comes over the same address
+cdef object _pulled_host = None
+
+
+cdef Hosts hosts_for(store_host):
+    """Return the hosts of messages that are pulled over an address, with no record in hand."""
+    global _pulled, _pulled_host
+    if store_host is not _pulled_host:
+        _pulled, _pulled_host = Hosts(store_host, records.NO_HOST), store_host
+    # What it points to is in the last pull's frame, which may be gone.
+    _pulled.name.size = -1
+    return _pulled
+
+
+cdef bytes _host(host):
+    """Return a host as it stands in a record; empty when its port does not fit."""
+    return host.address + host.port.to_bytes(4, "big", signed=True) if -(1 << 31) <= host.port < 1 << 31 else b""
+
+
+# CRC-32 as zlib has it, 16 bytes a step: a call of zlib's and an object to call it with take as long as a message.
+cdef enum:
+    STEP = 16
+cdef uint32_t CRCS[STEP][256]
+cdef uint32_t _crc
+cdef int _byte, _bit, _step
+for _byte in range(256):
+    _crc = _byte
+    for _bit in range(8):
+        _crc = _crc >> 1 ^ (0xEDB88320 if _crc & 1 else 0)
+    CRCS[0][_byte] = _crc
+for _step in range(1, STEP):
+    for _byte in range(256):
+        _crc = CRCS[_step - 1][_byte]
+        CRCS[_step][_byte] = _crc >> 8 ^ CRCS[0][_crc & 0xFF]
+
+
+cdef uint32_t checksum(Text of) noexcept:
+    cdef const uint8_t* at = <const uint8_t*> of.at
+    cdef const uint8_t* end = at + of.size
+    cdef uint32_t crc = ~<uint32_t> 0
+    while end - at >= STEP:
+        crc ^= at[0] | <uint32_t> at[1] << 8 | <uint32_t> at[2] << 16 | <uint32_t> at[3] << 24
+        # What does not wait for the last step's crc comes first.
+        crc = (
+            (CRCS[11][at[4]] ^ CRCS[10][at[5]] ^ CRCS[9][at[6]] ^ CRCS[8][at[7]])
+            ^ (CRCS[7][at[8]] ^ CRCS[6][at[9]] ^ CRCS[5][at[10]] ^ CRCS[4][at[11]])
+            ^ (CRCS[3][at[12]] ^ CRCS[2][at[13]] ^ CRCS[1][at[14]] ^ CRCS[0][at[15]])
+            ^ ((CRCS[15][crc & 0xFF] ^ CRCS[14][crc >> 8 & 0xFF]) ^ (CRCS[13][crc >> 16 & 0xFF] ^ CRCS[12][crc >> 24]))
+        )
+        at += STEP
+    while at < end:
+        crc = crc >> 8 ^ CRCS[0][(crc ^ at[0]) & 0xFF]
+        at += 1
+    return ~crc
+
+
+cdef inline Text region_behind(Text properties) noexcept:
+    """Return what names the region behind these properties; see records.py. Empty when it does not fit."""
+    cdef bint is_ended = properties.size == 0 or properties.at[properties.size - 1] == 2
+    if properties.size + REGION.size - is_ended > PROPERTIES_JAVA_MAX:
+        return Text(NULL, 0)
+    return Text(REGION.at + is_ended, REGION.size - is_ended)
+
+
+cdef bint is_timers(Text properties) noexcept:
+    """Return whether a message that has waited was sent with one of RocketMQ's timers; see records.py."""
+    cdef const char* at = properties.at
+    cdef const char* end = at + properties.size
+    cdef bint found = False
+    while at < end:
+        if begins(at, end, TIMER_DONE) or begins(at, end, REAL_TOPIC):
+            return False
+        found |= begins(at, end, TIMER_PREFIX)
+        at = <const char*> memchr(at, 2, end - at)
+        if at == NULL:
+            break
+        at += 1
+    return found
+
+
+cdef inline bint begins(const char* at, const char* end, Text name) noexcept:
+    return end - at >= name.size and at[0] == name.at[0] and memcmp(at, name.at, name.size) == 0
+
+
+cdef int names_in(Text properties, int wanted) noexcept:
+    """Return which of these names, a bit for each of NAMED, properties have."""
+    cdef const char* at = properties.at
+    cdef const char* end = at + properties.size
+    cdef int name, found = 0
+    while found != wanted:
+        for name in range(NAMED):
+            # Mostly the first letter tells: a call of memcmp costs as much as all of them.
+            if at < end and at[0] == PROPERTIES[name].at[0] and end - at >= PROPERTIES[name].size:
+                if memcmp(at, PROPERTIES[name].at, PROPERTIES[name].size) == 0:
+                    found |= wanted & 1 << name
+        at = <const char*> memchr(at, 2, end - at) if at < end else NULL
+        if at == NULL:
+            break
+        at += 1
+    return found
+
+
+cdef inline char* _put(char* to, const char* data, Py_ssize_t size) noexcept:
+    if size:
+        memcpy(to, data, size)
+    return to + size
+
+
+cdef inline char* _put32(char* to, uint32_t number) noexcept:
+    write32(to, number)
+    return to + 4
+
+
+cdef inline char* _put64(char* to, int64_t number) noexcept:
+    write32(to, <uint32_t> (number >> 32))
+    write32(to + 4, <uint32_t> number)
+    return to + 8

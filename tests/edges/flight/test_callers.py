@@ -1,0 +1,295 @@
+"""Calls that say who makes them: a real node with an access file, pyarrow's own client, and ours."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from tests.accounts import ACCESS_FILE, access_file, guarded_node, keys
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball
+from timeball.edges.flight import codec
+from timeball.model import wire
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, RequestError, Unauthorized
+
+ROWS = pa.table(
+    {"topic": ["orders"], "body": [b"x"]}, pa.schema([("topic", pa.string()), ("body", pa.binary())])
+)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with guarded_node(tmp_path_factory.mktemp("guarded")) as running:
+        with Timeball(running.endpoint, **keys("root")) as root:
+            root.create_topic("orders", 2)
+            root.create_topic("news", 2)
+        yield running
+
+
+@pytest.fixture
+def shop(node: RunningNode) -> Iterator[Timeball]:
+    with Timeball(node.endpoint, **keys("shop")) as ball:
+        yield ball
+
+
+@pytest.fixture
+def other(node: RunningNode) -> Iterator[Timeball]:
+    with Timeball(node.endpoint, **keys("other")) as ball:
+        yield ball
+
+
+@pytest.fixture
+def root(node: RunningNode) -> Iterator[Timeball]:
+    with Timeball(node.endpoint, **keys("root")) as ball:
+        yield ball
+
+
+def signed(secret: str = "shop secret 1") -> list[tuple[bytes, bytes]]:
+    date = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    digest = hmac.new(secret.encode(), date.encode(), hashlib.sha1).hexdigest()
+    text = f"MQv2-HMAC-SHA1 Credential=shop, SignedHeaders=x-mq-date-time, Signature={digest}"
+    return [(b"authorization", text.encode()), (b"x-mq-date-time", date.encode())]
+
+
+def status(node: RunningNode, headers: list[tuple[bytes, bytes]]) -> Any:
+    with flight.FlightClient(node.endpoint) as client:
+        options = flight.FlightCallOptions(headers=headers)
+        (result,) = client.do_action(flight.Action("status", b"{}"), options)
+        return json.loads(result.body.to_pybytes())
+
+
+def test_a_stranger_s_client_signs_or_brings_the_secret(node: RunningNode) -> None:
+    assert status(node, signed())["pid"]
+    assert status(node, [(b"authorization", b"Bearer shop:shop secret 1")])["pid"]
+    for headers in ([], signed("wrong"), signed()[:1], [(b"authorization", b"Bearer shop:wrong")]):
+        with pytest.raises(flight.FlightServerError) as refusal:
+            status(node, headers)
+        assert refusal.value.extra_info == b"unauthorized"
+        assert "secret 1" not in str(refusal.value) and ".py" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: list(client.do_action(flight.Action("status", b"{}"))),
+        lambda client: list(client.do_action(flight.Action("no such verb", b"{}"))),
+        lambda client: client.do_get(flight.Ticket(b'{"read":"log","from_seq":1,"to_seq":1}')).read_all(),
+        lambda client: client.do_get(flight.Ticket(b"no ticket")).read_all(),
+        lambda client: exchanged(client, b"send"),
+        lambda client: exchanged(client, b"release"),
+        lambda client: exchanged(client, b"no such path"),
+    ],
+    ids=["action", "no action", "log", "no ticket", "send", "release", "no path"],
+)
+def test_without_credentials_there_is_one_answer(node: RunningNode, call: Callable[[Any], Any]) -> None:
+    before = node.broker.parts.writer.next_seq
+    with flight.FlightClient(node.endpoint) as client, pytest.raises(flight.FlightServerError) as refusal:
+        call(client)
+    assert refusal.value.extra_info == b"unauthorized"
+    assert node.broker.parts.writer.next_seq == before
+
+
+def exchanged(client: Any, path: bytes) -> None:
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(path))
+    with writer:
+        writer.begin(ROWS.schema)
+        try:
+            writer.write_table(ROWS)
+        except pa.ArrowException:
+            pass  # the broker has ended the stream already; why, the reader knows
+        reader.read_chunk()
+
+
+@pytest.mark.parametrize("method", ["DoAction", "DoGet", "DoExchange", "DoPut", "ListActions", "GetSchema"])
+def test_who_calls_is_asked_before_a_message_is_received(node: RunningNode, method: str) -> None:
+    """The client says who it is, and sends nothing. (A call with credentials waits for what it asks.)"""
+    never = threading.Event()
+    with grpc.insecure_channel(node.endpoint.removeprefix("grpc://")) as channel:
+        call = channel.stream_stream(f"/arrow.flight.protocol.FlightService/{method}")
+        answers = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:wrong")])
+        assert dict(answers.trailing_metadata())["grpc-status-details-bin"] == b"unauthorized"
+        if method in ("DoAction", "DoGet", "DoExchange"):
+            known = call(iter(never.wait, True), metadata=[("authorization", "Bearer shop:shop secret 1")])
+            with pytest.raises(grpc.FutureTimeoutError):
+                known.result(0.2)
+            known.cancel()
+        never.set()
+
+
+# ---- every verb ---------------------------------------------------------------------------------------------
+
+BODIES: dict[str, Any] = {
+    "create_topic": {"topic": "orders", "queues": 1},
+    "queues": {"topic": "orders"},
+    "offsets": {"group": "workers", "topic": "orders"},
+    "commit": {"group": "workers", "topic": "orders", "offsets": {"0": 0}},
+    "ack": {"group": "workers", "topic": "orders", "receipts": []},
+    "change_invisible_time": {"group": "workers", "topic": "orders", "receipts": []},
+    "dead_letter": {"group": "workers", "topic": "orders", "receipts": []},
+    "get": {"id": "nobody's"},
+    "dead_letters": {"group": "workers"},
+    "resend_dead_letters": {"group": "workers"},
+    "delete_dead_letters": {"group": "workers"},
+    "cancel": {"ids": ["nobody's"]},
+    "cancel_range": {"ranges": [[1 << 40, 1]]},
+    "reserve": {"rows": 1},
+    "campaign": {"campaign": "x", "change": "pause"},
+    "compactor": {"lease_ms": 0},
+    "dispatcher": {"lease_ms": 0},
+    "reschedule": {"ids": ["nobody's"], "delay_ms": 1_000},
+    "source_positions": {"source": "kafka"},  # of the caller's own
+    "drain": {"heir": "g2"},
+}
+OF_GROUPS = {"offsets", "commit", "ack", "change_invisible_time", "dead_letter", "dead_letters"}
+# Of orders and workers: nothing.
+OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule", "source_positions"}
+SHOP_MAY = {*OTHER_MAY, "queues", *OF_GROUPS}
+
+
+def may(ball: Timeball, verb: str) -> bool:
+    try:
+        if verb == "attach":
+            ball.attach(
+                b'{"job": "bulk", "job_id": "x", "epoch": 0, "from_seq": 0, "to_seq": 0, "files": []}'
+            )
+        else:
+            ball._calls.action(verb, BODIES.get(verb, {}), dict[str, Any])
+    except Forbidden:
+        return False
+    except RequestError:
+        pass  # it may, and what it asked for cannot be
+    return True
+
+
+@pytest.mark.parametrize("verb", codec.ACTIONS)
+def test_every_action(shop: Timeball, other: Timeball, root: Timeball, verb: str) -> None:
+    assert may(root, verb)
+    assert may(shop, verb) is (verb in SHOP_MAY)
+    assert may(other, verb) is (verb in OTHER_MAY)
+
+
+@pytest.mark.parametrize("verb", codec.LARGE_OF_ADMINS)
+def test_a_large_body_is_decoded_for_admins_only(shop: Timeball, root: Timeball, verb: str) -> None:
+    nonsense = b"[" * (codec.body_bytes_max(verb) - 1)
+    with pytest.raises(Forbidden):
+        shop._calls.action(verb, nonsense, dict[str, Any])
+    with pytest.raises(RequestError) as refused:
+        root._calls.action(verb, nonsense, dict[str, Any])
+    assert not isinstance(refused.value, Forbidden)
+
+
+def test_reads(shop: Timeball, other: Timeball, root: Timeball) -> None:
+    seq = shop.send("orders", "read me").seq
+    assert root.read_log(seq, seq + 1).read_all().num_rows == 1
+    for ball in (shop, other):
+        with pytest.raises(Forbidden):
+            ball.read_log(seq, seq + 1).read_all()
+    assert b"read me" in [m.body for m in shop.pull("orders", "workers")]
+    assert b"read me" in [m.body for m in shop.browse("orders")]
+    assert shop.read_queue("orders", 0, 0, 10)
+    for forbidden in (
+        lambda: other.read_queue("orders", 0, 0, 10),
+        lambda: other.pull("orders", "readers", wait=0),
+        lambda: shop.pull("orders", "readers", wait=0),
+        lambda: other.browse("orders"),
+        lambda: other._calls.rows(wire.Pull(topic="orders", offsets={0: 0}, rows=1)),
+    ):
+        with pytest.raises(Forbidden):
+            forbidden()
+    assert shop.topics().keys() == {"orders", "%RETRY%workers_orders"} and other.topics().keys() == {"news"}
+    assert {"orders", "news"} <= root.topics().keys()
+
+
+# ---- sending ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_with_one_topic_that_is_another_s_is_refused_whole_and_the_stream_goes_on(
+    node: RunningNode, shop: Timeball
+) -> None:
+    shop.send("orders", "1")
+    before = node.broker.parts.writer.next_seq
+    with pytest.raises(Forbidden, match="news"):
+        shop.send("news", "2")
+    with pytest.raises(Forbidden, match="news"):
+        shop.send_many([{"topic": "orders", "body": "3"}, {"topic": "news", "body": "4"}])
+    assert node.broker.parts.writer.next_seq == before
+    assert shop.send("orders", "5").seq == before
+
+
+def test_a_topic_that_does_not_exist_is_not_made_by_those_who_may_not_send_to_it(
+    node: RunningNode, shop: Timeball
+) -> None:
+    with pytest.raises(Forbidden):
+        shop.send("made-up", "x")
+    with pytest.raises(Forbidden):
+        shop.pull("made-up", "workers", wait="0.1s")
+    assert "made-up" not in node.broker.topics()
+
+
+def test_who_is_gone_is_out_on_a_stream_that_is_open(tmp_path: Path) -> None:
+    path = access_file(tmp_path)
+    with running_node(tmp_path / "data", access_file=str(path)) as node:
+        with Timeball(node.endpoint, **keys("shop")) as shop:
+            shop.send("orders", "1")
+            access_file(tmp_path, ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
+            node.loop.call_soon_threadsafe(node.node.security.reload)
+
+            def refused() -> bool:
+                try:
+                    shop.send("orders", "2")
+                except Unauthorized:
+                    return True
+                return False
+
+            eventually(refused, "the stream is of no use any more")
+            with pytest.raises(Unauthorized):
+                shop.status()
+
+
+# ---- taking back --------------------------------------------------------------------------------------------
+
+
+def test_what_waits_for_another_s_topic_is_not_there(shop: Timeball, other: Timeball, root: Timeball) -> None:
+    mine = shop.send("orders", "mine", after="1h", keys="k-1")
+    theirs = other.send("news", "theirs", after="1h", keys="k-1", message_id=mine.id)
+    assert [v.verdict for v in other.cancel(ids=[mine.id])] == ["cancelled"], (
+        "the one with this id that is theirs"
+    )
+    assert other.cancel(mine.id).seq == theirs.seq
+    assert other.cancel(shop.send("orders", "x", after="1h").id).verdict == "not_found"
+    by_number = other._calls.action("cancel", {"seqs": [mine.seq]}, dict[str, list[dict[str, Any]]])[
+        "verdicts"
+    ]
+    assert [verdict["verdict"] for verdict in by_number] == ["not_found"]
+    [verdict] = shop.cancel(key="k-1")
+    assert (verdict.seq, verdict.verdict) == (mine.seq, "cancelled")
+    assert {v.seq for v in root.cancel(key="k-1")} == {mine.seq, theirs.seq}
+
+
+def test_nor_is_it_moved(shop: Timeball, other: Timeball) -> None:
+    mine = shop.send("orders", "mine", after="1h")
+    assert other.reschedule(mine.id, after="2h").verdict == "not_found"
+    assert shop.reschedule(mine.id, after="2h").verdict == "rescheduled"
+
+
+# ---- without an access file -----------------------------------------------------------------------------------
+
+
+def test_nobody_is_asked_where_there_is_no_access_file(tmp_path: Path) -> None:
+    with running_node(tmp_path) as node:
+        edge = node.node.edges.flight
+        assert edge is not None and edge.caller({}) is ANONYMOUS
+        with Timeball(node.endpoint, access_key="any", secret_key="body") as ball:
+            assert ball.send("orders", "x").seq == 2

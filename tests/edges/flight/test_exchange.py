@@ -1,0 +1,224 @@
+"""The send stream as a stranger speaks it: order, atomic refusals, broken clients, and a stop in the middle."""
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from tests.edges.arrow_types import ROWS, TYPES, column
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+
+from timeball.edges.flight import exchange
+from timeball.edges.flight.window import BATCHES_MAX
+from timeball.model.wire import END_OF_STREAM
+
+SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
+EXCHANGE = flight.FlightDescriptor.for_path(b"send")
+
+
+def batch(body: bytes = b"x", rows: int = 1, topic: str = "exchange") -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([topic] * rows), pa.array([body] * rows)], schema=SCHEMA)
+
+
+def opened(wire: flight.FlightClient, schema: pa.Schema = SCHEMA) -> tuple[Any, Any]:
+    writer, reader = wire.do_exchange(EXCHANGE, flight.FlightCallOptions(timeout=BOUND_S))
+    writer.begin(schema)
+    return writer, reader
+
+
+def answers(reader: Any) -> Iterator[dict[str, Any]]:
+    for chunk in reader:
+        yield json.loads(chunk.app_metadata.to_pybytes())
+
+
+@pytest.mark.parametrize("a_turn", [1, 3, exchange.MESSAGES_PER_TURN])
+@pytest.mark.parametrize("at_once", [0, exchange.AT_ONCE_BYTES_MAX], ids=["by a thread", "by the loop"])
+def test_every_batch_has_one_answer_in_its_order(
+    wire: flight.FlightClient, monkeypatch: pytest.MonkeyPatch, a_turn: int, at_once: int
+) -> None:
+    """However many messages a stream takes in a turn of the loop, and where they are decoded."""
+    monkeypatch.setattr(exchange, "MESSAGES_PER_TURN", a_turn)
+    monkeypatch.setattr(exchange, "AT_ONCE_BYTES_MAX", at_once)
+    writer, reader = opened(wire)
+    sizes = [1, 5, 2, 1, 100]
+    for rows in sizes:
+        writer.write_batch(batch(rows=rows))
+    writer.done_writing()
+    got = list(answers(reader))
+    assert [answer["rows"] for answer in got] == sizes
+    assert all(answer.keys() == {"first_seq", "rows", "store_ms"} for answer in got)
+    for before, after in itertools.pairwise(got):
+        assert after["first_seq"] >= before["first_seq"] + before["rows"]
+
+
+def test_a_refused_batch_is_refused_whole_and_the_stream_goes_on(
+    node: RunningNode, wire: flight.FlightClient
+) -> None:
+    writer, reader = opened(wire)
+    half_bad = pa.RecordBatch.from_arrays(
+        [pa.array(["exchange", "a/b"]), pa.array([b"never", b"x"])], schema=SCHEMA
+    )
+    for one in (batch(b"before"), half_bad, batch(b"").slice(1), batch(b"after")):
+        writer.write_batch(one)
+    writer.done_writing()
+    before, refused, empty, after = answers(reader)
+    assert (refused["error"], empty["error"]) == ("invalid_name", "invalid_message")
+    assert "a/b" in refused["text"] or "topic" in refused["text"]
+    rows = [
+        row
+        for part in node.broker.read_log(before["first_seq"], after["first_seq"] + 1)
+        for row in part.to_pylist()
+    ]
+    bodies = [row["body"] for row in rows]
+    assert b"before" in bodies and b"after" in bodies and b"never" not in bodies
+
+
+def test_what_is_acknowledged_is_durable(node: RunningNode, wire: flight.FlightClient) -> None:
+    writer, reader = opened(wire)
+    writer.write_batch(batch(rows=3))
+    ack = json.loads(reader.read_chunk().app_metadata.to_pybytes())
+    assert node.broker.status()["log"]["durable_seq"] >= ack["first_seq"] + 3  # type: ignore[index]
+    writer.done_writing()
+    assert list(answers(reader)) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (pa.schema([*SCHEMA, pa.field("delay", pa.int64())]), "unknown column 'delay'"),
+        (pa.schema([SCHEMA.field("body")]), "'topic' is missing"),
+        (pa.schema([("topic", pa.int8()), ("body", pa.binary())]), "column 'topic' is int8"),
+    ],
+)
+def test_a_wrong_schema_is_refused_by_column(wire: flight.FlightClient, schema: pa.Schema, text: str) -> None:
+    _, reader = opened(wire, schema)
+    with pytest.raises(flight.FlightServerError, match=text) as caught:
+        reader.read_chunk()
+    assert caught.value.extra_info == b"invalid_message"
+
+
+@pytest.mark.parametrize("path", ["send", "source", "release"])
+@pytest.mark.parametrize("name", ["string_view", "binary_view", "list_view<item: string>"])
+def test_view_columns_are_refused_by_their_schema(wire: flight.FlightClient, path: str, name: str) -> None:
+    rows = pa.RecordBatch.from_arrays(
+        [pa.array(["t"] * ROWS), pa.array([b"x"] * ROWS), column(TYPES[name])], names=["topic", "body", "tag"]
+    )
+    options = flight.FlightCallOptions(timeout=BOUND_S)
+    writer, reader = wire.do_exchange(flight.FlightDescriptor.for_path(path.encode()), options)
+    writer.begin(rows.schema)
+    with contextlib.suppress(pa.ArrowException):
+        writer.write_batch(rows)  # it may meet the end of the stream
+    with pytest.raises(flight.FlightServerError, match=r"column 'tag' is .*_view; cast it to") as caught:
+        reader.read_chunk()
+    assert caught.value.extra_info == b"invalid_message"
+
+
+def test_another_path_is_not_found(wire: flight.FlightClient) -> None:
+    for descriptor in (
+        flight.FlightDescriptor.for_path(b"take"),
+        flight.FlightDescriptor.for_command(b"send"),
+    ):
+        writer, reader = wire.do_exchange(descriptor)
+        with pytest.raises(flight.FlightServerError, match="no such exchange"):
+            reader.read_chunk()
+        with pytest.raises(flight.FlightServerError):
+            writer.close()
+
+
+def test_more_batches_than_the_window_holds(wire: flight.FlightClient) -> None:
+    count = BATCHES_MAX + 500
+    writer, reader = opened(wire)
+
+    def write() -> None:
+        for _ in range(count):
+            writer.write_batch(batch())
+        writer.done_writing()
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    assert sum(answer["rows"] for answer in answers(reader)) == count
+    writing.join(BOUND_S)
+
+
+def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
+    edge = node.node.edges.flight
+    assert edge is not None
+    idle = edge._send_streams.taken
+    for number in range(20):
+        with flight.FlightClient(node.endpoint) as client:
+            writer, reader = opened(client)
+            for _ in range(50):
+                writer.write_batch(batch(b"left"))
+            if number % 2:
+                reader.cancel()
+            else:
+                reader.read_chunk()
+    eventually(lambda: edge._send_streams.taken == idle, "all passes are back")
+    eventually(lambda: not edge._uploads, "nothing is kept of their streams")
+    eventually(lambda: edge._budget.held_bytes == 0, "the broker has decided what they sent")
+    with flight.FlightClient(node.endpoint) as client:  # and nobody else has noticed
+        writer, reader = opened(client)
+        writer.write_batch(batch())
+        assert "first_seq" in json.loads(reader.read_chunk().app_metadata.to_pybytes())
+        reader.cancel()
+
+
+def test_bytes_that_are_no_grpc_harm_nobody(node: RunningNode, wire: flight.FlightClient) -> None:
+    for junk in (
+        b"\x00" * 1_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500,
+    ):
+        with socket.create_connection(("127.0.0.1", node.settings.port), timeout=BOUND_S) as stranger:
+            stranger.sendall(junk)
+    writer, reader = opened(wire)
+    writer.write_batch(batch())
+    assert "first_seq" in json.loads(reader.read_chunk().app_metadata.to_pybytes())
+    writer.done_writing()
+    assert list(answers(reader)) == []
+
+
+def test_a_stop_with_streams_open_answers_and_ends(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node, flight.FlightClient(node.endpoint) as client:
+        writer, reader = opened(client)
+        writer.write_batch(batch())
+        acked = json.loads(reader.read_chunk().app_metadata.to_pybytes())
+        ending = threading.Thread(target=node.stop)
+        ending.start()  # the client neither finishes nor leaves
+        with pytest.raises((StopIteration, flight.FlightUnavailableError)):
+            while True:
+                reader.read_chunk()
+        ending.join(BOUND_S)
+        assert not ending.is_alive()
+        node.start()
+        (kept,) = node.broker.read_log(acked["first_seq"], acked["first_seq"] + 1)
+        assert kept.num_rows == 1
+
+
+def test_a_client_ends_its_stream_by_a_message(wire: flight.FlightClient) -> None:
+    """Its own side stays open: what is under way is answered, and then the stream ends well."""
+    writer, reader = opened(wire)
+    for rows in (1, 2):
+        writer.write_batch(batch(rows=rows))
+    writer.write_metadata(END_OF_STREAM)
+    assert [answer["rows"] for answer in answers(reader)] == [1, 2]
+    writer.close()
+
+
+def test_a_batch_behind_the_end_of_its_stream_is_not_accepted(wire: flight.FlightClient) -> None:
+    writer, reader = opened(wire)
+    writer.write_batch(batch(topic="ended"))
+    writer.write_metadata(END_OF_STREAM)
+    with contextlib.suppress(pa.ArrowException, flight.FlightError):
+        writer.write_batch(batch(rows=5, topic="ended"))
+    rows = []
+    with contextlib.suppress(pa.ArrowException, flight.FlightError):
+        rows += [answer["rows"] for answer in answers(reader)]
+    assert rows == [1]

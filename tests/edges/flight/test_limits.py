@@ -1,0 +1,106 @@
+"""Requests of Flight: a slow one loses its call and no other one, and none takes more room than its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from tests.edges.http2.raw_client import RawClient, fields, message
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.edges.flight import protobuf
+from timeball.edges.flight.calls import FlightCall, framed
+from timeball.edges.flight.exchange import READ_AHEAD_BYTES
+from timeball.edges.flight.server import MESSAGE_BYTES_MAX, SERVICE
+from timeball.edges.http2.frames import Fault, GrpcStatus
+from timeball.edges.http2.streams import WINDOW_BYTES
+from timeball.edges.shared import arrow_ipc as ipc
+from timeball.edges.shared.shared_limits import ByteShares
+
+
+def test_a_message_that_takes_too_long_loses_its_call(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has room, its place and a time; then it gives all of them back."""
+    edge = node.node.edges.flight
+    assert edge is not None
+    monkeypatch.setattr(FlightCall, "READ_S", 0.3)
+    with RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoAction"))
+        client.data(number, message(bytes(100_000))[:1_000], ends=False)
+        eventually(lambda: edge.room.received.held_bytes == 100_000, "its room is counted")
+        assert edge._calls.taken == 1
+        assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
+    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.taken), "all is given back")
+
+
+def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: RunningNode) -> None:
+    edge = node.node.edges.flight
+    assert edge is not None
+    received, bound = edge.room.received, edge.room.received.bytes_max
+    received.bytes_max = 4 * MESSAGE_BYTES_MAX
+    try:
+        with RawClient(node, port=node.node.port) as client:
+            for _ in range(4):
+                number = client.headers(headers=fields(f"{SERVICE}DoAction"))
+                client.data(number, message(bytes(MESSAGE_BYTES_MAX))[:100], ends=False)
+            eventually(lambda: received.waiting == 2, "two have room, two have not")
+            assert received.held_bytes == 2 * MESSAGE_BYTES_MAX, "half of all"
+            assert received.fits("10.0.0.1", MESSAGE_BYTES_MAX)
+        eventually(lambda: not (received.held_bytes or received.waiting), "all is given back")
+    finally:
+        received.bytes_max = bound
+
+
+@pytest.mark.parametrize("method", ["DoAction", "DoGet"])
+def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, method: str) -> None:
+    edge = node.node.edges.flight
+    assert edge is not None
+    received = edge.room.received
+    with filled(node, received), RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}{method}"))
+        announced = message(bytes(100_000))
+        for at in range(0, 2 * WINDOW_BYTES, 8_192):
+            client.data(number, announced[at : at + 8_192], ends=False)
+        assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
+    eventually(lambda: not (received.waiting or edge._calls.taken), "all is given back")
+
+
+def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(node: RunningNode) -> None:
+    edge = node.node.edges.flight
+    assert edge is not None
+    batch = pa.record_batch({"topic": ["held-up"], "body": [bytes(100_000)]})
+    descriptor = flight.FlightDescriptor.for_path(b"send").serialize()
+    begun = protobuf.data_parts(ipc.schema_header(batch.schema))
+    ((header, body),) = ipc.parts(batch, MESSAGE_BYTES_MAX)
+    with filled(node, edge._budget), RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoExchange"))
+        described = bytes([0x0A, len(descriptor)]) + descriptor
+        client.data(number, framed(described, *begun), ends=False)
+        one = framed(*protobuf.data_parts(header, body))
+        for _ in range(3 * READ_AHEAD_BYTES // len(one)):
+            for at in range(0, len(one), 16_384):
+                client.data(number, one[at : at + 16_384], ends=False)
+        assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
+    eventually(lambda: not edge._send_streams.taken, "its place is free again")
+    assert not edge._budget.held_bytes and not edge._budget.waiting
+
+
+@contextmanager
+def filled(node: RunningNode, shares: ByteShares) -> Iterator[None]:
+    """Another address has all of it."""
+
+    async def fill() -> None:
+        shares.add("10.0.0.1", shares.bytes_max)
+
+    async def empty() -> None:
+        shares.remove("10.0.0.1", shares.bytes_max)
+
+    node.run(fill())
+    try:
+        yield
+    finally:
+        node.run(empty())

@@ -1,0 +1,106 @@
+"""DoGet from the inside: the schema before a wait; long answers in parts, in order, and as the client takes them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from tests.edges.http2.raw_client import RawClient, fields, message
+from tests.node_fixture import BOUND_S, RunningNode, eventually
+
+from timeball.edges.flight import protobuf, reads
+from timeball.edges.flight.server import SERVICE
+from timeball.edges.http2 import frames
+from timeball.edges.shared import arrow_ipc as ipc
+
+
+def ticket(**wanted: object) -> bytes:
+    return bytes(flight.Ticket(json.dumps(wanted).encode()).serialize())
+
+
+def answers(client: RawClient, number: int) -> Iterator[tuple[bytes, bytes]]:
+    """Header and body of each message of a call, to its end."""
+    held = b""
+    for kind, flags, stream, payload in client.frames():
+        if kind == frames.HEADERS and stream == number and flags & frames.END_STREAM:
+            return
+        if kind == frames.DATA and stream == number:
+            held += payload
+            client.send(frames.window_update(0, len(payload)) + frames.window_update(number, len(payload)))
+        while len(held) >= 5 and len(held) >= (end := 5 + int.from_bytes(held[1:5], "big")):
+            found = protobuf.data([held[5:end]])
+            held = held[end:]
+            yield bytes(found.header), b"".join(found.body)
+
+
+@pytest.fixture
+def large(node: RunningNode) -> tuple[int, int]:
+    """Rows of the log with more bytes than one part of an answer: the first number, and the one behind the last."""
+    sent = pa.RecordBatch.from_pydict(
+        {"topic": ["large"] * 30, "body": [bytes([at]) * 100_000 for at in range(30)]}
+    )
+    accepted = [node.run(node.broker.send(sent)) for _ in range(4)]
+    return accepted[0].first_seq, accepted[-1].first_seq + 30
+
+
+def test_the_schema_comes_before_a_wait(node: RunningNode) -> None:
+    """A client of pyarrow can cancel a read only once it has that."""
+    node.run(node.broker.create_topic("waited-for", 1))
+    for wanted in (
+        ticket(read="pull", topic="waited-for", offsets={"0": 0}, rows=1, wait_ms=60_000),
+        ticket(read="receive", topic="waited-for", group="g", rows=1, wait_ms=60_000, invisible_ms=1_000),
+    ):
+        with RawClient(node, port=node.node.port) as client:
+            number = client.headers(headers=fields(f"{SERVICE}DoGet"))
+            client.data(number, message(wanted))
+            header, body = next(answers(client, number))
+            assert ipc.schema(memoryview(header)).names[0] == "seq" and not body
+
+
+def test_a_long_answer_comes_in_parts_and_in_order(node: RunningNode, large: tuple[int, int]) -> None:
+    with flight.FlightClient(node.endpoint) as client:
+        wanted = {"read": "log", "from_seq": large[0], "to_seq": large[1]}
+        chunks = [chunk.data for chunk in client.do_get(flight.Ticket(json.dumps(wanted).encode()))]
+    assert len(chunks) > 2 and all(chunk.nbytes <= 2 * reads.ANSWER_PART_BYTES for chunk in chunks)
+    rows = pa.Table.from_batches(chunks).filter(pa.compute.field("topic") == "large")
+    assert rows.column("body").to_pylist() == 4 * [bytes([at]) * 100_000 for at in range(30)]
+
+
+def test_what_a_client_does_not_take_is_counted_and_given_back(
+    node: RunningNode, large: tuple[int, int]
+) -> None:
+    edge = node.node.edges.flight
+    assert edge is not None
+    counted = edge._reads.answers
+    with RawClient(node, greets=False, port=node.node.port) as client:
+        client.send(frames.PREFACE + frames.settings({frames.INITIAL_WINDOW: 1_000}))
+        number = client.headers(headers=fields(f"{SERVICE}DoGet"))
+        client.data(number, message(ticket(read="log", from_seq=large[0], to_seq=large[1])))
+        eventually(lambda: counted.held_bytes > 1_000_000, "it waits to be taken")
+    eventually(lambda: not counted.held_bytes, "its client has gone")
+
+
+def test_a_reader_that_pauses_keeps_no_thread_and_gets_all(node: RunningNode, large: tuple[int, int]) -> None:
+    """More readers than there are threads wait in the middle of the log, and another one reads it whole."""
+    wanted = flight.Ticket(
+        json.dumps({"read": "log", "from_seq": large[0], "to_seq": large[1], "coalesce_rows": 1}).encode()
+    )
+    paused = []
+    for _ in range(reads.LOG_THREADS + 2):
+        client = flight.FlightClient(node.endpoint)
+        reader = client.do_get(wanted, flight.FlightCallOptions(timeout=BOUND_S))
+        reader.read_chunk()
+        paused.append((client, reader))
+    rows: list[int] = []
+    with flight.FlightClient(node.endpoint) as other:
+        reading = threading.Thread(target=lambda: rows.append(other.do_get(wanted).read_all().num_rows))
+        reading.start()
+        reading.join(BOUND_S)
+    assert rows == [large[1] - large[0]]
+    for client, reader in paused:
+        assert 1 + sum(chunk.data.num_rows > 0 for chunk in reader) >= 2
+        client.close()

@@ -1,0 +1,144 @@
+"""Places for send streams: who gets one, and who has to give it up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from tests.accounts import access_file
+from tests.bounds import BOUND_S
+from tests.edges.http2.raw_client import RawClient, fields, message
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball
+from timeball.edges.flight import exchange
+from timeball.edges.flight.exchange import Upload
+from timeball.edges.flight.server import SERVICE, FlightEdge
+
+ACCOUNTS = """
+[[accounts]]
+access_key = "shop"
+secret_key = "shop secret 1"
+topics = { "orders" = "PUB" }
+
+[[accounts]]
+access_key = "worker"
+secret_key = "worker secret 2"
+groups = { "workers" = "SUB" }
+
+[[accounts]]
+access_key = "reader"
+secret_key = "reader secret 3"
+topics = { "orders" = "SUB" }
+
+[[accounts]]
+access_key = "nothing"
+secret_key = "nothing secret 4"
+"""
+SECRETS = {"shop": 1, "worker": 2, "reader": 3, "nothing": 4}
+ROWS = pa.record_batch({"topic": ["orders"], "body": [b"x"]})
+
+
+@pytest.fixture
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    folder = tmp_path_factory.mktemp("guarded")
+    path = access_file(folder, ACCOUNTS)
+    with running_node(folder / "data", access_file=str(path), auto_create_topics=True) as running:
+        yield running
+
+
+def edge_of(node: RunningNode) -> FlightEdge:
+    assert node.node.edges is not None
+    return node.node.edges.flight
+
+
+def bearer(account: str) -> str:
+    return f"Bearer {account}:{account} secret {SECRETS[account]}"
+
+
+def opened(wire: flight.FlightClient, account: str) -> tuple[Any, Any]:
+    """A stream that has its schema."""
+    options = flight.FlightCallOptions(
+        timeout=BOUND_S, headers=[(b"authorization", bearer(account).encode())]
+    )
+    writer, reader = wire.do_exchange(flight.FlightDescriptor.for_path(b"send"), options)
+    writer.begin(ROWS.schema)
+    return writer, reader
+
+
+def acknowledged(writer: Any, reader: Any) -> dict[str, Any]:
+    writer.write_batch(ROWS)
+    answer: dict[str, Any] = json.loads(reader.read_chunk().app_metadata.to_pybytes())
+    return answer
+
+
+@pytest.mark.parametrize("account", ["reader", "nothing"])
+def test_an_account_that_may_send_nowhere_gets_no_place(node: RunningNode, account: str) -> None:
+    with RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer(account)))
+        assert "may not send to any topic" in client.status(number)[1]  # it has sent no message
+    assert not edge_of(node)._send_streams.taken
+
+
+def test_one_that_may_send_somewhere_is_asked_for_the_topic(node: RunningNode) -> None:
+    with flight.FlightClient(node.endpoint) as wire:
+        assert acknowledged(*opened(wire, "shop"))["rows"] == 1
+        # The retry topics of its groups are such places.
+        assert acknowledged(*opened(wire, "worker"))["error"] == "forbidden"
+
+
+def test_one_account_has_half_of_the_places(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_of(node)._send_streams, "limit", 6)
+    with ExitStack() as clients:
+        wires = [clients.enter_context(flight.FlightClient(node.endpoint)) for _ in range(4)]
+        streams = [opened(wire, "shop") for wire in wires[:3]]
+        for stream in streams:
+            assert acknowledged(*stream)["rows"] == 1
+        # The refusal may reach the client before or after it has sent its schema.
+        with pytest.raises(flight.FlightServerError, match="its share of 6") as caught:
+            opened(wires[3], "shop")[1].read_chunk()
+        assert caught.value.extra_info == b"over_limit"
+        assert acknowledged(*streams[0])["rows"] == 1, "those that are open go on"
+
+
+def test_an_idle_stream_gives_its_place_to_another(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge_of(node)._send_streams, "limit", 2)
+    monkeypatch.setattr(exchange, "IDLE_S", 0.0)
+    keys = {"access_key": "shop", "secret_key": "shop secret 1"}
+    with Timeball(node.endpoint, **keys) as first, Timeball(node.endpoint, **keys) as second:
+        for at in range(6):  # each time the other's stream is ended, and a client opens a new one by itself
+            ball = (first, second)[at % 2]
+            assert ball.send("orders", "x").seq > 0
+    eventually(lambda: not edge_of(node)._send_streams.taken, "all places are free again")
+
+
+def test_a_stream_without_a_message_loses_its_place(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Upload, "READ_S", 0.3)
+    with RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer("shop")))
+        assert "has not come whole within" in client.status(number)[1]
+    eventually(lambda: not edge_of(node)._send_streams.taken, "its place is free again")
+
+
+@pytest.mark.parametrize("begun_bytes", [1, 1_000])
+def test_a_message_that_does_not_come_whole_ends_its_stream(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, begun_bytes: int
+) -> None:
+    edge = edge_of(node)
+    with RawClient(node, port=node.node.port) as client:
+        number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer("shop")))
+        client.data(number, message(bytes(100_000))[:begun_bytes], ends=False)
+        if begun_bytes > 5:
+            eventually(lambda: edge.room.received.held_bytes == 100_000, "its room is counted")
+        monkeypatch.setattr(Upload, "READ_S", 0.3)
+        assert "has not come whole within" in client.status(number)[1]
+    eventually(lambda: not (edge._send_streams.taken or edge.room.received.held_bytes), "all is given back")

@@ -1,0 +1,77 @@
+"""Small batches travel together and are still accepted or refused one by one."""
+
+import json
+import logging
+
+import pyarrow as pa
+import pytest
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.broker import few_sends
+from timeball.edges.flight.sends import Sends, refusal
+from timeball.edges.flight.window import Slot, Window
+from timeball.edges.shared.shared_limits import ByteShares
+from timeball.model.access import ANONYMOUS, Caller
+
+PLAIN = pa.schema([("topic", pa.string()), ("body", pa.binary())])
+
+
+def opened() -> Window:
+    return Window(ByteShares(10**6), "10.0.0.1", lambda: None, lambda: None)
+
+
+def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBatch, Slot, Caller]:
+    batch = pa.record_batch([pa.array([topic] * rows), pa.array([b"x"] * rows)], PLAIN)
+    slot = window.enter(batch.nbytes)
+    assert slot is not None
+    return batch, slot, ANONYMOUS
+
+
+def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) -> None:
+    window = opened()
+    topics = ["inbox", "inbox", "a/b", "inbox"]
+    entries = [entry(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
+    box = Sends(node.broker)
+
+    async def put_all() -> None:  # on the loop, so that all of them are there when it drains
+        for batch, slot, _ in entries:
+            box.put(batch, slot, ANONYMOUS)
+
+    node.run(put_all())
+    eventually(lambda: all(slot.answer for _, slot, _ in entries), "all are answered")
+    first, second, refused, last = (json.loads(slot.answer or b"") for _, slot, _ in entries)
+    assert refused["error"] == "invalid_name"
+    assert [answer["rows"] for answer in (first, second, last)] == [1, 2, 4]
+    assert second["first_seq"] == first["first_seq"] + 1
+    assert last["first_seq"] == second["first_seq"] + 2
+
+
+def test_a_fault_of_the_broker_is_an_answer_too(caplog: pytest.LogCaptureFixture) -> None:
+    window = opened()
+    batch, slot, _ = entry(window, 1)
+    Sends(None).put(batch, slot, ANONYMOUS)  # type: ignore[arg-type]
+    assert json.loads(slot.answer or b"")["error"] == "error"
+    assert "AttributeError" not in caplog.text.splitlines()[0] and "NoneType" in caplog.text
+
+
+def test_a_fault_of_ours_is_logged_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert b"secret" not in refusal(ValueError("secret"))
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [1, 2 * few_sends.ROWS_MAX])
+@pytest.mark.parametrize("name", ["tag", "keys", "unique_key"])
+@pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
+def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:
+    """RocketMQ's consumers would get another property, or none of them: as rows and as columns."""
+    box, window = Sends(node.broker), opened()
+    columns = {"topic": ["inbox"] * rows, "body": [b"x"] * rows, name: [*["fine"] * (rows - 1), text]}
+    batch = pa.record_batch(columns, PLAIN.append(pa.field(name, pa.string())))
+    slot = window.enter(batch.nbytes)
+    assert slot is not None
+    node.loop.call_soon_threadsafe(box.put, batch, slot, ANONYMOUS)
+    eventually(lambda: slot.answer, "it is answered")
+    answer = json.loads(slot.answer or b"")
+    assert answer["error"] == "invalid_message"
+    assert f"row {rows - 1}: {name}: the characters U+0001 and U+0002" in str(answer)

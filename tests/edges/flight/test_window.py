@@ -1,0 +1,168 @@
+"""The window of a send stream: order, bounds, and that nobody is left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.bounds import BOUND_S
+
+from timeball.edges.flight.window import Slot, Window
+from timeball.edges.shared.shared_limits import ByteShares
+
+ONE, OTHER = "10.0.0.1", "10.0.0.2"
+
+
+class Stream:
+    """A window, and what its stream has been told."""
+
+    def __init__(self, budget: ByteShares, address: str = ONE, **bounds: int) -> None:
+        self.rooms = self.answers = 0
+        self.window = Window(budget, address, self._room, self._answer, **bounds)
+
+    def _room(self) -> None:
+        self.rooms += 1
+
+    def _answer(self) -> None:
+        self.answers += 1
+
+    def entered(self, size_bytes: int = 1) -> Slot:
+        slot = self.window.enter(size_bytes)
+        assert slot is not None
+        return slot
+
+    async def told_of_room(self) -> bool:
+        """Whether it has been told, by the end of this turn of the loop; forgets it."""
+        await asyncio.sleep(0)
+        told, self.rooms = self.rooms, 0
+        return told == 1
+
+
+def run(check: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(check, BOUND_S))
+
+
+@given(st.integers(1, 30).flatmap(lambda count: st.permutations(range(count))))
+def test_answers_come_in_the_order_of_the_batches(order: list[int]) -> None:
+    budget = ByteShares(10_000)
+    stream = Stream(budget)
+    slots = [stream.entered(size) for size in range(len(order))]
+    taken: list[bytes] = []
+    for index in order:
+        slots[index].settle(b"%d" % index)
+        assert (stream.answers > 0) == (index == len(taken)), "it is told of the one at the front"
+        stream.answers = 0
+        while (answer := stream.window.pop_answer()) is not None:
+            taken.append(answer)
+    assert taken == [b"%d" % index for index in range(len(order))]
+    assert not stream.window and budget.held_bytes == 0
+
+
+def test_a_full_window_waits_until_an_answer_is_taken() -> None:
+    async def check() -> None:
+        stream = Stream(ByteShares(100), batches_max=2)
+        first, _ = stream.entered(), stream.entered()
+        assert stream.window.enter(1) is None
+        first.settle(b"1")
+        await stream.told_of_room()
+        assert stream.window.enter(1) is None  # settled, but its client has not had the answer
+        assert stream.window.pop_answer() == b"1"
+        assert await stream.told_of_room()
+        stream.entered()
+
+    run(check())
+
+
+def test_bytes_are_free_when_a_batch_is_settled() -> None:
+    async def check() -> None:
+        stream = Stream(ByteShares(100), bytes_max=10)
+        _, big = stream.entered(1), stream.entered(9)
+        assert stream.window.enter(2) is None
+        assert not await stream.told_of_room()
+        big.settle(b"")
+        assert await stream.told_of_room()
+        stream.entered(2)
+
+    run(check())
+
+
+def test_a_batch_larger_than_the_window_goes_alone() -> None:
+    async def check() -> None:
+        budget = ByteShares(10, 1_000)
+        stream = Stream(budget, bytes_max=10)
+        huge = stream.entered(1_000)
+        assert stream.window.enter(1) is None
+        huge.settle(b"")
+        assert await stream.told_of_room()
+        stream.entered(1)
+        assert budget.held_bytes == 1
+
+    run(check())
+
+
+def test_streams_share_one_budget() -> None:
+    async def check() -> None:
+        budget = ByteShares(10)
+        one, other = Stream(budget), Stream(budget, OTHER)
+        slot = one.entered(10)
+        assert other.window.enter(5) is None
+        assert other.window.enter(5) is None, "asked for once"
+        slot.settle(b"")
+        assert budget.held_bytes == 5, "granted, and counted"
+        assert await other.told_of_room()
+        other.entered(5)
+        assert budget.held_bytes == 5
+
+    run(check())
+
+
+@pytest.mark.parametrize("waits", ["for the window", "for the budget", "with what is granted"])
+def test_abort_gives_all_back_and_tells_nobody_more(waits: str) -> None:
+    async def check() -> None:
+        budget = ByteShares(10)
+        stream = Stream(budget, batches_max=1) if waits == "for the window" else Stream(budget)
+        other = Stream(budget, OTHER)
+        slot = stream.entered(1) if waits == "for the window" else other.entered(10)
+        assert stream.window.enter(2) is None
+        if waits == "with what is granted":
+            slot.settle(b"")
+        emptied = asyncio.ensure_future(stream.window.emptied())
+        await asyncio.sleep(0)
+        stream.rooms = 0
+        stream.window.abort()
+        await emptied
+        assert stream.window.enter(1) is None and stream.window.pop_answer() is None
+        if waits != "with what is granted":
+            slot.settle(b"late")  # the broker decides it all the same
+        assert not await stream.told_of_room()
+        assert budget.held_bytes == 0 and not budget.waiting
+
+    run(check())
+
+
+def test_the_last_answer_is_waited_for() -> None:
+    async def check() -> None:
+        stream = Stream(ByteShares(10))
+        slot = stream.entered()
+        stream.window.finish()
+        emptied = asyncio.ensure_future(stream.window.emptied())
+        slot.settle(b"last")
+        await asyncio.sleep(0)
+        assert not emptied.done()
+        assert stream.window.pop_answer() == b"last"
+        await emptied
+        await stream.window.emptied()  # at once
+
+    run(check())
+
+
+def test_settling_twice_is_a_bug_of_ours() -> None:
+    stream = Stream(ByteShares(10))
+    slot = stream.entered()
+    slot.settle(b"1")
+    with pytest.raises(AssertionError, match="once"):
+        slot.settle(b"2")

@@ -1,0 +1,156 @@
+"""A consumer that calls the edge's rooms without a connection: on a node in memory whose clock stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.edges.grpc.wire import consumer_settings, d, receive_request, s
+
+from timeball.edges.grpc.calls import CLIENT_ID, Call
+from timeball.edges.grpc.dispatch import METHODS, Dispatch
+from timeball.edges.grpc.edge import GrpcEdge
+from timeball.edges.grpc.session import settle
+
+GROUP, TOPIC, CLIENT = "g", "orders", "client-1"
+MINUTE_MS = 60_000
+
+
+class Waiting:
+    """The reply of a call that needs no task: its response, when it comes."""
+
+    def __init__(self, dispatch: Dispatch, name: str) -> None:
+        self._dispatch, self._name = dispatch, name
+        self.response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answer(self, message: bytes) -> None:
+        self.response.set_result(METHODS[self._name].response.FromString(message))
+
+    def refuse(self, error: BaseException) -> None:
+        self.response.set_result(self._dispatch.failed(self._name, error))
+
+
+async def answer(dispatch: Dispatch, name: str, call: Call, request: Any) -> Any:
+    """The response of a call that has one, whether its handler needs a task or not."""
+    waiting = Waiting(dispatch, name)
+    if dispatch.begin(name, call, request, waiting):
+        return await waiting.response
+    return await dispatch.unary(name, call, request)
+
+
+class Consumer:
+    """One client of an edge."""
+
+    def __init__(self, world: World, edge: GrpcEdge, name: str = CLIENT, peer: str = "10.0.0.1") -> None:
+        self.world, self.edge, self.name, self.peer = world, edge, name, peer
+
+    def call(self, remaining_s: float | None = None) -> Call:
+        return Call({CLIENT_ID: self.name}, self.peer, remaining_s)
+
+    def connect(self, group: str = GROUP) -> None:
+        """As its settings make it known."""
+        context = self.edge.context
+        settle(context.sessions, self.name, consumer_settings(group), context.monotonic_ms())
+
+    async def send(self, count: int = 1, queues: int = 2, **columns: object) -> None:
+        await self.world.broker.create_topic(TOPIC, queues)
+        await self.world.broker.send(batch(count, **columns))
+
+    async def responses(self, name: str, request: Any, remaining_s: float | None = None) -> list[Any]:
+        return [each async for each in self.edge.dispatch.stream(name, self.call(remaining_s), request)]
+
+    async def receive(self, group: str = GROUP, topic: str = TOPIC, **fields: Any) -> list[d.Message]:
+        """The messages; waits for none unless told so. The topic is made before, as an operator would."""
+        if self.world.broker.parts.topics.find_topic(topic) is None:
+            await self.world.broker.create_topic(topic, 1 if topic.startswith("%") else 2)
+        found = await self.responses(
+            "ReceiveMessage", receive_request(group, topic, **{"wait_ms": 0, **fields})
+        )
+        assert found[0].status.code in (d.Code.OK, d.Code.MESSAGE_NOT_FOUND), found[0]
+        return [each.message for each in found if each.WhichOneof("content") == "message"]
+
+    async def refused(self, request: s.ReceiveMessageRequest, remaining_s: float | None = None) -> int:
+        """The code of the one answer."""
+        (only,) = await self.responses("ReceiveMessage", request, remaining_s)
+        return int(only.status.code)
+
+    async def ask(self, name: str, request: Any) -> Any:
+        return await answer(self.edge.dispatch, name, self.call(), request)
+
+    async def ack(self, *messages: d.Message, group: str = GROUP, topic: str = TOPIC) -> s.AckMessageResponse:
+        entries = [
+            s.AckMessageEntry(
+                message_id=each.system_properties.message_id,
+                receipt_handle=each.system_properties.receipt_handle,
+            )
+            for each in messages
+        ]
+        request = s.AckMessageRequest(group=resource(group), topic=resource(topic), entries=entries)
+        response: s.AckMessageResponse = await self.ask("AckMessage", request)
+        return response
+
+    async def change(
+        self, message: d.Message, ms: int | None, **fields: Any
+    ) -> s.ChangeInvisibleDurationResponse:
+        request = s.ChangeInvisibleDurationRequest(
+            group=resource(GROUP), topic=resource(TOPIC),
+            receipt_handle=message.system_properties.receipt_handle, **fields,
+        )  # fmt: skip
+        if ms is not None:
+            request.invisible_duration.FromMilliseconds(ms)
+        response: s.ChangeInvisibleDurationResponse = await self.ask("ChangeInvisibleDuration", request)
+        return response
+
+    async def dead_letter(self, message: d.Message) -> int:
+        request = s.ForwardMessageToDeadLetterQueueRequest(
+            group=resource(GROUP), topic=resource(TOPIC), receipt_handle=message.system_properties.receipt_handle,
+        )  # fmt: skip
+        return int((await self.ask("ForwardMessageToDeadLetterQueue", request)).status.code)
+
+    async def pass_time(self, ms: int = MINUTE_MS) -> None:
+        """Time passes, and what is due then has come back."""
+        self.world.broker.consuming.wake()
+        await self.world.advance(ms)
+        self.world.broker.consuming.wake()
+        leases = self.world.broker.consuming.leases
+        await self.world.until(
+            lambda: (
+                not any(
+                    held.deadline_ms <= self.world.clock.wall
+                    for w in leases.all()
+                    for held in w.in_flight.values()
+                )
+            ),
+            "it has come back",
+        )
+
+
+def resource(name: str) -> d.Resource:
+    return d.Resource(name=name)
+
+
+@asynccontextmanager
+async def consumer_of(world: World) -> AsyncIterator[Consumer]:
+    edge = GrpcEdge(world.broker)
+    try:
+        yield Consumer(world, edge)
+    finally:
+        await edge.close()
+
+
+def with_consumer(**settings: Any) -> Callable[[Any], Any]:
+    """Make a plain test of `async def test_…(consumer)`."""
+
+    def decorate(test: Any) -> Any:
+        async def live(world: World) -> None:
+            async with consumer_of(world) as consumer:
+                await test(consumer)
+
+        live.__name__ = test.__name__
+        return on_node(**settings)(live)
+
+    return decorate

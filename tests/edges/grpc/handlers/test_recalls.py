@@ -1,0 +1,125 @@
+"""RecallMessage over a real connection: a code for each outcome, and what has become of the message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.edges.grpc.sending import message, rows, sent
+from tests.edges.grpc.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.revoking.recall import encode_handle
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.io.clock import ManualClock
+
+Code = d.Code
+DELAY_MS = 60_000
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def node(tmp_path: Path, clock: ManualClock) -> Iterator[RunningNode]:
+    with running_node(tmp_path / "data", clock) as running:
+        yield running
+
+
+def delayed(wire: Wire, clock: ManualClock, **fields: object) -> s.SendResultEntry:
+    [entry] = sent(wire, message(due_ms=clock.wall_ms() + DELAY_MS, **fields))
+    return entry
+
+
+def recall(wire: Wire, handle: str, topic: str = "orders") -> tuple[int, str, str]:
+    """Code, sentence and message id."""
+    request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
+    response = wire.ask("RecallMessage", request)
+    return response.status.code, response.status.message, response.message_id
+
+
+def test_what_is_recalled_is_never_delivered(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+    entry, other = delayed(wire, clock), delayed(wire, clock)
+    for _ in range(2):  # to recall twice is to succeed twice
+        assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
+    clock.advance(DELAY_MS)
+    eventually(lambda: rows(node), "the other's release")
+    assert [row["unique_key"] for row in rows(node)] == [other.message_id]
+
+
+def test_too_late_says_when(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+    entry = delayed(wire, clock)
+    clock.advance(DELAY_MS)
+    eventually(lambda: rows(node), "the release")
+    code, sentence, message_id = recall(wire, entry.recall_handle)
+    assert (code, message_id) == (Code.NOT_FOUND, "")
+    assert sentence == f"too late, the message was delivered at {rows(node)[0]['store_ms']}"
+
+
+def test_what_is_no_handle_of_ours(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+    entry = delayed(wire, clock)
+    delayed(wire, clock, topic="others")
+    due_ms, name = clock.wall_ms() + DELAY_MS, node.settings.broker_name
+    for handle, code in (
+        ("", Code.BAD_REQUEST),
+        ("nonsense", Code.BAD_REQUEST),
+        ("x" * 4_096, Code.BAD_REQUEST),
+        (encode_handle("orders", "another", due_ms, entry.message_id), Code.BAD_REQUEST),
+        (encode_handle("others", name, due_ms, entry.message_id), Code.BAD_REQUEST),
+        (encode_handle("orders", name, due_ms, "unknown"), Code.NOT_FOUND),
+    ):
+        found, sentence, _ = recall(wire, handle)
+        assert (found, bool(sentence)) == (code, True), handle
+    assert recall(wire, entry.recall_handle, "nowhere")[0] == Code.TOPIC_NOT_FOUND
+    assert recall(wire, entry.recall_handle, "no/name")[0] == Code.ILLEGAL_TOPIC
+    assert recall(wire, entry.recall_handle)[0] == Code.OK, "and it still waited"
+
+
+def test_a_topic_that_is_for_no_delayed_messages(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+    entry = delayed(wire, clock)
+    for name in ("NORMAL", "FIFO", "TRANSACTION"):
+        node.broker.parts.topics.configure("orders", TopicConfig(attributes={"message.type": name}))
+        assert recall(wire, entry.recall_handle)[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+    node.broker.parts.topics.configure("orders", TopicConfig(attributes={"message.type": "MIXED"}))
+    assert recall(wire, entry.recall_handle)[0] == Code.OK
+
+
+def test_as_a_stock_broker_answers(tmp_path: Path, clock: ManualClock) -> None:
+    with running_node(tmp_path / "data", clock, recall_answers="rocketmq") as node, Wire.to(node) as wire:
+        entry, late = delayed(wire, clock), delayed(wire, clock)
+        due_ms = clock.wall_ms() + DELAY_MS
+        unknown = encode_handle("orders", node.settings.broker_name, due_ms, "unknown")
+        assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
+        assert recall(wire, unknown)[0] == Code.OK
+        clock.advance(DELAY_MS)
+        eventually(lambda: rows(node), "the release")
+        assert recall(wire, late.recall_handle)[0] == Code.INTERNAL_SERVER_ERROR
+        assert [row["unique_key"] for row in rows(node)] == [late.message_id]
+
+
+def test_a_message_that_was_moved_since_is_found(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+    moved, other = delayed(wire, clock), delayed(wire, clock)
+    due_ms = clock.wall_ms() + 2 * DELAY_MS
+    [verdict] = node.run(node.broker.reschedule(ids=[moved.message_id], due_ms=due_ms))
+    assert verdict.verdict == "rescheduled"
+    clock.advance(DELAY_MS)
+    eventually(lambda: rows(node), "the other's release")
+    assert recall(wire, moved.recall_handle) == (Code.OK, "OK", moved.message_id)
+    clock.advance(DELAY_MS)
+    eventually(lambda: node.broker.status()["settled_before_ms"] > due_ms, "its new instant")  # type: ignore[operator]
+    assert [row["unique_key"] for row in rows(node)] == [other.message_id]
+
+
+def test_a_recall_outlives_the_broker(tmp_path: Path, clock: ManualClock) -> None:
+    with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
+        entry, other = delayed(wire, clock), delayed(wire, clock)
+        assert recall(wire, entry.recall_handle)[0] == Code.OK
+    clock.advance(DELAY_MS)
+    with running_node(tmp_path / "data", clock) as node:
+        eventually(lambda: rows(node), "the release")
+        assert [row["unique_key"] for row in rows(node)] == [other.message_id]

@@ -1,0 +1,270 @@
+"""What consumers say of the messages they have, and what becomes of these then."""
+
+from __future__ import annotations
+
+import pytest
+from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, resource, with_consumer
+from tests.edges.grpc.wire import consumer_settings, d, s
+
+from timeball.broker.rates import Stat, of_group
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.edges.grpc.session import settle
+from timeball.model import limits
+
+OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE
+
+
+def codes(response: s.AckMessageResponse) -> tuple[int, list[int]]:
+    return response.status.code, [entry.status.code for entry in response.entries]
+
+
+def forged(text: str) -> d.Message:
+    return d.Message(system_properties=d.SystemProperties(message_id="m", receipt_handle=text))
+
+
+@with_consumer()
+async def test_what_is_acknowledged_never_comes_again(consumer: Consumer) -> None:
+    await consumer.send(5)
+    found = await consumer.receive()
+    assert len(found) == 5
+    assert codes(await consumer.ack(*found)) == (OK, [OK] * 5)
+    await consumer.pass_time(10 * MINUTE_MS)
+    assert await consumer.receive() == []
+
+
+@with_consumer()
+async def test_what_is_not_acknowledged_comes_again_and_counts_its_attempts(consumer: Consumer) -> None:
+    await consumer.send(unique_key=["id-1"])
+    for attempt in (1, 2, 3):
+        (message,) = await consumer.receive()
+        assert message.system_properties.delivery_attempt == attempt
+        assert message.system_properties.message_id == "id-1"
+        assert await consumer.receive() == []  # in hand
+        await consumer.pass_time()
+
+
+@with_consumer()
+async def test_each_entry_has_its_status(consumer: Consumer) -> None:
+    await consumer.send(2)
+    first, second = await consumer.receive()
+    assert codes(await consumer.ack(first, forged("x"), second)) == (
+        d.Code.MULTIPLE_RESULTS,
+        [OK, INVALID, OK],
+    )
+    assert codes(await consumer.ack(first, second)) == (OK, [OK, OK])  # the first answer may have been lost
+    response = await consumer.ack(forged("x"))
+    assert codes(response) == (INVALID, [INVALID])
+    assert response.entries[0].message_id == "m" and response.entries[0].receipt_handle == "x"
+
+
+@with_consumer()
+async def test_the_same_handle_twice_in_a_call_is_acknowledged_once(consumer: Consumer) -> None:
+    await consumer.send()
+    (message,) = await consumer.receive()
+    assert codes(await consumer.ack(message, message)) == (OK, [OK, OK])
+    rates = consumer.world.broker.parts.rates
+    assert rates.total(Stat.GROUP_ACK_NUMS, of_group(TOPIC, GROUP)) == 1
+
+
+@with_consumer()
+async def test_what_is_answered_again_says_what_became_of_it(consumer: Consumer) -> None:
+    await consumer.send(2)
+    first, second = await consumer.receive()
+    assert codes(await consumer.ack(first))[0] == OK
+    assert await consumer.dead_letter(second) == OK
+    await consumer.pass_time(30_000)
+    assert codes(await consumer.ack(first, second)) == (OK, [OK, OK])
+    for message in (first, second):  # there is nothing left whose time could be changed
+        assert (await consumer.change(message, 1_000)).status.code == INVALID
+        assert await consumer.dead_letter(message) == INVALID
+
+
+@with_consumer()
+async def test_a_handle_is_not_good_for_another_group_or_topic(consumer: Consumer) -> None:
+    await consumer.send()
+    (message,) = await consumer.receive()
+    assert codes(await consumer.ack(message, group="h"))[0] == INVALID
+    assert codes(await consumer.ack(message, topic="others"))[0] == INVALID
+    assert codes(await consumer.ack(message))[0] == OK
+
+
+@with_consumer()
+async def test_a_handle_whose_time_is_over_is_not_valid(consumer: Consumer) -> None:
+    await consumer.send()
+    (message,) = await consumer.receive()
+    await consumer.pass_time()
+    assert codes(await consumer.ack(message))[0] == INVALID
+    assert (await consumer.change(message, 1_000)).status.code == INVALID
+    assert await consumer.dead_letter(message) == INVALID
+    (again,) = await consumer.receive()
+    assert codes(await consumer.ack(again))[0] == OK
+
+
+@with_consumer()
+async def test_more_time_keeps_the_handle(consumer: Consumer) -> None:
+    await consumer.send()
+    (message,) = await consumer.receive()
+    changed = await consumer.change(message, 10 * MINUTE_MS)
+    assert changed.status.code == OK
+    await consumer.pass_time(9 * MINUTE_MS)
+    assert await consumer.receive() == []
+    assert changed.receipt_handle == message.system_properties.receipt_handle
+    assert codes(await consumer.ack(message))[0] == OK
+    assert codes(await consumer.ack(forged(changed.receipt_handle)))[0] == OK  # the same handle once more
+
+
+@pytest.mark.parametrize("ms", [0, 10, 500, 1_000, 5_000])
+def test_a_message_that_failed_comes_again_when_its_consumer_says(ms: int) -> None:
+    @with_consumer()
+    async def check(consumer: Consumer) -> None:
+        await consumer.send()
+        (message,) = await consumer.receive()
+        assert (await consumer.change(message, ms)).status.code == OK
+        if ms:
+            assert await consumer.receive() == []
+        await consumer.pass_time(ms)
+        (again,) = await consumer.receive()
+        assert again.system_properties.delivery_attempt == 2
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("ms", "waits_ms"), [(0, 7_000), (10, 7_000), (999, 7_000), (1_000, 1_000), (9_000, 9_000)]
+)
+def test_what_a_push_consumer_fails_waits_as_the_policy_says(ms: int, waits_ms: int) -> None:
+    """Node's asks for none, or for its seconds as milliseconds."""
+
+    @with_consumer()
+    async def check(consumer: Consumer) -> None:
+        policy = RetryPolicy(customized_retry_policy=CustomizedRetry([7_000]))
+        consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
+        settings = consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER)
+        settle(consumer.edge.context.sessions, consumer.name, settings, consumer.edge.context.monotonic_ms())
+        await consumer.send()
+        (message,) = await consumer.receive()
+        assert (await consumer.change(message, ms)).status.code == OK
+        await consumer.pass_time(waits_ms - 1)
+        assert await consumer.receive() == []
+        await consumer.pass_time(1)
+        (again,) = await consumer.receive()
+        assert again.system_properties.delivery_attempt == 2
+
+    check()
+
+
+@with_consumer()
+async def test_a_suspended_message_has_not_been_tried(consumer: Consumer) -> None:
+    await consumer.send()
+    (message,) = await consumer.receive()
+    assert (await consumer.change(message, 1_000, suspend=True)).status.code == OK
+    await consumer.pass_time(1_000)
+    (again,) = await consumer.receive()
+    assert again.system_properties.delivery_attempt == 1
+
+
+@pytest.mark.parametrize("ms", [None, -1, limits.INVISIBLE_MS_MAX + 1])
+def test_a_time_that_is_none_changes_nothing(ms: int | None) -> None:
+    @with_consumer()
+    async def check(consumer: Consumer) -> None:
+        await consumer.send()
+        (message,) = await consumer.receive()
+        assert (await consumer.change(message, ms)).status.code == d.Code.ILLEGAL_INVISIBLE_TIME
+        assert codes(await consumer.ack(message))[0] == OK
+
+    check()
+
+
+@with_consumer()
+async def test_durations_that_are_none_are_refused(consumer: Consumer) -> None:
+    await consumer.send()
+    (message,) = await consumer.receive()
+    for seconds, nanos in [(1, -1), (0, 2_000_000_000), (1 << 62, 0), (-(1 << 63), 0)]:
+        request = s.ChangeInvisibleDurationRequest(
+            group=resource(GROUP),
+            topic=resource(TOPIC),
+            receipt_handle=message.system_properties.receipt_handle,
+        )
+        request.invisible_duration.seconds, request.invisible_duration.nanos = seconds, nanos
+        response = await consumer.ask("ChangeInvisibleDuration", request)
+        assert response.status.code == d.Code.ILLEGAL_INVISIBLE_TIME
+
+
+@with_consumer()
+async def test_the_last_attempt_is_followed_by_the_dead_letters(consumer: Consumer) -> None:
+    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
+    await consumer.send(unique_key=["id-1"])
+    for attempt in (1, 2, 3):
+        (message,) = await consumer.receive()
+        assert message.system_properties.delivery_attempt == attempt
+        await consumer.pass_time()
+    assert await consumer.receive() == []
+    (dead,) = await consumer.receive("undertaker", "%DLQ%g")
+    system = dead.system_properties
+    assert system.dead_letter_queue.topic == TOPIC and system.dead_letter_queue.message_id == "id-1"
+    assert system.message_id == "id-1" and dead.topic.name == "%DLQ%g"
+
+
+@with_consumer()
+async def test_a_consumer_may_give_a_message_up(consumer: Consumer) -> None:
+    await consumer.send(unique_key=["id-1"])
+    (message,) = await consumer.receive()
+    assert await consumer.dead_letter(message) == OK
+    assert await consumer.dead_letter(message) == INVALID
+    await consumer.pass_time(10 * MINUTE_MS)
+    assert await consumer.receive() == []
+    (dead,) = await consumer.receive("undertaker", "%DLQ%g")
+    assert dead.system_properties.message_id == "id-1"
+
+
+@with_consumer()
+async def test_in_order_a_handle_does_the_same(consumer: Consumer) -> None:
+    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    await consumer.send(3, queues=1, unique_key=["a", "b", "c"])
+    (first,) = await consumer.receive(batch_size=1)
+    assert await consumer.receive() == []  # not before the first is done with
+    assert codes(await consumer.ack(first))[0] == OK
+    (second,) = await consumer.receive(batch_size=1)
+    assert second.system_properties.message_id == "b"
+    changed = await consumer.change(second, 5_000)
+    assert changed.status.code == OK and changed.receipt_handle
+    await consumer.pass_time(5_000)
+    (again,) = await consumer.receive(batch_size=1)
+    assert (again.system_properties.message_id, again.system_properties.delivery_attempt) == ("b", 2)
+    assert await consumer.dead_letter(again) == OK
+    (third,) = await consumer.receive(batch_size=1)
+    assert third.system_properties.message_id == "c"
+
+
+@pytest.mark.parametrize("count", [0, limits.CANCELS_PER_REQUEST_MAX + 1])
+def test_a_call_has_so_many_entries(count: int) -> None:
+    @with_consumer()
+    async def check(consumer: Consumer) -> None:
+        response = await consumer.ack(*[forged("x")] * count)
+        assert response.status.code == d.Code.BAD_REQUEST and not response.entries
+
+    check()
+
+
+@with_consumer()
+async def test_calls_that_say_nothing_are_refused(consumer: Consumer) -> None:
+    for name, request in [
+        ("AckMessage", s.AckMessageRequest()),
+        ("ChangeInvisibleDuration", s.ChangeInvisibleDurationRequest()),
+        ("ForwardMessageToDeadLetterQueue", s.ForwardMessageToDeadLetterQueueRequest()),
+    ]:
+        assert (await consumer.ask(name, request)).status.code == d.Code.ILLEGAL_CONSUMER_GROUP
+
+
+@with_consumer()
+async def test_a_restart_forgets_no_handle(consumer: Consumer) -> None:
+    await consumer.send(2)
+    first, second = await consumer.receive()
+    await consumer.world.restart()
+    other = Consumer(consumer.world, type(consumer.edge)(consumer.world.broker))
+    assert codes(await other.ack(first))[0] == OK
+    await other.pass_time()
+    (again,) = await other.receive()
+    assert again.system_properties.delivery_attempt == 2
+    assert codes(await other.ack(second, again)) == (d.Code.MULTIPLE_RESULTS, [INVALID, OK])
+    await other.edge.close()

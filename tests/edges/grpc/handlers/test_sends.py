@@ -1,0 +1,361 @@
+"""SendMessage over a real connection: what is answered, what is kept, and who is harmed by a bad one."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+from tests.edges.grpc.sending import BORN_MS, message, refused, rows, send_request, sent
+from tests.edges.grpc.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball
+from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.revoking.recall import decode_handle
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc.handlers.sends import MESSAGES_MAX
+from timeball.io.clock import ManualClock
+from timeball.model import limits
+from timeball.model.message import Kind, decode_properties
+
+Code, Type = d.Code, d.MessageType
+
+
+def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, wire: Wire) -> None:
+    given = message(
+        tag="A", keys=["k1", "k2"], born_host="10.1.2.3", trace_context="00-ab-cd-01", properties={"who": "Ada"},
+        body_digest=d.Digest(type=d.DigestType.CRC32, checksum=f"{crc32(b'body'):08X}"),
+    )  # fmt: skip
+    [entry] = sent(wire, given)
+    [row] = rows(node)
+    assert entry.message_id == given.system_properties.message_id == row["unique_key"]
+    assert (entry.offset, entry.transaction_id, entry.recall_handle) == (0, entry.message_id, "")
+    assert (row["tag"], row["keys"], row["body"], row["sys_flag"]) == ("A", "k1 k2", b"body", 0)
+    assert (row["born_ms"], row["born_host"], row["due_ms"]) == (BORN_MS, "10.1.2.3", None)
+    assert decode_properties(row["properties"]) == {
+        "who": "Ada", "TAGS": "A", "KEYS": "k1 k2", "UNIQ_KEY": entry.message_id, "TRACE_CONTEXT": "00-ab-cd-01",
+    }  # fmt: skip
+
+
+def test_where_it_comes_from_when_it_does_not_say(node: RunningNode, wire: Wire) -> None:
+    sent(wire, message())
+    assert rows(node)[0]["born_host"] == "127.0.0.1"
+
+
+def test_a_namespace_is_part_of_the_topics_name(node: RunningNode, wire: Wire) -> None:
+    sent(wire, message(namespace="shop"))
+    assert len(rows(node, "shop%orders")) == 1
+
+
+def test_messages_of_one_call_go_round_the_queues_and_are_answered_in_order(
+    node: RunningNode, wire: Wire
+) -> None:
+    given = [message(b"%d" % n) for n in range(20)]
+    entries = sent(wire, *given)
+    assert [e.message_id for e in entries] == [m.system_properties.message_id for m in given]
+    by_id = {row["unique_key"]: row for row in rows(node)}
+    assert [by_id[e.message_id]["queue_offset"] for e in entries] == [e.offset for e in entries]
+    assert len({row["queue_id"] for row in by_id.values()}) == node.settings.queues_per_topic
+    seqs = [by_id[e.message_id]["seq"] for e in entries]
+    assert seqs == list(range(seqs[0], seqs[0] + 20)), "one piece of the log"
+
+
+def test_delayed_messages_of_one_call_are_taken_together(node: RunningNode, wire: Wire) -> None:
+    """RocketMQ 5.5.0 answers two of them by INTERNAL_SERVER_ERROR."""
+    due_ms = node.broker.parts.clock.now_ms() + 3_600_000
+    one, other = sent(wire, message(b"1", due_ms=due_ms), message(b"2", due_ms=due_ms + 1))
+    assert one.recall_handle and other.recall_handle and one.recall_handle != other.recall_handle
+    with Timeball(node.endpoint) as ball:
+        pending = [ball.get(entry.message_id) for entry in (one, other)]
+    assert [found.due_ms - due_ms for found in pending] == [0, 1]
+
+
+def test_a_compressed_body_is_kept_as_it_is(node: RunningNode, wire: Wire) -> None:
+    sent(wire, message(b"\x1f\x8b...", body_encoding=d.Encoding.GZIP))
+    assert (rows(node)[0]["body"], rows(node)[0]["sys_flag"]) == (b"\x1f\x8b...", 1)
+
+
+# ---- FIFO ---------------------------------------------------------------------------------------------------
+
+
+def test_a_message_group_has_one_queue_whoever_sends(node: RunningNode) -> None:
+    groups = [f"customer-{n}" for n in range(40)]
+    for client in ("one", "two"):
+        with Wire.to(node, client) as wire:
+            for group in groups:
+                sent(wire, message(group.encode(), message_type=Type.FIFO, message_group=group))
+    found: dict[bytes, set[int]] = {}
+    for row in rows(node):
+        found.setdefault(row["body"], set()).add(row["queue_id"])
+        assert decode_properties(row["properties"])["__SHARDINGKEY"] == row["body"].decode()
+    assert len(found) == 40 and all(len(queues) == 1 for queues in found.values())
+    assert len(set.union(*found.values())) == node.settings.queues_per_topic, "and they share all of them"
+
+
+def test_a_group_stays_within_the_queues_that_are_written_to(node: RunningNode, wire: Wire) -> None:
+    node.broker.parts.topics.configure("orders", TopicConfig(8, 2))
+    for n in range(30):
+        sent(wire, message(message_type=Type.FIFO, message_group=f"g{n}"))
+    assert {row["queue_id"] for row in rows(node)} == {0, 1}
+
+
+# ---- delays -------------------------------------------------------------------------------------------------
+
+
+def test_a_delayed_message_is_a_promise_to_the_millisecond(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
+        due_ms = clock.wall_ms() + 5_077
+        [entry] = sent(wire, message(due_ms=due_ms))
+        handle = decode_handle(entry.recall_handle)
+        assert handle == ("orders", node.settings.broker_name, due_ms, entry.message_id)
+        assert rows(node) == []
+        clock.advance(5_076)
+        assert node.broker.queues("orders")[0] == (0, 0)
+        clock.advance(1)
+        eventually(lambda: rows(node), "the release")
+        [row] = rows(node)
+        assert (row["kind"], row["due_ms"]) == (Kind.RELEASE, due_ms)
+        assert decode_properties(row["properties"])["TIMER_DELIVER_MS"] == str(due_ms)
+
+
+def test_a_fraction_of_a_millisecond_is_not_early(node: RunningNode, wire: Wire) -> None:
+    given = message(message_type=Type.DELAY)
+    at_s = node.broker.status()["now_ms"] // 1_000 + 600  # type: ignore[operator]
+    given.system_properties.delivery_timestamp.seconds = at_s
+    given.system_properties.delivery_timestamp.nanos = 7_000_001
+    [entry] = sent(wire, given)
+    assert decode_handle(entry.recall_handle).timestamp_ms == at_s * 1_000 + 8
+
+
+@pytest.mark.parametrize("due_ms", [0, 1, -62_135_596_800_000, 1_500_000_000_000])
+def test_what_is_due_already_is_delivered_at_once(node: RunningNode, wire: Wire, due_ms: int) -> None:
+    [entry] = sent(wire, message(due_ms=due_ms))
+    assert (entry.recall_handle == "") == (due_ms <= 0)
+    eventually(lambda: len(rows(node)) == 1, "it is delivered")
+
+
+def test_the_answer_has_what_clients_of_rocketmqs_proxy_read(wire: Wire) -> None:
+    response = wire.ask("SendMessage", send_request(message(message_id="id-1")))
+    assert (response.status.code, response.status.message) == (Code.OK, "OK")
+    [entry] = response.entries
+    assert (entry.status.message, entry.message_id, entry.transaction_id) == ("OK", "id-1", "id-1")
+
+
+def test_delays_reach_ten_years_and_no_further(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
+        sent(wire, message(due_ms=clock.wall_ms() + limits.DELAY_MS_MAX))
+        code, sentence = refused(wire, message(due_ms=clock.wall_ms() + limits.DELAY_MS_MAX + 1))
+    assert code == Code.ILLEGAL_DELIVERY_TIME
+    assert str(limits.DELAY_MS_MAX) in sentence and "3653 days" in sentence
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------
+
+LONG = "é" * 128  # 256 bytes
+REFUSED: list[tuple[dict[str, Any], int]] = [
+    ({"topic": ""}, Code.ILLEGAL_TOPIC),
+    ({"topic": "../etc"}, Code.ILLEGAL_TOPIC),
+    ({"topic": "t" * 128}, Code.ILLEGAL_TOPIC),
+    ({"topic": "SCHEDULE_TOPIC_XXXX"}, Code.FORBIDDEN),
+    ({"topic": "rmq_sys_wheel_timer"}, Code.FORBIDDEN),
+    ({"topic": "%RETRY%nobody"}, Code.CONSUMER_GROUP_NOT_FOUND),
+    ({"message_id": ""}, Code.ILLEGAL_MESSAGE_ID),
+    ({"message_id": " "}, Code.ILLEGAL_MESSAGE_ID),
+    ({"message_id": "a\x01b"}, Code.ILLEGAL_MESSAGE_ID),
+    ({"message_id": "i" * 256}, Code.ILLEGAL_MESSAGE_ID),
+    ({"body": b""}, Code.MESSAGE_BODY_EMPTY),
+    ({"body": b"x" * (limits.BODY_BYTES_MAX + 1)}, Code.MESSAGE_BODY_TOO_LARGE),
+    ({"body_encoding": 7}, Code.BAD_REQUEST),
+    ({"body_digest": d.Digest(type=d.DigestType.CRC32, checksum="0")}, Code.MESSAGE_CORRUPTED),
+    ({"body_digest": d.Digest(type=d.DigestType.MD5, checksum="ff")}, Code.MESSAGE_CORRUPTED),
+    ({"body_digest": d.Digest(type=d.DigestType.SHA1)}, Code.MESSAGE_CORRUPTED),
+    ({"body_digest": d.Digest(type=9, checksum="ff")}, Code.BAD_REQUEST),
+    ({"tag": "a|b"}, Code.ILLEGAL_MESSAGE_TAG),
+    ({"tag": " "}, Code.ILLEGAL_MESSAGE_TAG),
+    ({"tag": "a\nb"}, Code.ILLEGAL_MESSAGE_TAG),
+    ({"tag": LONG}, Code.ILLEGAL_MESSAGE_TAG),
+    ({"keys": ["k", " "]}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": ["k\x02"]}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": ["k"] * (limits.KEYS_PER_MESSAGE_MAX + 1)}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": [""] * (limits.KEYS_PER_MESSAGE_MAX + 1)}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": ["a b"] * (limits.KEYS_PER_MESSAGE_MAX // 2 + 1)}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"keys": ["k" * (limits.KEYS_BYTES_MAX // 2 + 1)] * 2}, Code.ILLEGAL_MESSAGE_KEY),
+    ({"message_type": Type.FIFO, "message_group": "g" * 65}, Code.ILLEGAL_MESSAGE_GROUP),
+    ({"message_type": Type.FIFO, "message_group": "g\n"}, Code.ILLEGAL_MESSAGE_GROUP),
+    ({"message_type": Type.FIFO, "message_group": " "}, Code.ILLEGAL_MESSAGE_GROUP),
+    ({"properties": {f"p{n}": "v" for n in range(129)}}, Code.MESSAGE_PROPERTIES_TOO_LARGE),
+    ({"properties": {"p": "v" * 16_384}}, Code.MESSAGE_PROPERTIES_TOO_LARGE),
+    ({"properties": {"TAGS": "v"}}, Code.ILLEGAL_MESSAGE_PROPERTY_KEY),
+    ({"properties": {"TIMER_DELAY_SEC": "5"}}, Code.ILLEGAL_MESSAGE_PROPERTY_KEY),
+    ({"properties": {"": "v"}}, Code.ILLEGAL_MESSAGE_PROPERTY_KEY),
+    ({"properties": {"p\x01q": "v"}}, Code.ILLEGAL_MESSAGE_PROPERTY_KEY),
+    ({"properties": {"p": "v\x02DELAY\x011"}}, Code.ILLEGAL_MESSAGE_PROPERTY_KEY),
+    ({"trace_context": "\x02DELAY\x011"}, Code.ILLEGAL_MESSAGE_PROPERTY_KEY),
+    ({"trace_context": "t" * 32_000, "properties": {"p": "v" * 16_000}}, Code.MESSAGE_PROPERTIES_TOO_LARGE),
+    ({"due_ms": limits.INSTANT_MS_MAX}, Code.ILLEGAL_DELIVERY_TIME),
+    ({"message_type": Type.DELAY}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"message_type": Type.FIFO}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"due_ms": 1, "message_group": "g"}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"message_group": "g"}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"message_type": Type.TRANSACTION, "message_group": "g"}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"message_type": Type.LITE}, Code.UNSUPPORTED),
+    ({"message_type": Type.PRIORITY}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"message_type": 77}, Code.UNSUPPORTED),
+    ({"lite_topic": "l"}, Code.UNSUPPORTED),
+    ({"priority": 1, "message_type": Type.NORMAL}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+    ({"priority": -1, "message_type": Type.PRIORITY}, Code.BAD_REQUEST),
+]  # fmt: skip
+
+
+def test_each_bad_message_has_its_code_and_harms_nobody(node: RunningNode, wire: Wire) -> None:
+    for fields, code in REFUSED:
+        found, sentence = refused(wire, message(**fields))
+        assert (d.Code.Name(found), fields) == (d.Code.Name(code), fields), sentence
+    sent(wire, message())
+    assert len(rows(node)) == 1
+    assert [name for name in node.broker.topics() if name != "orders"] == [], "no topic was made for them"
+
+
+def test_bad_and_good_ones_at_the_same_time(node: RunningNode, wire: Wire) -> None:
+    good = [wire.later("SendMessage", send_request(message(b"%d" % n))) for n in range(200)]
+    calls = [(wire.later("SendMessage", send_request(message(**fields))), code) for fields, code in REFUSED]
+    good += [wire.later("SendMessage", send_request(message(b"%d" % n))) for n in range(200, 400)]
+    assert [call.result().status.code for call, _ in calls] == [code for _, code in calls]
+    assert {call.result().status.code for call in good} == {Code.OK}
+    assert {row["body"] for row in rows(node)} == {b"%d" % n for n in range(400)}
+
+
+def test_one_bad_message_refuses_its_call_whole(node: RunningNode, wire: Wire) -> None:
+    code, _ = refused(wire, message(), message(tag="a|b"), message())
+    assert code == Code.ILLEGAL_MESSAGE_TAG
+    assert refused(wire, message(), message(topic="others"))[0] == Code.BAD_REQUEST
+    assert refused(wire, message(), message(message_type=Type.TRANSACTION))[0] == Code.BAD_REQUEST
+    assert refused(wire)[0] == Code.BAD_REQUEST
+    assert refused(wire, *(message() for _ in range(MESSAGES_MAX + 1)))[0] == Code.BAD_REQUEST
+    assert node.broker.topics() == {}
+    assert len(sent(wire, *(message() for _ in range(MESSAGES_MAX)))) == MESSAGES_MAX
+
+
+def test_more_than_a_call_may_have(wire: Wire) -> None:
+    """Refused by HTTP/2's side, before it is decoded; the connection lives."""
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
+        wire.ask("SendMessage", send_request(message(b"x" * (5 * 1024 * 1024))))
+    sent(wire, message())
+
+
+CRC = crc32(b"body")
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"),
+    [
+        ("CRC32", f"{CRC:08X}"),
+        ("CRC32", f"{CRC:x}"),
+        ("CRC32", f"00{CRC:X}"),
+        ("CRC32", str(CRC)),  # in decimal, as Node's client has it
+        ("MD5", hashlib.md5(b"body").hexdigest().upper()),
+        ("SHA1", hashlib.sha1(b"body").hexdigest()),
+    ],
+)
+def test_a_right_digest_in_every_clients_spelling(wire: Wire, kind: str, right: str) -> None:
+    sent(wire, message(body_digest=d.Digest(type=kind, checksum=right)))
+
+
+# ---- topics ---------------------------------------------------------------------------------------------------
+
+
+def test_topics_that_are_not_made_on_first_use(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", auto_create_topics=False) as node, Wire.to(node) as wire:
+        assert refused(wire, message())[0] == Code.TOPIC_NOT_FOUND
+        node.run(node.broker.create_topic("orders", 1))
+        sent(wire, message())
+        assert len(rows(node)) == 1
+
+
+def test_no_topic_is_made_for_a_message_that_is_refused(node: RunningNode, wire: Wire) -> None:
+    before = node.broker.topics()
+    for n, (fields, _) in enumerate(REFUSED):
+        refused(wire, message(**{"topic": f"topic-{n}", **fields}))
+    assert node.broker.topics() == before
+    later_ms = node.broker.status()["now_ms"] + 60_000  # type: ignore[operator]
+    for n, fields in enumerate(
+        ({}, {"due_ms": later_ms}, {"message_type": 2, "message_group": "g"}, {"message_type": 4})
+    ):
+        sent(wire, message(topic=f"new-{n}", **fields))
+        assert node.broker.topics()[f"new-{n}"] == {"queues": node.settings.queues_per_topic}
+
+
+def test_a_topics_permissions_count_from_the_next_message_on(node: RunningNode, wire: Wire) -> None:
+    sent(wire, message())
+    node.broker.parts.topics.configure("orders", TopicConfig(perm=4))
+    assert refused(wire, message())[0] == Code.FORBIDDEN
+    node.broker.parts.topics.configure("orders", TopicConfig(perm=6))
+    sent(wire, message())
+
+
+OF_TYPE: dict[int, dict[str, Any]] = {
+    Type.NORMAL: {},
+    Type.FIFO: {"message_group": "g"},
+    Type.DELAY: {"due_ms": 1},
+    Type.TRANSACTION: {},
+}
+
+
+@pytest.mark.parametrize("name", ["NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED", "UNSPECIFIED", ""])
+def test_a_topic_takes_messages_of_its_type(tmp_path: Path, name: str) -> None:
+    attributes = {"message.type": name} if name else {}
+    with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
+        node.broker.parts.topics.configure("orders", TopicConfig(attributes=attributes))
+        for kind, fields in OF_TYPE.items():
+            given = message(**{"message_type": kind, **fields})
+            if name in ("MIXED", "UNSPECIFIED", "", Type.Name(kind)):
+                sent(wire, given)
+                continue
+            code, sentence = refused(wire, given)
+            assert code == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+            assert name in sentence and "--no-check-message-types" in sentence
+
+
+def test_types_need_not_be_checked(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", check_message_types=False) as node, Wire.to(node) as wire:
+        node.broker.parts.topics.configure("orders", TopicConfig(attributes={"message.type": "NORMAL"}))
+        for kind, fields in OF_TYPE.items():
+            sent(wire, message(**{"message_type": kind, **fields}))
+
+
+def test_a_client_that_says_no_type_gets_the_one_of_its_fields(node: RunningNode, wire: Wire) -> None:
+    node.broker.parts.topics.configure("fifo", TopicConfig(attributes={"message.type": "FIFO"}))
+    sent(wire, message(topic="fifo", message_type=0, message_group="g"))
+    assert refused(wire, message(topic="fifo", message_type=0))[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+
+
+# ---- many at a time -------------------------------------------------------------------------------------------
+
+
+def test_many_clients_at_a_time_get_their_own_answers(node: RunningNode) -> None:
+    def produce(client: int) -> dict[str, bytes]:
+        with Wire.to(node, f"client-{client}") as wire:
+            given = [message(b"%d/%d" % (client, n)) for n in range(100)]
+            calls = [wire.later("SendMessage", send_request(each)) for each in given]
+            answers = [call.result() for call in calls]
+        assert {a.status.code for a in answers} == {Code.OK}
+        assert [a.entries[0].message_id for a in answers] == [m.system_properties.message_id for m in given]
+        return {m.system_properties.message_id: m.body for m in given}
+
+    with ThreadPoolExecutor(8) as pool:
+        wanted = {id_: body for part in pool.map(produce, range(8)) for id_, body in part.items()}
+    assert {row["unique_key"]: row["body"] for row in rows(node)} == wanted
+    assert node.broker.status()["log"]["commits"] < 800, "calls share commits"  # type: ignore[index]
+
+
+def test_what_was_acknowledged_outlives_the_broker(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
+        ids = [sent(wire, message())[0].message_id for _ in range(5)]
+    with running_node(tmp_path / "data") as node:
+        assert {row["unique_key"] for row in rows(node)} == set(ids)

@@ -1,0 +1,58 @@
+"""Messages as a RocketMQ 5 producer makes them, and what became of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.edges.grpc.wire import Wire
+from tests.node_fixture import RunningNode
+
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+
+BORN_MS = 1_761_000_000_123
+_ids = itertools.count(1)
+
+
+def message(body: bytes = b"body", *, topic: str = "orders", namespace: str = "", **fields: Any) -> d.Message:
+    """A message; `fields` are system properties, `due_ms` and `properties` what they say."""
+    due_ms, properties = fields.pop("due_ms", None), fields.pop("properties", {})
+    system = d.SystemProperties(**{"message_id": f"01{next(_ids):032X}", **fields})
+    if "message_type" not in fields:
+        system.message_type = d.MessageType.NORMAL
+    if "born_timestamp" not in fields:
+        system.born_timestamp.FromMilliseconds(BORN_MS)
+    if due_ms is not None:
+        system.delivery_timestamp.FromMilliseconds(due_ms)
+        system.message_type = d.MessageType.DELAY
+    resource = d.Resource(name=topic, resource_namespace=namespace)
+    return d.Message(topic=resource, body=body, system_properties=system, user_properties=properties)
+
+
+def send_request(*messages: d.Message) -> s.SendMessageRequest:
+    return s.SendMessageRequest(messages=messages)
+
+
+def sent(wire: Wire, *messages: d.Message) -> list[s.SendResultEntry]:
+    """The entries of a send that must be granted."""
+    response = wire.ask_ok("SendMessage", send_request(*messages))
+    assert len(response.entries) == len(messages)
+    assert {entry.status.code for entry in response.entries} == {d.Code.OK}
+    return list(response.entries)
+
+
+def refused(wire: Wire, *messages: d.Message) -> tuple[int, str]:
+    """Code and sentence of a send that must be refused."""
+    response = wire.ask("SendMessage", send_request(*messages))
+    assert response.status.code != d.Code.OK and not response.entries
+    assert response.status.message
+    return response.status.code, response.status.message
+
+
+def rows(node: RunningNode, topic: str = "orders") -> list[dict[str, Any]]:
+    """Every visible message of a topic."""
+    found: list[dict[str, Any]] = []
+    for queue, (low, high) in node.broker.queues(topic).items():
+        found += node.run(node.broker.read_queue(topic, queue, low, high - low)).to_pylist()
+    return found

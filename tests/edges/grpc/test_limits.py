@@ -1,0 +1,115 @@
+"""Clients that take more than their share, or nothing of what they are sent: each meets a bound, unseen by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.certificates import certificate
+from tests.edges.grpc.wire import Wire, consumer_settings, d, producer_settings, s
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+
+from timeball.edges.grpc.server import REQUEST_BYTES_MAX
+from timeball.edges.grpc.session import STREAMS_PER_CLIENT_MAX
+from timeball.edges.http2 import connection as module
+from timeball.edges.http2.connection import CALLS_PER_CONNECTION_MAX
+
+LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES_MAX))
+HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
+
+
+def refused(wire: Wire, request: object, **how: object) -> grpc.StatusCode:
+    call = wire._call("unary_unary", "SendMessage")
+    with pytest.raises(grpc.RpcError) as error:
+        call(request, timeout=BOUND_S, metadata=wire._metadata, **how)
+    code: grpc.StatusCode = error.value.code()
+    return code
+
+
+def test_zeros_that_were_pressed_are_measured_as_they_are(node: RunningNode, wire: Wire) -> None:
+    """64 MiB of zeros are 64 KiB on the wire."""
+    bomb = s.SendMessageRequest(messages=[LARGE])
+    assert refused(wire, bomb, compression=grpc.Compression.Gzip) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    wire.ask_ok("QueryRoute", s.QueryRouteRequest(topic=d.Resource(name="orders")))
+
+
+def test_a_client_has_so_many_streams_and_no_more(wire: Wire) -> None:
+    opened = [wire.telemetry(consumer_settings("g")) for _ in range(STREAMS_PER_CLIENT_MAX)]
+    one_more = wire.telemetry()
+    one_more.send(s.TelemetryCommand(settings=consumer_settings("g")))
+    assert next(one_more).status.code == d.Code.TOO_MANY_REQUESTS
+    opened[0].end()
+    eventually(lambda: not list(opened[0]), "the stream ends with the client's side of it")
+    wire.telemetry(consumer_settings("g"))  # there is room again
+
+
+def test_settings_are_kept_and_so_have_a_bound(wire: Wire) -> None:
+    stream = wire.telemetry()
+    names = [f"topic-{n}" for n in range(30_000)]
+    stream.send(s.TelemetryCommand(settings=producer_settings(*names)))
+    assert next(stream).status.code == d.Code.PAYLOAD_TOO_LARGE
+    assert wire.ask("Heartbeat", HEARTBEAT).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+
+
+def test_what_is_beyond_a_connections_calls_waits_at_the_client(node: RunningNode) -> None:
+    """Streams that open and say nothing fill one connection; another one is not slower for it."""
+    with Wire.to(node, "greedy") as greedy, Wire.to(node, "modest") as modest:
+        held = [greedy.telemetry() for _ in range(CALLS_PER_CONNECTION_MAX)]
+        waits = greedy.later("Heartbeat", HEARTBEAT)
+        modest.telemetry(consumer_settings("g"))
+        for _ in range(10):
+            modest.ask_ok("Heartbeat", HEARTBEAT)
+        assert not waits.done()
+        held[0].cut()
+        assert waits.result(BOUND_S).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+
+
+def test_one_that_reads_nothing_holds_up_nobody(node: RunningNode) -> None:
+    """Settings without end and never a look at the answers: the client's own stream is what stands still."""
+    with Wire.to(node, "deaf") as deaf, Wire.to(node, "other") as other:
+        many = d.Settings(
+            client_type=d.ClientType.PRODUCER,
+            publishing=d.Publishing(topics=[d.Resource(name=f"topic-{n}") for n in range(2_000)]),
+        )
+        stream = deaf.telemetry()
+        for _ in range(400):
+            stream.send(s.TelemetryCommand(settings=many))
+        other.telemetry(producer_settings("orders"))
+        for _ in range(20):
+            other.ask_ok("Heartbeat", s.HeartbeatRequest())
+        stream.cut()
+
+
+def test_old_connections_are_asked_to_come_again(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A life of 300 ms: its streams end, and calls go on over another connection."""
+    monkeypatch.setattr(module, "AGE_S", 0.3)
+    monkeypatch.setattr(module, "AGE_GRACE_S", 0.1)
+    with Wire.to(node, "old") as wire:
+        stream = wire.telemetry(consumer_settings("g"))
+        with pytest.raises(grpc.RpcError) as error:
+            next(stream)
+        assert error.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        monkeypatch.undo()
+        wire.ask_ok("Heartbeat", HEARTBEAT)
+
+
+def test_with_a_certificate_tls_is_spoken_and_plain_text_to_this_machine_alone(tmp_path: Path) -> None:
+    issued = certificate(tmp_path / "tls")
+    with running_node(tmp_path / "data", **issued.settings) as node:
+        address = f"localhost:{node.node.grpc_port}"
+        credentials = grpc.ssl_channel_credentials(Path(issued.roots).read_bytes())
+        stub = "/apache.rocketmq.v2.MessagingService/QueryRoute"
+        request = s.QueryRouteRequest(topic=d.Resource(name="orders")).SerializeToString()
+        with grpc.secure_channel(address, credentials) as channel:
+            answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
+            assert answer.status.code == d.Code.OK
+        # From another machine: tests/edges/shared/test_first_byte.py.
+        with grpc.insecure_channel(address) as channel:
+            answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
+            assert answer.status.code == d.Code.OK
+        strangers = certificate(tmp_path / "other")
+        credentials = grpc.ssl_channel_credentials(Path(strangers.roots).read_bytes())
+        with grpc.secure_channel(address, credentials) as channel, pytest.raises(grpc.RpcError) as error:
+            channel.unary_unary(stub)(request, timeout=BOUND_S)
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE

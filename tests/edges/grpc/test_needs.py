@@ -1,0 +1,218 @@
+"""Each call of the service against accounts that may and may not, over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.edges.grpc.wire import Wire, consumer_settings, producer_settings
+from tests.edges.http2.raw_client import RawClient, fields
+from tests.node_fixture import RunningNode, running_node
+
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME
+from timeball.edges.grpc.needs import NEEDS, OF_ONESELF
+from timeball.edges.grpc.session import Stream, producer_stream
+from timeball.model.access import Verb
+
+ACCESS = """
+[[accounts]]
+access_key = "shop"
+secret_key = "shop's secret"
+topics = { orders = "PUB" }
+
+[[accounts]]
+access_key = "billing"
+secret_key = "billing's secret"
+topics = { orders = "SUB" }
+groups = { billing = "SUB" }
+
+[[accounts]]
+access_key = "root"
+secret_key = "root's secret"
+admin = true
+"""
+
+ORDERS, BILLING = d.Resource(name="orders"), d.Resource(name="billing")
+QUEUE = d.MessageQueue(topic=ORDERS)
+REQUESTS = {
+    "QueryRoute": s.QueryRouteRequest(topic=ORDERS),
+    "QueryOffset": s.QueryOffsetRequest(message_queue=QUEUE),
+    "SendMessage": s.SendMessageRequest(messages=[d.Message(topic=ORDERS)]),
+    "EndTransaction": s.EndTransactionRequest(topic=ORDERS),
+    "RecallMessage": s.RecallMessageRequest(topic=ORDERS),
+    "QueryAssignment": s.QueryAssignmentRequest(topic=ORDERS, group=BILLING),
+    "AckMessage": s.AckMessageRequest(topic=ORDERS, group=BILLING),
+    "ChangeInvisibleDuration": s.ChangeInvisibleDurationRequest(topic=ORDERS, group=BILLING),
+    "ForwardMessageToDeadLetterQueue": s.ForwardMessageToDeadLetterQueueRequest(topic=ORDERS, group=BILLING),
+    "ReceiveMessage": s.ReceiveMessageRequest(message_queue=QUEUE, group=BILLING, batch_size=1),
+    "PullMessage": s.PullMessageRequest(message_queue=QUEUE, group=BILLING),
+    "UpdateOffset": s.UpdateOffsetRequest(message_queue=QUEUE, group=BILLING),
+    "GetOffset": s.GetOffsetRequest(message_queue=QUEUE, group=BILLING),
+    "SyncLiteSubscription": s.SyncLiteSubscriptionRequest(topic=ORDERS, group=BILLING),
+    "Heartbeat": s.HeartbeatRequest(),
+    "NotifyClientTermination": s.NotifyClientTerminationRequest(),
+}
+OF_PRODUCERS = {"SendMessage", "EndTransaction", "RecallMessage", "QueryRoute", "QueryOffset"}
+OF_CONSUMERS = NEEDS.keys() - OF_PRODUCERS | {"QueryRoute", "QueryOffset"}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    folder = tmp_path_factory.mktemp("guarded")
+    accounts = folder / "access.toml"
+    accounts.write_text(ACCESS)
+    accounts.chmod(0o600)
+    with running_node(folder / "data", access_file=str(accounts)) as running:
+        running.broker.parts.topics.ensure("orders", 1)
+        yield running
+
+
+def bearer(node: RunningNode, name: str, secret: str = "") -> Wire:
+    secret = secret or f"{name}'s secret"
+    return Wire.to(node, name, authorization=f"Bearer {name}:{secret}")
+
+
+def code(wire: Wire, name: str) -> int:
+    request = REQUESTS[name]
+    if METHODS[name].gives_stream:
+        return next(iter(wire.stream(name, request))).status.code
+    return int(wire.ask(name, request).status.code)
+
+
+def test_every_call_is_in_the_table() -> None:
+    assert METHODS.keys() == NEEDS.keys() | OF_ONESELF | {"SyncLiteSubscription"}
+    assert METHODS.keys() == REQUESTS.keys() | {"Telemetry"}
+    assert all(need.verb is not Verb.ADMIN for need in NEEDS.values())
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_strangers_are_not_heard(node: RunningNode, name: str) -> None:
+    with Wire.to(node, "stranger") as nobody, bearer(node, "shop", "another secret") as wrong:
+        assert code(nobody, name) == code(wrong, name) == d.Code.UNAUTHORIZED
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_account_may_what_its_topics_and_groups_say(node: RunningNode, name: str) -> None:
+    for account, may in (("shop", OF_PRODUCERS), ("billing", OF_CONSUMERS), ("root", NEEDS.keys())):
+        with bearer(node, account) as wire:
+            assert (code(wire, name) == d.Code.FORBIDDEN) == (name not in may), account
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS.keys() - {"ReceiveMessage", "PullMessage"}))
+def test_another_topic_is_another_matter(node: RunningNode, name: str) -> None:
+    request = type(REQUESTS[name])()
+    request.CopyFrom(REQUESTS[name])
+    for field, value in request.ListFields():
+        if field.name == "topic":
+            value.name = "secrets"
+        elif field.name == "message_queue":
+            value.topic.name = "secrets"
+        elif field.name == "messages":
+            value[0].topic.name = "secrets"
+    for account in ("shop", "billing"):
+        with bearer(node, account) as wire:
+            assert wire.ask(name, request).status.code == d.Code.FORBIDDEN
+
+
+def test_of_two_topics_in_one_call_both_count(node: RunningNode) -> None:
+    both = [d.Message(topic=ORDERS), d.Message(topic=d.Resource(name="secrets"))]
+    with bearer(node, "shop") as wire:
+        assert wire.ask("SendMessage", s.SendMessageRequest(messages=both)).status.code == d.Code.FORBIDDEN
+
+
+def test_settings_are_asked_about_too(node: RunningNode) -> None:
+    settings = {
+        "shop": (producer_settings("orders"), consumer_settings("billing")),
+        "billing": (consumer_settings("billing"), producer_settings("orders")),
+    }
+    for account, (mine, not_mine) in settings.items():
+        with bearer(node, account) as wire:
+            wire.telemetry(mine).cut()
+            refused = wire.telemetry()
+            refused.send(s.TelemetryCommand(settings=not_mine))
+            assert next(refused).status.code == d.Code.FORBIDDEN
+
+
+def test_a_heartbeat_makes_no_group_of_another_s(node: RunningNode) -> None:
+    with bearer(node, "billing") as wire:
+        wire.telemetry(consumer_settings("billing")).cut()
+        for group, expected in (("billing", d.Code.OK), ("secrets", d.Code.FORBIDDEN)):
+            beat = s.HeartbeatRequest(group=d.Resource(name=group))
+            assert wire.ask("Heartbeat", beat).status.code == expected
+    assert node.broker.parts.groups.find_group("secrets") is None
+
+
+def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:
+    """Else a stranger of the same name would be sent what its namesake is, and could say good-bye for it."""
+    headers = [f"Bearer {name}:{name}'s secret" for name in ("shop", "billing")]
+    wires = [Wire.to(node, "namesake", authorization=header) for header in headers]
+    with wires[0] as shop, wires[1] as other:
+        mine = shop.telemetry(producer_settings("orders"))
+        theirs = other.telemetry(consumer_settings("billing"))
+        other.ask_ok("NotifyClientTermination", REQUESTS["NotifyClientTermination"])
+        shop.ask_ok("Heartbeat", REQUESTS["Heartbeat"])
+        assert node.node.edges is not None
+        stream = producer_stream(node.node.edges.grpc.context.sessions, "orders", lambda caller: True)
+        assert stream is not None and stream.caller.name == "shop"
+        mine.cut(), theirs.cut()
+
+
+def test_a_stream_that_is_older_than_its_account_s_rights_is_sent_nothing(tmp_path: Path) -> None:
+    accounts = tmp_path / "access.toml"
+    accounts.touch(0o600)
+    accounts.write_text(ACCESS)
+    with running_node(tmp_path / "data", access_file=str(accounts)) as node, bearer(node, "shop") as shop:
+        assert node.node.edges is not None
+        clients, stream = node.node.edges.grpc.context.sessions, shop.telemetry(producer_settings("orders"))
+
+        def producer() -> Stream | None:
+            return producer_stream(clients, "orders", lambda caller: caller.may(Verb.SEND, topic="orders"))
+
+        assert producer() is not None
+        accounts.write_text(ACCESS.replace('orders = "PUB"', 'orders = "DENY"'))
+        node.node.security.reload()
+        assert producer() is None
+        stream.cut()
+
+
+def test_a_call_about_nobody_is_an_administrators(node: RunningNode) -> None:
+    with bearer(node, "shop") as shop, bearer(node, "root") as root:
+        assert code(shop, "SyncLiteSubscription") == d.Code.FORBIDDEN
+        assert code(root, "SyncLiteSubscription") == d.Code.NOT_IMPLEMENTED
+
+
+def test_without_an_access_file_everybody_may(tmp_path: Path) -> None:
+    with running_node(tmp_path) as node, Wire.to(node) as wire:
+        wire.ask_ok("QueryRoute", REQUESTS["QueryRoute"])
+
+
+@pytest.mark.parametrize("name", ["Telemetry", "SendMessage", "ReceiveMessage"])
+def test_a_stranger_is_refused_before_a_request_is_received(node: RunningNode, name: str) -> None:
+    edges = node.node.edges
+    assert edges is not None
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id="stranger"))
+        assert client.status(number)[0] == 0  # the response says it, as RocketMQ's clients expect
+        assert not edges.grpc.service.room.calls.taken
+
+
+def test_one_account_has_half_of_the_calls(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    edges = node.node.edges
+    assert edges is not None
+    calls = edges.grpc.service.room.calls
+    monkeypatch.setattr(calls, "limit", 6)
+
+    async def elsewhere(take: bool) -> None:
+        for at in range(3):
+            (calls.take if take else calls.give_back)(f"10.0.0.{at}", "shop")
+
+    node.run(elsewhere(True))
+    try:
+        with bearer(node, "shop") as shop, bearer(node, "root") as root:
+            assert code(shop, "QueryRoute") == d.Code.TOO_MANY_REQUESTS
+            assert code(root, "QueryRoute") == d.Code.OK
+    finally:
+        node.run(elsewhere(False))

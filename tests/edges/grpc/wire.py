@@ -1,0 +1,159 @@
+"""A RocketMQ 5 client reduced to its calls: sends requests over a real connection, reads whatever comes back.
+
+Beside the stock clients (tests/interop) this one can be wrong on purpose: what it is given is what it sends.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from tests.node_fixture import BOUND_S, RunningNode
+
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME
+
+OK = d.Code.OK
+
+
+class Wire:
+    """One connection of its own, under one client id."""
+
+    def __init__(self, port: int, client_id: str = "client-1", **headers: str) -> None:
+        # A pool of its own: else channels of one process share a connection, and one cannot be cut alone.
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options)
+        self.client_id = client_id
+        named = {
+            "x-mq-client-id": client_id,
+            **{name.replace("_", "-"): text for name, text in headers.items()},
+        }
+        self._metadata = [(name, text) for name, text in named.items() if text]
+
+    @classmethod
+    def to(cls, node: RunningNode, client_id: str = "client-1", **headers: str) -> Wire:
+        return cls(node.node.grpc_port, client_id, **headers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def ask(self, name: str, request: Any, timeout_s: float = BOUND_S) -> Any:
+        """A unary call's response, whatever its status."""
+        return self._call("unary_unary", name)(request, timeout=timeout_s, metadata=self._metadata)
+
+    def ask_ok(self, name: str, request: Any, timeout_s: float = BOUND_S) -> Any:
+        """As `ask`; the status must be OK."""
+        response = self.ask(name, request, timeout_s)
+        assert response.status.code == OK, response.status
+        return response
+
+    def later(self, name: str, request: Any, timeout_s: float = BOUND_S) -> Any:
+        """A unary call that is under way: a future."""
+        return self._call("unary_unary", name).future(request, timeout=timeout_s, metadata=self._metadata)
+
+    def stream(self, name: str, request: Any, timeout_s: float | None = BOUND_S) -> Any:
+        """The responses of a server stream, which may be cancelled."""
+        return self._call("unary_stream", name)(request, timeout=timeout_s, metadata=self._metadata)
+
+    def receive(self, group: str, topic: str, **fields: Any) -> list[Any]:
+        """The messages of one ReceiveMessage; its status must be OK or MESSAGE_NOT_FOUND.
+
+        `fields`: of the request; `queue_id`, and durations as `…_ms`, are put where they belong.
+        """
+        found = list(self.stream("ReceiveMessage", receive_request(group, topic, **fields)))
+        statuses = [each.status for each in found if each.WhichOneof("content") == "status"]
+        assert [status.code for status in statuses] in ([OK], [d.Code.MESSAGE_NOT_FOUND]), statuses
+        return [each.message for each in found if each.WhichOneof("content") == "message"]
+
+    def telemetry(self, settings: d.Settings | None = None) -> Telemetry:
+        """A Telemetry stream; with settings, their answer has come."""
+        opened = Telemetry(self._call("stream_stream", "Telemetry"), self._metadata)
+        if settings is not None:
+            opened.send(s.TelemetryCommand(settings=settings))
+            assert next(opened).status.code == OK
+        return opened
+
+    def _call(self, kind: str, name: str) -> Any:
+        method = METHODS[name]
+        return getattr(self._channel, kind)(
+            f"/{SERVICE_NAME}/{name}",
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+
+
+class Telemetry:
+    """Both directions of a Telemetry stream: `send`, and `next` for what the broker says."""
+
+    def __init__(self, call: Any, metadata: list[tuple[str, str]]) -> None:
+        self._out: queue.SimpleQueue[s.TelemetryCommand | None] = queue.SimpleQueue()
+        self._call = call(iter(self._out.get, None), metadata=metadata, timeout=BOUND_S)
+
+    def __iter__(self) -> Iterator[s.TelemetryCommand]:
+        return self
+
+    def __next__(self) -> s.TelemetryCommand:
+        command: s.TelemetryCommand = next(self._call)
+        return command
+
+    def send(self, command: s.TelemetryCommand) -> None:
+        self._out.put(command)
+
+    def end(self) -> None:
+        """Nothing more from the client; the broker may still speak."""
+        self._out.put(None)
+
+    def cut(self) -> None:
+        """As if the client were gone."""
+        self._call.cancel()
+        self._out.put(None)
+
+
+def consumer_settings(group: str, client_type: int = d.ClientType.SIMPLE_CONSUMER) -> d.Settings:
+    """What a consumer says of itself."""
+    subscription = d.Subscription(group=d.Resource(name=group))
+    return d.Settings(client_type=d.ClientType.Name(client_type), subscription=subscription)
+
+
+def producer_settings(*topics: str) -> d.Settings:
+    """What a producer says of itself."""
+    publishing = d.Publishing(topics=[d.Resource(name=topic) for topic in topics])
+    return d.Settings(client_type=d.ClientType.PRODUCER, publishing=publishing)
+
+
+def receive_request(
+    group: str,
+    topic: str,
+    *,
+    queue_id: int = -1,
+    invisible_ms: int | None = 60_000,
+    wait_ms: int | None = None,
+    filter_text: str = "*",
+    sql: bool = False,
+    **fields: Any,
+) -> s.ReceiveMessageRequest:
+    """A request for any queue of a topic, unless the fields say otherwise."""
+    kind = d.FilterType.SQL if sql else d.FilterType.TAG
+    request = s.ReceiveMessageRequest(
+        group=d.Resource(name=group),
+        message_queue=d.MessageQueue(topic=d.Resource(name=topic), id=queue_id),
+        filter_expression=d.FilterExpression(type=kind, expression=filter_text),
+        **{"batch_size": 32, **fields},
+    )
+    if invisible_ms is not None:
+        request.invisible_duration.FromMilliseconds(invisible_ms)
+    if wait_ms is not None:
+        request.long_polling_timeout.FromMilliseconds(wait_ms)
+    return request

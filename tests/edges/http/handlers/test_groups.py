@@ -1,0 +1,97 @@
+"""Groups and their dead letters over HTTP."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.accounts import SECRETS, guarded_node
+from tests.edges.http.client import Client, client_of
+from tests.node_fixture import RunningNode
+
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.model.access import ANONYMOUS
+
+
+def given_up(node: RunningNode, client: Client, topic: str, group: str, *messages: dict[str, Any]) -> None:
+    """Send messages, and have a group give all of them up."""
+    assert client.send(topic, list(messages)).status == 201
+
+    async def give_up() -> None:
+        consuming, left = node.broker.consuming, len(messages)
+        consuming.join(group, topic, ANONYMOUS)
+        request = ReceiveRequest(group, topic, rows=32, invisible_ms=60_000, in_order=False, in_log=True)
+        while left:
+            received = await consuming.receive(request, 5_000)
+            for receipt in received.receipts:
+                assert await consuming.dead_letter(receipt)
+            left -= len(received.receipts)
+
+    node.run(give_up())
+
+
+def test_groups_say_how_far_they_are(client: Client, node: RunningNode) -> None:
+    given_up(node, client, "counted", "counters", {"body": "a"}, {"body": "b"})
+    assert client.send("counted", {"body": "c"}).status == 201
+    found = client.ask("GET", "/v1/groups/counters").value
+    assert found in client.ask("GET", "/v1/groups").value["groups"]
+    assert (found["dead_letters"], found["attempts_max"]) == (2, 17)
+    assert client.ask("GET", "/v1/groups/unknown").value["code"] == "group_not_found"
+
+
+def test_groups_come_in_pages(client: Client) -> None:
+    client.send("counted", {"body": "x"})
+    for group in ("paged-a", "paged-b", "paged-c"):
+        assert client.receive("counted", group=group, wait="0s").status == 200
+    first = client.ask("GET", "/v1/groups", query={"max": 2, "page": "paged"}).value
+    assert [group["group"] for group in first["groups"]] == ["paged-a", "paged-b"]
+    rest = client.ask("GET", "/v1/groups", query={"max": 1, "page": first["next_page"]}).value
+    assert [group["group"] for group in rest["groups"]] == ["paged-c"]
+    for rows in ("0", "1001", "x"):
+        assert client.ask("GET", "/v1/groups", query={"max": rows}).value["code"] == "out_of_range"
+
+
+def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: RunningNode) -> None:
+    binary = base64.b64encode(bytes([0, 255])).decode()
+    long = "é" * (1 << 20)
+    given_up(node, client, "jobs", "movers", {"body": "x", "key": "k"}, {"base64": binary}, {"body": long})
+    path = "/v1/groups/movers/dead-letters"
+    first = client.ask("GET", path, query={"max": 2}).value
+    rest = client.ask("GET", path, query={"max": 2, "page": first["next_page"]}).value
+    assert "next_page" not in rest
+    letters = first["dead_letters"] + rest["dead_letters"]
+    assert sorted(letter.get("base64", letter.get("body", ""))[:4] for letter in letters) == [
+        "AP8=",
+        "x",
+        "éééé",
+    ]
+    (cut,) = [letter for letter in letters if letter.get("body_cut")]
+    assert cut["size_bytes"] == 2 << 20 and long.startswith(cut["body"])
+    assert all(letter["topic"] == "jobs" and letter["died"].endswith("Z") for letter in letters)
+    one, two, _ = (letter["dead_letter"] for letter in letters)
+    answer = client.ask("POST", f"{path}/resend", {"dead_letters": [one, "7-99"]}).value
+    verdicts = [result["verdict"] for result in answer["results"]]
+    assert (answer["count"], verdicts) == (1, ["resent", "not_found"])
+    assert client.ask("POST", f"{path}/delete", {"dead_letters": [two]}).value["results"][0] == {
+        "dead_letter": two,
+        "verdict": "deleted",
+    }
+    assert client.ask("POST", f"{path}/delete", {"all": True}).value == {"count": 1, "results": []}
+    assert client.ask("GET", path).value == {"dead_letters": []}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"all": True, "dead_letters": []}, {"dead_letters": ["x"]}, {"all": "yes"}]
+)
+def test_what_names_none_is_refused(client: Client, body: dict[str, Any]) -> None:
+    assert client.ask("POST", "/v1/groups/movers/dead-letters/delete", body).status == 400
+
+
+def test_each_account_has_its_own_groups(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+        with client_of(node, f"Bearer other:{SECRETS['other']}") as other:
+            assert other.ask("GET", "/v1/groups").value == {"groups": []}
+            assert other.ask("GET", "/v1/groups/workers/dead-letters").status == 403
+            assert other.ask("POST", "/v1/groups/readers/dead-letters/delete", {"all": True}).status == 403

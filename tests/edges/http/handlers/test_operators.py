@@ -1,0 +1,119 @@
+"""Read-outs and health over HTTP, against a real node; and what each account may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.accounts import SECRETS, guarded_node
+from tests.edges.http.client import Client, client_of
+from tests.node_fixture import RunningNode, running_node
+
+from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
+
+
+def test_topics_and_health(client: Client) -> None:
+    client.send("listed", {"body": "x"})
+    assert {"topic": "listed", "queues": 8, "messages": 1} in client.ask("GET", "/v1/topics").value["topics"]
+    assert client.ask("GET", "/health/live").value == {"status": "live"}
+    assert client.ask("GET", "/health/ready").value == {"status": "ready"}
+
+
+def test_the_broker_says_how_it_is(client: Client, node: RunningNode) -> None:
+    client.send("asked", {"body": "x"})
+    delivered = client.ask("GET", "/v1/broker").value["delivered"]
+    assert len(client.receive("asked").value["messages"]) == 1
+    found = client.ask("GET", "/v1/broker").value
+    assert found["delivered"] == delivered + 1
+    assert found["may_admin"] is True and found["durability"] == "sync"
+    assert found.keys() - {"may_admin"} == node.node.status().keys()
+
+
+def test_a_broker_alone_has_no_cluster(client: Client) -> None:
+    answer = client.ask("GET", "/v1/cluster")
+    assert (answer.status, answer.value["code"]) == (404, "not_found")
+    assert "--cluster" in answer.value["detail"]
+
+
+def test_a_node_of_a_cluster_shows_all_groups(client: Client, node: RunningNode) -> None:
+    replica = ReplicaState("a", "a/1", "leader", is_in_record=True, log_seq=12, lag_rows=0)
+
+    async def survey() -> list[ReplicaGroup]:
+        return [ReplicaGroup("g1", "a", 3, 1, [replica], "", ["replicas: 1"])]
+
+    node.node.metrics.replica = ReplicaReadOuts(lambda: ReplicaFigures("g1", "a/1", "leader", "a"), survey)
+    try:
+        (group,) = client.ask("GET", "/v1/cluster").value["groups"]
+    finally:
+        node.node.metrics.replica = None
+    assert (group["leader"], group["problems"]) == ("a", ["replicas: 1"])
+    assert group["replicas"][0]["log_seq"] == 12
+
+
+def test_a_full_disk_is_not_ready(client: Client, node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(node.broker.parts.writer), "no_room", True)
+    answer = client.ask("GET", "/health/ready")
+    assert (answer.status, answer.value["code"]) == (503, "unavailable")
+    assert "disk full" in answer.value["detail"]
+
+
+def test_each_account_does_what_its_lines_say(tmp_path: Path) -> None:
+    def bearer(account: str) -> str:
+        return f"Bearer {account}:{SECRETS[account]}"
+
+    with guarded_node(tmp_path, http_port=0) as node:
+        with client_of(node) as stranger, client_of(node, "Bearer shop:wrong") as liar:
+            for one in (stranger, liar):
+                answer = one.send("orders", {"body": "x"})
+                assert (answer.status, answer.value["code"]) == (401, "unauthorized")
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+            assert stranger.ask("GET", "/health/live").status == 200
+            assert stranger.ask("GET", "/v1/broker").status == 401
+        with client_of(node, bearer("root")) as root:
+            assert root.ask("GET", "/v1/broker").value["may_admin"] is True
+        with client_of(node, bearer("shop")) as shop, client_of(node, bearer("other")) as other:
+            assert shop.ask("GET", "/v1/broker").value["may_admin"] is False
+            sent = shop.send("orders", {"body": "x", "after": "1h"})
+            assert sent.status == 201
+            path = f"/v1/messages/{sent.value['id']}"
+            for method, body in (("GET", None), ("PATCH", {"after": "2h"}), ("DELETE", None)):
+                assert other.ask(method, path, body).status == 404
+            assert other.send("orders", {"body": "x"}).value["code"] == "forbidden"
+            assert other.receive("orders", group="readers").status == 403
+            acked = other.ask(
+                "POST", "/v1/topics/orders/ack", {"receipts": ["x"]}, query={"group": "workers"}
+            )
+            assert acked.status == 403
+            assert other.ask("GET", "/v1/topics").value == {"topics": []}
+            assert [one["topic"] for one in shop.ask("GET", "/v1/topics").value["topics"]] == ["orders"]
+            assert shop.ask("DELETE", path).status == 200
+
+
+def test_without_a_port_there_is_no_edge(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", http_port=-1) as node:
+        assert node.node.http_port == -1
+
+
+def test_a_topic_is_made_widened_and_deleted(client: Client) -> None:
+    made = client.ask("PUT", "/v1/topics/made", {"queues": 3})
+    assert (made.status, made.value) == (200, {"topic": "made", "queues": 3})
+    assert client.ask("PUT", "/v1/topics/made", {"queues": 5}).value["queues"] == 5
+    client.send("made", {"body": "x"})
+    (topic,) = (one for one in client.ask("GET", "/v1/topics").value["topics"] if one["topic"] == "made")
+    assert topic == {"topic": "made", "queues": 5, "messages": 1}
+    assert client.ask("DELETE", "/v1/topics/made").value["verdict"] == "deleted"
+    assert "made" not in {one["topic"] for one in client.ask("GET", "/v1/topics").value["topics"]}
+    for wrong in ({"queues": 0}, {"queues": 10**6}, {"queue": 1}):
+        assert client.ask("PUT", "/v1/topics/made", wrong).status in (400, 416)
+    assert client.ask("PUT", "/v1/topics/a%20b", {}).value["code"] == "invalid_name"
+
+
+def test_jobs_that_have_reported_are_listed(client: Client, node: RunningNode) -> None:
+    assert client.ask("GET", "/v1/jobs").value == {"jobs": []}
+    folder = node.settings.data / "pipeline" / "status"
+    folder.mkdir(parents=True)
+    (folder / "compact.json").write_text('{"job": "compact", "state": "running"}')
+    (folder.parent / "audit.json").write_text('{"ok": true, "accepted": 3}')
+    found = client.ask("GET", "/v1/jobs").value
+    assert found == {"jobs": [{"job": "compact", "state": "running"}], "audit": {"ok": True, "accepted": 3}}

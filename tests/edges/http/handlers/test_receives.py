@@ -1,0 +1,144 @@
+"""Receives and receipts over HTTP, against a real node."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.edges.http.client import Client, client_of
+from tests.node_fixture import RunningNode, eventually
+
+
+def receipts(client: Client, topic: str, **query: object) -> list[str]:
+    return [one["receipt"] for one in client.receive(topic, **query).value["messages"]]
+
+
+def test_what_is_given_back_comes_again_and_counts(client: Client) -> None:
+    client.send("again", {"body": "x"})
+    (receipt,) = receipts(client, "again")
+    query = {"group": "workers"}
+    answer = client.ask("POST", "/v1/topics/again/nack", {"receipts": [receipt], "after": "0s"}, query=query)
+    assert answer.value["results"][0]["valid"]
+    (got,) = client.receive("again").value["messages"]
+    assert got["attempt"] == 2
+    longer = client.ask(
+        "POST", "/v1/topics/again/extend", {"receipts": [got["receipt"]], "lease": "5m"}, query=query
+    )
+    assert longer.value["results"][0]["valid"]
+    assert client.receive("again", wait="0").value == {"messages": []}
+
+
+def test_a_poll_waits_for_the_first_message(node: RunningNode, client: Client) -> None:
+    client.send("waited", {"body": "first", "after": "300ms"})
+    assert [one["body"] for one in client.receive("waited", wait="30s").value["messages"]] == ["first"]
+
+
+def test_what_a_client_that_has_gone_was_to_get_comes_to_another(node: RunningNode, client: Client) -> None:
+    node.run(node.broker.create_topic("left"))
+    with socket.create_connection(("127.0.0.1", node.node.http_port)) as gone:
+        gone.sendall(
+            b"POST /v1/topics/left/receive?group=workers&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        eventually(
+            lambda: node.node.edges is not None and node.node.edges.http.room.calls.taken, "the poll is there"
+        )
+    eventually(
+        lambda: node.node.edges is not None and not node.node.edges.http.room.calls.taken,
+        "the poll has ended",
+    )
+    client.send("left", {"body": "x"})
+    assert [one["attempt"] for one in client.receive("left").value["messages"]] == [1]
+
+
+def test_a_filter_is_by_tags_or_a_condition(client: Client) -> None:
+    client.send(
+        "filtered", [{"body": tag, "tag": tag, "properties": {"n": str(n)}} for n, tag in enumerate("abc")]
+    )
+
+    def bodies(**query: str) -> set[str]:
+        found: set[str] = set()
+        while some := client.receive("filtered", wait="0", **query).value["messages"]:
+            found |= {one["body"] for one in some}
+        return found
+
+    assert bodies(group="by-tag", tag="a || c") == {"a", "c"}
+    assert bodies(group="by-sql", sql="n > 0") == {"b", "c"}
+    assert bodies(group="by-tag") == set(), "what a filter has passed by does not come"
+    for wrong in ({"tag": "a", "sql": "n > 0"}, {"sql": "n >"}):
+        for topic in ("filtered", "not-there-yet"):
+            answer = client.receive(topic, wait="30s", **wrong)
+            assert (answer.status, answer.value["code"]) in {
+                (400, "invalid_message"),
+                (400, "invalid_filter"),
+            }
+
+
+def test_a_receipt_of_another_group_is_not_valid(client: Client) -> None:
+    client.send("sealed", {"body": "x"})
+    (receipt,) = receipts(client, "sealed")
+    for group, text in (("others", receipt), ("workers", "made-up"), ("workers", "")):
+        answer = client.ask("POST", "/v1/topics/sealed/ack", {"receipts": [text]}, query={"group": group})
+        assert answer.value["results"] == [{"receipt": text, "valid": False}]
+
+
+def test_a_topic_that_is_to_come_is_waited_for(node: RunningNode, client: Client) -> None:
+    assert client.receive("to-come", wait="0").status == 404
+    assert client.receive("to-come", wait="10ms").value == {"messages": []}
+    assert "to-come" not in {one["topic"] for one in client.ask("GET", "/v1/topics").value["topics"]}
+    with client_of(node) as other, ThreadPoolExecutor(1) as threads:
+        polling = threads.submit(other.receive, "to-come", "early", wait="60s")
+        eventually(lambda: node.broker.parts.groups.find_group("early") is not None, "the poll has come")
+        client.send("to-come", {"body": "first"})
+        (got,) = polling.result().value["messages"]
+    assert got["body"] == "first"
+
+
+def test_a_reason_goes_along(client: Client) -> None:
+    client.send("reasons", {"body": "x"})
+    query, path = {"group": "workers"}, "/v1/topics/reasons"
+    for reason, seen in (("no stock", None), ("<b>\x00" + "é" * 4_000, "no stock")):
+        (got,) = client.receive("reasons").value["messages"]
+        assert got.get("properties", {}).get("NACK_REASON") == seen
+        given_back = {"receipts": [got["receipt"]], "after": "0s", "reason": reason}
+        assert client.ask("POST", f"{path}/nack", given_back, query=query).value["results"][0]["valid"]
+    (got,) = client.receive("reasons").value["messages"]
+    assert got["properties"]["NACK_REASON"] == "<b> " + "é" * 510
+    given_up = {"receipts": [got["receipt"]], "reason": "gone"}
+    assert client.ask("POST", f"{path}/dead-letter", given_up, query=query).value["results"][0]["valid"]
+    (letter,) = client.ask("GET", "/v1/groups/workers/dead-letters").value["dead_letters"]
+    assert letter["reason"] == "gone"
+    refused = client.ask("POST", f"{path}/nack", {"receipts": ["x"], "reason": 5}, query=query)
+    assert refused.status == 400
+
+
+def test_a_group_holds_what_it_was_handed(client: Client) -> None:
+    client.send("held", {"body": "x"})
+    (receipt,) = receipts(client, "held", group="holders")
+    state = client.ask("GET", "/v1/groups/holders").value
+    assert (state["in_flight"], state["topics"][0]["in_flight"]) == (1, 1)
+    client.ask("POST", "/v1/topics/held/ack", {"receipts": [receipt]}, query={"group": "holders"})
+    assert client.ask("GET", "/v1/groups/holders").value["in_flight"] == 0
+
+
+def test_a_new_group_begins_where_it_says(node: RunningNode, client: Client) -> None:
+    for body in ("first", "second"):
+        client.send("begun", {"body": body})
+
+    def bodies(group: str, **query: object) -> list[str]:
+        return [one["body"] for one in client.receive("begun", group, wait="0", **query).value["messages"]]
+
+    assert bodies("latest", start="latest") == []
+    assert sorted(bodies("earliest", start="earliest")) == sorted(bodies("default")) == ["first", "second"]
+    assert bodies("tomorrow", start=str(node.broker.parts.clock.now_ms() + 86_400_000)) == []
+    assert len(bodies("long-ago", start="2001-01-01T00:00:00Z")) == 2
+    client.send("begun", {"body": "third"})
+    for group in ("latest", "tomorrow"):  # it is not new any more
+        assert bodies(group, start="earliest") == ["third"]
+
+
+def test_a_start_that_is_none_is_refused(client: Client) -> None:
+    client.send("begun", {"body": "first"})
+    for start in ("newest", "yesterday", "-1", "1800000000"):
+        answer = client.receive("begun", start=start)
+        assert answer.status == 400
+        assert f"start={start}: earliest, latest, or an instant" in answer.value["detail"]

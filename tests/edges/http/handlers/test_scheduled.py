@@ -1,0 +1,60 @@
+"""Scheduled messages over HTTP, against a real node."""
+
+from __future__ import annotations
+
+from tests.edges.http.client import Client
+from tests.node_fixture import eventually
+
+
+def test_a_scheduled_message_is_looked_at_moved_and_cancelled(client: Client) -> None:
+    message_id = client.send("plans", {"body": "x", "after": "1h"}).value["id"]
+    path = f"/v1/messages/{message_id}"
+    (place,) = client.ask("GET", path).value["messages"]
+    assert (place["state"], place["topic"]) == ("waiting", "plans")
+    assert (place["body"], place["size_bytes"], place["keys"]) == ("x", 1, [])
+    moved = client.ask("PATCH", path, {"at": "2031-01-31T09:00:00Z"})
+    assert (moved.status, moved.value["verdict"]) == (200, "rescheduled")
+    (place,) = client.ask("GET", path).value["messages"]
+    assert place["due"] == "2031-01-31T09:00:00.000Z"
+    assert client.ask("DELETE", path).value["verdict"] == "cancelled"
+    (place,) = client.ask("GET", path).value["messages"]
+    assert place["state"] == "cancelled"
+    late = client.ask("DELETE", path)
+    assert (late.status, late.value["code"]) == (409, "already_cancelled")
+
+
+def test_a_delivered_message_says_where_it_is(client: Client) -> None:
+    message_id = client.send("plans", {"body": "x", "after": "1ms"}).value["id"]
+
+    def places() -> list[dict[str, object]]:
+        found: list[dict[str, object]] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
+        return found
+
+    eventually(lambda: places()[0]["state"] == "visible", "released")
+    (place,) = places()
+    assert {"queue_id", "queue_offset", "at", "due"} <= place.keys()
+    assert client.ask("DELETE", f"/v1/messages/{message_id}").value["code"] == "released"
+
+
+def test_a_message_says_how_far_a_group_is_with_it(client: Client) -> None:
+    client.send("plans-of-groups", {"id": "g-1", "body": "x"})
+
+    def groups() -> list[dict[str, object]]:
+        (place,) = client.ask("GET", "/v1/messages/g-1").value["messages"]
+        found: list[dict[str, object]] = place.get("groups", [])
+        return found
+
+    assert groups() == []
+    (got,) = client.receive("plans-of-groups", group="planners").value["messages"]
+    (leased,) = groups()
+    assert (leased["group"], leased["state"], leased["attempts"]) == ("planners", "leased", 1)
+    assert {"until", "until_ms"} <= leased.keys()
+    path, query = "/v1/topics/plans-of-groups/ack", {"group": "planners"}
+    client.ask("POST", path, {"receipts": [got["receipt"]]}, query=query)
+    assert groups() == [{"group": "planners", "state": "done", "attempts": 1}]
+
+
+def test_an_id_that_there_is_not(client: Client) -> None:
+    for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"after": "1h"})):
+        answer = client.ask(method, "/v1/messages/none", body)
+        assert (answer.status, answer.value["code"]) == (404, "not_found")

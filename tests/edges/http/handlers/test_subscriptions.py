@@ -1,0 +1,86 @@
+"""The paths of push subscriptions: what they answer, what they refuse, and to whom; tests/edges/push delivers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.accounts import SECRETS, guarded_node
+from tests.edges.http.client import Client, client_of
+
+PATH = "/v1/subscriptions"
+WANTED = {"topic": "orders", "group": "hooks", "url": "https://receiver.example/hook?x=1"}
+
+
+def put(client: Client, name: str, **fields: Any) -> Any:
+    return client.ask("PUT", f"{PATH}/{name}", {**WANTED, **fields})
+
+
+def test_one_is_made_shown_changed_and_deleted(client: Client) -> None:
+    made = put(client, "a", timeout="20s", rate_per_s=2.5, filter="x || y")
+    assert made.status == 201 and made.value.pop("secret").startswith("whsec_")
+    assert made.value.pop("last_failure", None) in (
+        None,
+        "topic 'orders' does not exist; its first message makes it",
+    )
+    assert made.value == {
+        "name": "a", **WANTED, "filter": "x || y", "filter_type": "tag", "in_flight_max": 16, "rate_per_s": 2.5,
+        "timeout": "20s", "state": "delivering", "in_flight": 0, "delivered": 0, "failed": 0, "failures_in_row": 0,
+    }  # fmt: skip
+    assert client.ask("POST", f"{PATH}/a/pause").value["state"] == "paused"
+    changed = put(client, "a", in_flight_max=3)
+    assert changed.status == 200 and "secret" not in changed.value
+    assert (changed.value["state"], changed.value["in_flight_max"]) == ("paused", 3)
+    assert changed.value["rate_per_s"] is None and changed.value["filter"] == "*"
+    rotated = put(client, "a", rotate_secret=True)
+    assert rotated.status == 200 and rotated.value["secret"].startswith("whsec_")
+    assert client.ask("GET", f"{PATH}/a").value["name"] == "a"
+    assert [one["name"] for one in client.ask("GET", PATH).value["subscriptions"]] == ["a"]
+    assert client.ask("DELETE", f"{PATH}/a").value == {"name": "a", "verdict": "deleted"}
+    assert client.ask("GET", PATH).value == {"subscriptions": []}
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/pause"), ("POST", "/resume")):
+        answer = client.ask(method, f"{PATH}/a{path}")
+        assert (answer.status, answer.value["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("invalid_message", {"url": "http://127.0.0.1/"}), ("invalid_message", {"url": "http://169.254.169.254/latest"}),
+        ("invalid_message", {"url": "http://2130706433/"}), ("invalid_message", {"url": "http://u:p@a.example/"}),
+        ("invalid_message", {"url": "file:///etc/passwd"}), ("invalid_message", {"url": "http://a.example:25/"}),
+        ("invalid_message", {"url": 7}), ("invalid_message", {"surprise": 1}),
+        ("invalid_message", {"filter_type": "x"}),
+        ("invalid_name", {"topic": "a b"}), ("invalid_name", {"group": ""}), ("out_of_range", {"in_flight_max": 0}),
+        ("out_of_range", {"timeout": "1h"}), ("invalid_delay", {"timeout": "soon"}),
+        ("out_of_range", {"rate_per_s": -1}),
+        ("invalid_filter", {"filter": "a = (", "filter_type": "sql"}),
+    ],
+)  # fmt: skip
+def test_what_is_refused_makes_nothing(client: Client, code: str, wrong: dict[str, Any]) -> None:
+    answer = put(client, "wrong", **wrong)
+    assert (answer.status // 100, answer.value["code"]) == (4, code)
+    assert client.ask("GET", f"{PATH}/wrong").status == 404
+
+
+def test_only_json_is_read(client: Client) -> None:
+    assert client.ask("PUT", f"{PATH}/a", b"{}", content_type="text/plain").status == 415
+
+
+def test_an_administrator_changes_and_others_look(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+
+        def client(name: str) -> Any:
+            return client_of(node, f"Bearer {name}:{SECRETS[name]}")
+
+        with client("root") as operator, client("shop") as shop:
+            assert put(operator, "a").status == 201
+            assert put(shop, "b").status == 403
+            assert shop.ask("DELETE", f"{PATH}/a").status == 403
+            assert shop.ask("POST", f"{PATH}/a/pause").status == 403
+            assert [one["name"] for one in operator.ask("GET", PATH).value["subscriptions"]] == ["a"]
+            assert shop.ask("GET", PATH).value == {"subscriptions": []}
+            assert shop.ask("GET", f"{PATH}/a").status == 404
+        with client_of(node) as stranger:
+            assert stranger.ask("GET", PATH).status == 401

@@ -1,0 +1,146 @@
+"""Pages of what waits over HTTP, against a real node; and what an account is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.accounts import SECRETS, guarded_node
+from tests.edges.http.client import Client, client_of
+from tests.node_fixture import RunningNode, running_node
+
+YEAR_2031_MS = 1_924_992_000_000
+
+
+def bearer(account: str) -> str:
+    return f"Bearer {account}:{SECRETS[account]}"
+
+
+def pages(client: Client, **query: Any) -> Iterator[dict[str, Any]]:
+    """Each message of each page."""
+    while True:
+        answer = client.ask("GET", "/v1/messages", query=query)
+        assert answer.status == 200
+        yield from answer.value["messages"]
+        if "next_page" not in answer.value:
+            return
+        query["page"] = answer.value["next_page"]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with guarded_node(tmp_path_factory.mktemp("guarded"), http_port=0) as node:
+        for account, topic in (("shop", "orders"), ("other", "news")):
+            with client_of(node, bearer(account)) as client:
+                client.send(topic, {"body": "x", "id": topic, "key": "k", "at": YEAR_2031_MS})
+        yield node
+
+
+def test_what_waits_is_paged_by_due_time(client: Client) -> None:
+    sent = [
+        {
+            "body": "x" * i,
+            "at": YEAR_2031_MS + 10 - i,
+            "id": f"paged-{i}",
+            "key": f"k{i % 2}",
+            "tag": "t",
+        }
+        for i in range(10)
+    ]
+    client.send("paged", sent)
+    found = list(pages(client, topic="paged", max=3))
+    assert [one["id"] for one in found] == [f"paged-{i}" for i in reversed(range(10))]
+    assert found[0] | {"seq": 0} == {
+        "id": "paged-9", "topic": "paged", "due": "2031-01-01T00:00:00.001Z", "due_ms": YEAR_2031_MS + 1, "seq": 0,
+        "keys": ["k1"], "tag": "t", "size_bytes": 9,
+    }  # fmt: skip
+    of_key = list(pages(client, topic="paged", key="k0", max=2))
+    assert [one["id"] for one in of_key] == [f"paged-{i}" for i in (8, 6, 4, 2, 0)]
+    window = {"from": "2031-01-01T00:00:00.003Z", "to": YEAR_2031_MS + 5}
+    assert [one["id"] for one in pages(client, topic="paged", **window)] == ["paged-7", "paged-6"]
+
+
+def test_what_is_cancelled_is_listed_no_more(client: Client) -> None:
+    client.send("gone", {"body": "x", "id": "gone", "after": "1h"})
+    assert len(list(pages(client, topic="gone"))) == 1
+    client.ask("DELETE", "/v1/messages/gone")
+    assert list(pages(client, topic="gone")) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "says"),
+    [
+        ({"max": "0"}, 416, "1 to 1000"),
+        ({"max": "many"}, 416, "1 to 1000"),
+        ({"page": "7"}, 400, "next_page"),
+        ({"from": "soon"}, 400, "soon"),
+    ],
+)
+def test_wrong_parameters_say_what_to_give(
+    client: Client, query: dict[str, str], status: int, says: str
+) -> None:
+    answer = client.ask("GET", "/v1/messages", query=query)
+    assert answer.status == status
+    assert says in answer.value["detail"]
+
+
+def test_an_account_is_shown_its_own_topics(guarded: RunningNode) -> None:
+    with client_of(guarded) as stranger:
+        assert stranger.ask("GET", "/v1/messages").status == 401
+    with client_of(guarded, bearer("shop")) as shop, client_of(guarded, bearer("root")) as root:
+        assert [one["id"] for one in pages(shop)] == ["orders"]
+        assert [one["id"] for one in pages(shop, key="k")] == ["orders"]
+        assert sorted(one["id"] for one in pages(root)) == ["news", "orders"]
+
+
+def test_a_topic_that_an_account_may_not_look_at_is_as_one_that_there_is_not(guarded: RunningNode) -> None:
+    with client_of(guarded, bearer("shop")) as shop:
+        answers = [shop.ask("GET", "/v1/messages", query={"topic": topic}) for topic in ("news", "none")]
+        assert [answer.status for answer in answers] == [403, 403]
+        said = [
+            answer.value["detail"].replace(name, "")
+            for answer, name in zip(answers, ("news", "none"), strict=True)
+        ]
+        assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
+def test_each_strategy_lists_what_it_keeps(tmp_path: Path, strategy: str) -> None:
+    with running_node(tmp_path / "data", http_port=0, strategy=strategy) as node, client_of(node) as client:
+        client.send("paged", [{"body": "x", "after": f"{i}h", "id": str(i)} for i in range(1, 6)])
+        assert [one["id"] for one in pages(client, max=2)] == ["1", "2", "3", "4", "5"]
+
+
+def test_what_is_due_is_counted_by_bucket(client: Client) -> None:
+    hour_ms = 3_600_000
+    client.send("counted", [{"body": "x", "at": YEAR_2031_MS + i * hour_ms // 2} for i in range(5)])
+    query = {"by": "hour", "from": "2031-01-01T00:00:00Z", "to": "2031-01-02T00:00:00Z", "topic": "counted"}
+    answer = client.ask("GET", "/v1/forecast", query=query).value
+    assert answer.pop("counted").endswith("Z")
+    assert answer.pop("counted_ms") > 0
+    assert answer == {
+        "by": "hour", "from_ms": YEAR_2031_MS, "to_ms": YEAR_2031_MS + 24 * hour_ms, "topics": {"counted": 5},
+        "buckets": [
+            {"from_ms": YEAR_2031_MS, "due": 2},
+            {"from_ms": YEAR_2031_MS + hour_ms, "due": 2},
+            {"from_ms": YEAR_2031_MS + 2 * hour_ms, "due": 1},
+        ],
+    }  # fmt: skip
+
+
+def test_a_wrong_unit_says_which_there_are(client: Client) -> None:
+    answer = client.ask("GET", "/v1/forecast", query={"by": "week"})
+    assert (answer.status, answer.value["code"]) == (416, "out_of_range")
+    assert "second, minute, hour or day" in answer.value["detail"]
+
+
+def test_an_account_counts_its_own_topics(guarded: RunningNode) -> None:
+    window = {"by": "day", "from": YEAR_2031_MS, "to": YEAR_2031_MS + 1}
+    with client_of(guarded, bearer("shop")) as shop, client_of(guarded, bearer("root")) as root:
+        assert root.ask("GET", "/v1/forecast", query=window).value["topics"] == {"news": 1, "orders": 1}
+        told = shop.ask("GET", "/v1/forecast", query=window).value  # of the same count
+        assert told["topics"] == {"orders": 1}
+        assert told["buckets"] == [{"from_ms": YEAR_2031_MS, "due": 1}]
+        assert shop.ask("GET", "/v1/forecast", query={**window, "topic": "news"}).status == 403

@@ -1,0 +1,75 @@
+"""/metrics over the wire: what Prometheus gets, and who may have it."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.accounts import SECRETS, guarded_node, keys
+from tests.bounds import BOUND_S
+from tests.edges.http.client import Client
+from tests.node_fixture import RunningNode
+
+
+def scraped(node: RunningNode, authorization: str = "") -> tuple[str, str]:
+    """Return the content type and the text."""
+    request = urllib.request.Request(f"http://127.0.0.1:{node.node.http_port}/metrics")
+    if authorization:
+        request.add_header("authorization", authorization)
+    with urllib.request.urlopen(request, timeout=BOUND_S) as answer:
+        return answer.headers["content-type"], answer.read().decode()
+
+
+def test_a_scrape_counts_what_was_sent(node: RunningNode, client: Client) -> None:
+    client.send("measured", [{"body": "one"}, {"body": "two"}])
+    kind, text = scraped(node)
+    assert kind.startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    accepted = families["timeball_accepted_messages"].samples
+    assert [sample.value for sample in accepted if sample.labels == {"topic": "measured"}] == [2]
+    assert "process_resident_memory_bytes" in families
+    open_now = {s.labels["edge"]: s.value for s in families["timeball_connections"].samples}
+    assert (
+        set(open_now) == {"flight", "remoting", "grpc", "http"} and open_now["http"] >= 1
+    )  # this client's own
+
+
+def test_under_an_access_file_it_is_for_accounts(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            scraped(node)
+        account = keys("root")
+        authorization = f"Bearer {account['access_key']}:{account['secret_key']}"
+        assert "timeball_build_info" in scraped(node, authorization)[1]
+
+
+def bearer(account: str) -> str:
+    named = keys(account)
+    return f"Bearer {named['access_key']}:{named['secret_key']}"
+
+
+def test_topics_and_groups_of_others_have_no_names(tmp_path: Path) -> None:
+    def series(node: RunningNode, account: str, name: str) -> dict[tuple[str, ...], float]:
+        text = scraped(node, bearer(account))[1]
+        (family,) = (one for one in text_string_to_metric_families(text) if one.name == name)
+        return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+    with guarded_node(tmp_path, http_port=0, auto_create_topics=True) as node:
+        root, shop = Client(node, bearer("root")), Client(node, bearer("shop"))
+        assert root.send("news", [{"body": "x"}] * 2).status == 201
+        assert shop.send("orders", [{"body": "x"}] * 3).status == 201
+        assert len(shop.receive("orders").value["messages"]) == 3
+        accepted = {account: series(node, account, "timeball_accepted_messages") for account in SECRETS}
+        held = {account: series(node, account, "timeball_group_in_flight_messages") for account in SECRETS}
+        root.close()
+        shop.close()
+    assert (accepted["root"]["news",], accepted["root"]["orders",]) == (2, 3)
+    assert (accepted["shop"]["orders",], accepted["other"]["news",]) == (3, 2)
+    assert ("news",) not in accepted["shop"] and ("orders",) not in accepted["other"]
+    totals = {account: sum(counts.values()) for account, counts in accepted.items()}
+    assert len(set(totals.values())) == 1, "what has no name is counted all the same"
+    assert held["root"]["workers", "orders"] == held["shop"]["workers", "orders"] == 3
+    assert held["other"] == {("(others)", "(others)"): 3}

@@ -1,0 +1,69 @@
+"""The document names each path, method and struct that there is, and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+from tests.edges.http.client import Client
+
+from timeball.edges.http.openapi import OPERATIONS
+from timeball.edges.http.openapi import document as made
+
+
+def test_each_reference_leads_somewhere(client: Client) -> None:
+    document = client.ask("GET", "/openapi.json").value
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert names == document["components"]["schemas"].keys()
+    send = document["paths"]["/v1/topics/{topic}/messages"]["post"]
+    assert set(send["requestBody"]["content"]) == {
+        "application/json",
+        "application/x-ndjson",
+        "application/vnd.apache.arrow.stream",
+        "application/octet-stream",
+    }
+
+
+def test_each_answer_is_described() -> None:
+    missing = [
+        f"{method} {path}"
+        for path, methods in made()["paths"].items()
+        for method, operation in methods.items()
+        for answer in operation["responses"].values()
+        if answer["content"].get("application/json", {"schema": True})["schema"] == {}
+    ]
+    assert missing == []
+
+
+def test_each_example_is_a_request_that_can_be_read() -> None:
+    structs = {kind.__name__: kind for each in OPERATIONS for kind in each.request if isinstance(kind, type)}
+    examples = {
+        name: schema["examples"]
+        for name, schema in made()["components"]["schemas"].items()
+        if "examples" in schema
+    }
+    # Without one the pages of the API would show an empty body.
+    assert examples.keys() == structs.keys()
+    for name, found in examples.items():
+        for example in found:
+            msgspec.convert(example, structs[name])
+
+
+def test_each_operation_refuses_a_parameter_that_it_does_not_have(client: Client) -> None:
+    for each in OPERATIONS:
+        path = re.sub(r"{(\w+)}", "1", each.path)
+        refused = client.ask(each.method.upper(), path, query={"leese": "600s"})
+        assert (refused.status, refused.value["code"]) == (400, "bad_request"), (each.name, refused)
+        told = refused.value["detail"]
+        assert "parameter 'leese' is not known" in told, (each.name, told)
+        assert all(name in told for name, *_ in each.query)
+    twice = client.ask("GET", "/v1/groups?max=1&max=2")
+    assert (twice.status, "'max' is there 2 times" in twice.value["detail"]) == (400, True)
+
+
+def test_an_unknown_field_is_told_with_the_valid_ones(client: Client) -> None:
+    for body in ({"body": "x", "aftre": "1h"}, [{"body": "x", "aftre": "1h"}]):
+        refused = client.send("fields", body)
+        assert refused.status == 400
+        assert "did you mean 'after'? valid: " in refused.value["detail"], refused.value

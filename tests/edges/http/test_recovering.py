@@ -1,0 +1,135 @@
+"""What a probe is told while the broker reads its log, and that its port is the edge's afterwards."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.certificates import certificate
+from tests.node_fixture import RunningNode
+from tests.ports import free_ports
+
+from timeball.broker.recovery import apply_log
+from timeball.edges.http import recovering
+from timeball.model.errors import SetupError
+from timeball.node.node import node as node_module
+
+
+def ask(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=BOUND_S)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, json.loads(data) if data else {}
+
+
+class Held:
+    """A node whose recovery lasts until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, data: Path, **settings: Any) -> None:
+        self.go, self.begun, self.port = threading.Event(), threading.Event(), free_ports(1)[0]
+
+        def held(*args: Any, **options: Any) -> Any:
+            self.begun.set()
+            assert self.go.wait(BOUND_S)
+            return apply_log(*args, **options)
+
+        monkeypatch.setattr(node_module, "apply_log", held)
+        self.node = RunningNode(data, http_port=self.port, **settings)
+        self.starting = threading.Thread(target=self.node.start)
+        self.starting.start()
+        assert self.begun.wait(BOUND_S)
+
+    def end(self) -> None:
+        self.go.set()
+        self.starting.join(BOUND_S)
+
+
+def test_a_broker_that_recovers_says_so_and_then_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch, tmp_path / "data")
+    try:
+        assert ask(held.port, "/health/live") == (200, {"status": "live"})
+        for path, method in (
+            ("/health/ready", "GET"),
+            ("/v1/topics?x=1", "GET"),
+            ("/v1/topics/a/messages", "POST"),
+        ):
+            status, told = ask(held.port, path, method)
+            assert (status, told["code"]) == (503, "unavailable")
+            assert "recovers" in told["detail"]
+        assert ask(held.port, "/health/ready", "HEAD") == (503, {})
+        with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as stranger:
+            stranger.sendall(b"x" * (recovering.HEAD_BYTES_MAX + 1))
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    finally:
+        held.end()
+    try:
+        assert ask(held.port, "/health/ready") == (200, {"status": "ready"})
+        assert held.node.node.http_port == held.port
+    finally:
+        held.node.stop()
+    with socket.create_server(("127.0.0.1", held.port)):
+        pass  # the copy of the descriptor is closed, too
+
+
+def test_with_a_certificate_it_speaks_tls_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = certificate(tmp_path)
+    held = Held(monkeypatch, tmp_path / "data", **made.settings)
+    try:
+        trusting = ssl.create_default_context(cafile=made.roots)
+        connection = http.client.HTTPSConnection("localhost", held.port, timeout=BOUND_S, context=trusting)
+        connection.request("GET", "/health/ready")
+        assert connection.getresponse().status == 503
+        connection.close()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(held.port, "/health/live")
+    finally:
+        held.end()
+        held.node.stop()
+
+
+def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise SetupError("on purpose")
+
+    monkeypatch.setattr(node_module, "apply_log", fails)
+    node = RunningNode(tmp_path / "data", http_port=free_ports(1)[0])
+    with pytest.raises(SetupError, match="on purpose"):
+        node.start()
+    with socket.create_server(("127.0.0.1", node.settings.http_port)):
+        pass
+
+
+def test_a_client_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "HEAD_S", 0.05)
+    held = Held(monkeypatch, tmp_path / "data")
+    try:
+        with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as silent:
+            assert silent.recv(1) == b""
+    finally:
+        held.end()
+        held.node.stop()
+
+
+def test_one_too_many_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "CONNECTIONS_MAX", 0)
+    held = Held(monkeypatch, tmp_path / "data")
+    try:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(held.port, "/health/live")
+    finally:
+        held.end()
+        held.node.stop()

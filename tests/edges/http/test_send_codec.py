@@ -1,0 +1,178 @@
+"""Messages of a send to rows, without a node: JSON, and Arrow streams."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker import admission
+from timeball.edges.http import codec, send_codec
+from timeball.edges.http.codec import JSON, NDJSON
+from timeball.edges.http.send_codec import ARROW, Sending
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
+
+NOW_MS = 1_800_000_000_000
+
+
+class Ids(send_codec.IdSource):
+    def id_of(self, at: int) -> str:
+        return f"id-{at}"
+
+
+def read(data: bytes, kind: str = JSON, now_ms: int | None = None) -> Sending:
+    return send_codec.read("t", kind, data, Ids(), now_ms)
+
+
+def rows_of(sending: Sending) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = admission.as_columns(sending.rows).to_pylist()
+    return rows
+
+
+@given(st.binary(max_size=200), st.sampled_from([JSON, NDJSON]))
+def test_any_bytes_are_messages_or_an_error_of_ours(data: bytes, kind: str) -> None:
+    try:
+        assert read(data, kind).row_count
+    except TimeballError as error:
+        assert str(error)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"body": st.text()},
+        optional={
+            "key": st.text(), "tag": st.text(), "after": st.integers() | st.text(), "id": st.text(),
+            "at": st.integers() | st.text(), "properties": st.dictionaries(st.text(), st.text()),
+        },
+    )
+)  # fmt: skip
+def test_any_message_is_a_row_or_an_error_of_ours(message: dict[str, object]) -> None:
+    try:
+        data = codec.encode(message)
+    except UnicodeEncodeError:
+        return  # half a surrogate pair is no JSON
+    except OverflowError:
+        return  # an integer of more than 64 bits
+    try:
+        (row,) = rows_of(read(data))
+        (few,) = rows_of(read(data, now_ms=NOW_MS))
+    except TimeballError as error:
+        assert str(error)
+    else:
+        assert row["body"] == str(message["body"]).encode()
+        delay_ms = row.pop("delay_ms", None)
+        if delay_ms is not None:
+            assert few["due_ms"] == NOW_MS + delay_ms
+            row["due_ms"] = few["due_ms"]
+        assert {name: few.get(name) for name in row} == row
+
+
+def test_one_is_told_from_many_and_json_is_kept_as_it_stands() -> None:
+    assert read(b' {"body": ""}').is_one
+    assert not read(b' [{"body": ""}]').is_one
+    (row,) = rows_of(read(b'{"json": {"a":  1.50}}'))
+    assert row["body"] == b'{"a":  1.50}'
+    (row,) = rows_of(read(b'{"json": null}'))
+    assert row["body"] == b"null"
+
+
+def test_a_few_go_row_by_row_and_many_as_columns() -> None:
+    few = read(b'[{"body": "a", "after": "5ms"}, {"body": "b"}]', now_ms=NOW_MS)
+    assert isinstance(few.rows, list)
+    assert [row["due_ms"] for row in rows_of(few)] == [NOW_MS + 5, None]
+    many = read(b'{"body": "a", "after": "5ms"}\n' * (send_codec.FEW + 1), NDJSON, now_ms=NOW_MS)
+    assert isinstance(many.rows, pa.RecordBatch)
+    sent = send_codec.sent(many, 7, NOW_MS, durable=True)
+    assert isinstance(sent, send_codec.SentMany)
+    assert {(one.seq, one.due_ms) for one in sent.messages} == {
+        (7 + at, NOW_MS + 5) for at in range(send_codec.FEW + 1)
+    }
+
+
+def stream(*batches: pa.RecordBatch) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue()
+
+
+ROWS = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "delay_ms": pa.array([0, 5], pa.int32())})
+
+
+def test_columns_of_a_stream_are_taken_whole() -> None:
+    sending = read(stream(ROWS, ROWS), ARROW)
+    rows = rows_of(sending)
+    assert [(row["topic"], row["body"], row["delay_ms"]) for row in rows] == [
+        ("t", b"a", 0), ("t", b"b", 5), ("t", b"a", 0), ("t", b"b", 5),
+    ]  # fmt: skip
+    assert send_codec.sent(sending, 9, NOW_MS, durable=False) == send_codec.SentRows(9, 4, False)
+
+
+@pytest.mark.parametrize("name", ["delay_ms", "due_ms"])
+def test_a_null_in_a_column_of_times_is_refused(name: str) -> None:
+    times = pa.array([1_800_000_000_000, None], pa.int64())
+    rows = pa.RecordBatch.from_arrays([pa.array([b"a", b"b"]), times], names=["body", name])
+    with pytest.raises(InvalidDelay, match=f"{name} of row 1 is null; leave the column out"):
+        read(stream(rows), ARROW)
+
+
+def test_a_topic_beside_the_path_is_refused() -> None:
+    with pytest.raises(InvalidMessage, match="the path names the topic"):
+        read(stream(pa.RecordBatch.from_pydict({"body": [b"a"], "topic": ["u"]})), ARROW)
+
+
+def test_rows_that_need_no_bytes_are_counted_first() -> None:
+    nothing = pa.RecordBatch.from_arrays([pa.nulls(limits.ROWS_PER_REQUEST_MAX + 1)], names=["body"])
+    with pytest.raises(OverLimit, match="rows in one batch"):
+        read(stream(nothing), ARROW)
+    empty = pa.record_batch({"body": [b""] * (limits.ROWS_PER_REQUEST_MAX // 2 + 1)})
+    with pytest.raises(OverLimit, match="rows in one request"):
+        read(stream(empty, empty), ARROW)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_stream_or_an_error_of_ours(data: bytes) -> None:
+    with pytest.raises(TimeballError):
+        read(data, ARROW)
+
+
+@given(st.integers(0, len(stream(ROWS)) - 9), st.integers(0, 255))
+def test_a_stream_with_a_wrong_byte_is_a_stream_or_an_error_of_ours(at: int, byte: int) -> None:
+    whole = bytearray(stream(ROWS))
+    whole[at] = byte
+    try:
+        assert read(bytes(whole), ARROW).row_count <= 2
+    except TimeballError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "TEXT/plain; x=y", "application/x-www-form-urlencoded", JSON, NDJSON]
+)
+def test_a_body_that_any_page_may_send_is_raw_by_a_header_alone(kind: str) -> None:
+    assert not send_codec.is_raw({"content-type": kind})
+    assert send_codec.is_raw({"content-type": kind, "timeball-raw": "true"})
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain, image/png", "image", "image /png", "/", "multipart/form-data; boundary=a/b"]
+)
+def test_a_type_that_is_none_makes_no_raw_body(kind: str) -> None:
+    assert not send_codec.is_raw({"content-type": kind})
+    assert send_codec.is_raw({"content-type": "image/png"})
+
+
+@given(st.dictionaries(st.sampled_from(["id", "key", "tag", "after", "at", "property-a"]), st.text()))
+def test_any_headers_are_a_message_or_an_error_of_ours(said: dict[str, str]) -> None:
+    headers = {f"timeball-{name}": value for name, value in said.items()}
+    try:
+        (row,) = rows_of(send_codec.raw("t", headers, b"\0", Ids()))
+    except TimeballError as error:
+        assert str(error)
+    else:
+        assert row["body"] == b"\0"

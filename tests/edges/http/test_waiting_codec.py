@@ -1,0 +1,63 @@
+"""Parameters of pages to what the broker is asked, and its pages to what is answered."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from timeball.broker.waiting.pages import Page, Waiting, Wanted
+from timeball.edges.http import waiting_codec
+from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
+
+
+def test_nothing_asked_for_is_all_of_it() -> None:
+    assert waiting_codec.wanted({}) == Wanted(100)
+
+
+def test_each_parameter_is_read() -> None:
+    query = {"topic": "a", "key": "k", "from": "2026-01-01T00:00:00Z", "to": "1767225600001", "max": "7"}
+    assert waiting_codec.wanted(query) == Wanted(7, "a", "k", 1_767_225_600_000, 1_767_225_600_001)
+
+
+def test_the_next_page_of_an_answer_is_read_again() -> None:
+    answer = waiting_codec.page(Page([], (1_767_225_600_000, 12)))
+    assert answer.next_page is not None
+    assert waiting_codec.wanted({"page": answer.next_page}).after == (1_767_225_600_000, 12)
+    assert waiting_codec.page(Page([], None)).next_page is None
+
+
+@pytest.mark.parametrize(
+    ("query", "error"),
+    [
+        ({"page": "12"}, InvalidMessage),
+        ({"page": "1-2-3"}, InvalidMessage),
+        ({"page": "9" * 40 + "-1"}, InvalidMessage),
+        ({"max": "-1"}, OutOfRange),
+        ({"max": "9" * 40}, OutOfRange),
+        ({"from": "yesterday"}, InvalidDelay),
+    ],
+)
+def test_what_is_wrong_is_refused(query: dict[str, str], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        waiting_codec.wanted(query)
+
+
+def test_what_a_message_lacks_is_not_answered() -> None:
+    page = waiting_codec.page(Page([Waiting(3, "a", 1_767_225_600_000, None, None, None, 5, None)], None))
+    assert msgspec.to_builtins(page) == {
+        "messages": [
+            {
+                "topic": "a",
+                "due": "2026-01-01T00:00:00.000Z",
+                "due_ms": 1_767_225_600_000,
+                "seq": 3,
+                "size_bytes": 5,
+            }
+        ]
+    }
+
+
+def test_units() -> None:
+    assert waiting_codec.unit("day") == "day"
+    with pytest.raises(OutOfRange, match="second, minute, hour or day"):
+        waiting_codec.unit("days")

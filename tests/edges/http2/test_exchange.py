@@ -1,0 +1,207 @@
+"""One call, as clients other than gRPC's own library may make it: whole, in pieces, compressed, wrong, too slow."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.edges.grpc.wire import consumer_settings, d, s
+from tests.edges.http2.raw_client import RawClient, fields, message
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.edges.grpc.dispatch import SERVICE_NAME
+from timeball.edges.grpc.server import REQUEST_BYTES_MAX
+from timeball.edges.http2 import frames
+from timeball.edges.http2.exchange import Exchange
+from timeball.edges.http2.frames import Fault, GrpcStatus, frame
+
+BEAT = s.HeartbeatRequest(group=d.Resource(name="g")).SerializeToString()
+SETTINGS = s.TelemetryCommand(settings=consumer_settings("g")).SerializeToString()
+TELEMETRY = f"/{SERVICE_NAME}/Telemetry"
+
+
+def ask(node: RunningNode, data: bytes, **headers: str) -> tuple[int, str]:
+    """The status of a Heartbeat with these bytes as its DATA."""
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(x_mq_client_id="raw", **headers))
+        client.data(number, data)
+        return client.status(number)
+
+
+def response(client: RawClient, number: int) -> s.HeartbeatResponse:
+    """The response of a Heartbeat."""
+    for kind, _, stream, payload in client.frames():
+        if kind == frames.DATA and stream == number:
+            return s.HeartbeatResponse.FromString(payload[5:])
+    raise AssertionError("the connection has ended")
+
+
+@pytest.mark.parametrize(
+    ("packing", "pack"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", lambda data: data)],
+)
+def test_a_compressed_request_is_read(node: RunningNode, packing: str, pack: Any) -> None:
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(x_mq_client_id="raw", grpc_encoding=packing))
+        client.data(number, message(pack(BEAT), is_packed=packing != "identity"))
+        assert response(client, number).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status"),
+    [
+        (b"", {}, GrpcStatus.INVALID_ARGUMENT),
+        (b"\x00\x00", {}, GrpcStatus.INVALID_ARGUMENT),
+        (message(BEAT)[:-1], {}, GrpcStatus.INTERNAL),
+        (message(b"\xff" * 20), {}, GrpcStatus.INTERNAL),
+        (message(bytes(REQUEST_BYTES_MAX + 1))[:5], {}, GrpcStatus.RESOURCE_EXHAUSTED),
+        (message(BEAT, is_packed=True), {}, GrpcStatus.UNIMPLEMENTED),
+        (message(BEAT, is_packed=True), {"grpc_encoding": "snappy"}, GrpcStatus.UNIMPLEMENTED),
+        (message(BEAT, is_packed=True), {"grpc_encoding": "gzip"}, GrpcStatus.INTERNAL),
+        (
+            message(gzip.compress(BEAT, mtime=0)[:-9], is_packed=True),
+            {"grpc_encoding": "gzip"},
+            GrpcStatus.INTERNAL,
+        ),
+        (
+            message(gzip.compress(bytes(REQUEST_BYTES_MAX + 1), mtime=0), is_packed=True),
+            {"grpc_encoding": "gzip"},
+            GrpcStatus.RESOURCE_EXHAUSTED,
+        ),
+        (message(BEAT), {"grpc_timeout": "soon"}, GrpcStatus.INTERNAL),
+        (message(BEAT), {"grpc_timeout": "123456789S"}, GrpcStatus.INTERNAL),
+    ],
+)
+def test_what_is_no_request_ends_the_call_with_a_status(
+    node: RunningNode, data: bytes, headers: dict[str, str], status: GrpcStatus
+) -> None:
+    assert ask(node, data, **headers)[0] == status
+    assert ask(node, message(BEAT)) == (0, "")
+
+
+def test_a_request_in_pieces_is_one_request(node: RunningNode) -> None:
+    whole = message(BEAT)
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(x_mq_client_id="raw"))
+        for at in range(len(whole)):
+            client.data(number, whole[at : at + 1], ends=False)
+        client.data(number, b"")
+        assert response(client, number).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+        assert client.status(number) == (0, "")
+
+
+def test_a_client_that_goes_on_sending_is_told_to_stop(node: RunningNode) -> None:
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(x_mq_client_id="raw"))
+        client.data(number, message(BEAT), ends=False)
+        assert client.status(number) == (0, "")
+        reset = next(each for each in client.frames() if each[0] == frames.RST_STREAM)
+        assert (reset[2], int.from_bytes(reset[3], "big")) == (number, Fault.NO_ERROR)
+        client.data(number, bytes(100), ends=False)  # it was on its way
+        again = client.headers(headers=fields(x_mq_client_id="raw"))
+        client.data(again, message(BEAT))
+        assert client.status(again) == (0, "")
+
+
+def test_trailers_end_a_clients_side(node: RunningNode) -> None:
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
+        client.data(number, message(SETTINGS), ends=False)
+        block = client.block([("x-last", "1")])
+        client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, block))
+        assert client.status(number) == (0, "")
+
+
+def test_what_is_no_call_is_answered(node: RunningNode) -> None:
+    with RawClient(node) as client:
+        assert client.status(client.headers(ends=True, headers=fields("/no/such\u00e9"[:-1])))[0] == 12
+        plain = [(name, "text/html" if name == "content-type" else text) for name, text in fields()]
+        number = client.headers(ends=True, headers=plain)
+        _, flags, stream, _ = next(each for each in client.frames() if each[0] == frames.HEADERS)
+        assert (flags & frames.END_STREAM, stream) == (frames.END_STREAM, number)
+        assert client.status(client.headers(ends=True))[0] == GrpcStatus.INVALID_ARGUMENT
+
+
+def test_many_commands_of_one_stream_are_read_one_after_the_other(node: RunningNode) -> None:
+    """More than its window in all, and more than one in a frame."""
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
+        answered = 0
+        for _ in range(40):
+            client.data(number, 100 * message(SETTINGS), ends=False)
+            wanted = answered + 100
+            for kind, _, stream, _ in client.frames():
+                answered += kind == frames.DATA and stream == number
+                if answered == wanted:
+                    break
+        client.data(number, b"")
+        assert client.status(number) == (0, "")
+
+
+def test_a_deadline_ends_a_call_at_the_broker_too(node: RunningNode) -> None:
+    assert node.node.edges is not None
+    room = node.node.edges.grpc.service.room
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw", grpc_timeout="50m"))
+        eventually(lambda: room.calls.taken == 1, "it has begun")
+        assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
+        eventually(lambda: not room.calls.taken, "it has ended")
+
+
+def test_responses_that_are_not_taken_end_the_call(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Exchange, "TAKEN_S", 0.3)
+    with RawClient(node, greets=False) as client:
+        client.send(frames.PREFACE + frames.settings({frames.INITIAL_WINDOW: 0}))
+        stream = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
+        client.data(stream, message(SETTINGS), ends=False)
+        assert client.status(stream)[0] == GrpcStatus.DEADLINE_EXCEEDED
+        unary = client.headers(headers=fields(x_mq_client_id="raw"))
+        client.data(unary, message(BEAT))
+        reset = next(each for each in client.frames() if each[0] == frames.RST_STREAM and each[2] == unary)
+        assert int.from_bytes(reset[3], "big") == Fault.NO_ERROR
+
+
+def test_a_sentence_may_say_anything(node: RunningNode) -> None:
+    assert ask(node, message(BEAT), grpc_timeout="50% \u00e9")[1] != ""
+
+
+def test_a_failure_that_no_handler_has_seen_ends_the_call(
+    node: RunningNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert node.node.edges is not None
+    dispatch = node.node.edges.grpc.dispatch
+
+    async def broken(name: str, call: Any, request: Any) -> Any:
+        return "no message"
+
+    async def stream(name: str, call: Any, request: Any) -> AsyncIterator[Any]:
+        yield "no message"
+
+    dispatch.unary, dispatch.stream = broken, stream  # type: ignore[method-assign]
+    with RawClient(node) as client:
+        unary = client.headers(headers=fields(x_mq_client_id="raw"))
+        client.data(unary, message(BEAT))
+        assert client.status(unary)[0] == GrpcStatus.INTERNAL
+        telemetry = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
+        assert client.status(telemetry)[0] == GrpcStatus.INTERNAL
+    assert "call not answered" in caplog.text
+
+
+def test_a_stop_asks_clients_to_go_and_ends_what_stays(node: RunningNode) -> None:
+    with RawClient(node) as client:
+        number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
+        client.data(number, message(SETTINGS), ends=False)
+        next(each for each in client.frames() if each[0] == frames.DATA)
+        assert node.node.edges is not None
+        node.run(node.node.edges.grpc.close())
+        last = [
+            int.from_bytes(payload[:4], "big")
+            for kind, _, _, payload in client.frames()
+            if kind == frames.GOAWAY
+        ]
+        assert last == [frames.LAST_STREAM, number]

@@ -1,0 +1,102 @@
+"""A Kafka within this process: the mock cluster of its own client. A real one: tests/interop/test_kafka.py."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from tests.bounds import BOUND_S
+from tests.node_fixture import RunningNode, running_node
+
+from timeball.client.calls import Calls
+from timeball.edges.kafka.options import BridgeOptions
+from timeball.edges.kafka.waiting import WaitingQueue
+
+NAMES = itertools.count()
+
+
+class SmallKafka:
+    """Topics are there when they are named, with four partitions each."""
+
+    def __init__(self) -> None:
+        self._holder = Producer({"bootstrap.servers": "127.0.0.1:1", "test.mock.num.brokers": 1})
+        (broker,) = self._holder.list_topics(timeout=BOUND_S).brokers.values()
+        self.bootstrap = f"{broker.host}:{broker.port}"
+
+    def make(self, *names: str) -> None:
+        for name in names:
+            self._holder.list_topics(name, timeout=BOUND_S)
+
+    def produce(self, topic: str, *records: dict[str, Any]) -> None:
+        producer = Producer({"bootstrap.servers": self.bootstrap})
+        for record in records:
+            producer.produce(topic, **{"partition": 0, **record})
+        assert producer.flush(BOUND_S) == 0
+
+    def read(self, topic: str) -> list[Any]:
+        properties = {"bootstrap.servers": self.bootstrap, "group.id": "reader", "enable.partition.eof": True}
+        consumer, found, left = Consumer(properties), [], 4
+        consumer.assign([TopicPartition(topic, partition, 0) for partition in range(4)])
+        while left:
+            message = consumer.poll(BOUND_S)
+            assert message is not None
+            if message.error() is None:
+                found.append(message)
+            else:
+                assert message.error().code() == KafkaError._PARTITION_EOF
+                left -= 1
+        consumer.close()
+        return found
+
+
+@pytest.fixture(scope="session")
+def kafka() -> SmallKafka:
+    return SmallKafka()
+
+
+@pytest.fixture(scope="session")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with running_node(tmp_path_factory.mktemp("node") / "data") as running:
+        yield running
+
+
+@pytest.fixture
+def calls(node: RunningNode) -> Iterator[Calls]:
+    found = Calls(node.endpoint, 30_000)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def options(kafka: SmallKafka, tmp_path: Path) -> BridgeOptions:
+    """Of a bridge of its own topics, which are there."""
+    name = f"t{next(NAMES)}"
+    kafka.make(name, f"{name}.out", f"{name}.dead", f"{name}.position")
+    return BridgeOptions(
+        kafka.bootstrap,
+        name,
+        f"{name}.out",
+        f"{name}.dead",
+        name,
+        f"{name}.position",
+        tmp_path / "undeliverable",
+    )
+
+
+@pytest.fixture
+def queue(calls: Calls, options: BridgeOptions) -> WaitingQueue:
+    found = WaitingQueue(calls, options.topic)
+    found.ensure()
+    return found
+
+
+@pytest.fixture
+def stop() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()

@@ -1,0 +1,50 @@
+"""What a bridge may be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from timeball.edges.kafka.options import BridgeOptions, read_properties
+from timeball.model.errors import SetupError
+
+
+def options(**changes: Any) -> BridgeOptions:
+    given = {
+        "bootstrap": "127.0.0.1:9092", "own": "in", "out": "out", "dead": "in.dead", "name": "in.v1",
+        "position_topic": "timeball.in.position", "undeliverable": Path("in.undeliverable.jsonl"), **changes,
+    }  # fmt: skip
+    return BridgeOptions(**given)
+
+
+def test_its_topic_in_timeball_has_no_dots() -> None:
+    assert options().topic == "kafka-in_v1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "a b"}, "--name a b: 1 to 100"),
+        ({"start": "17"}, "--from 17: earliest or latest"),
+        ({"out": "in"}, "--out in: the topic of --in"),
+        ({"out": "timeball.in.position"}, "--out timeball.in.position: the topic of --position-topic"),
+        ({"own": "t" * 201}, "--in t+: at most 200 characters"),
+        ({"dead": "in"}, "--dead in: a topic of its own"),
+        ({"dead": "timeball.in.position"}, "--dead"),
+        ({"client": {"acks": "0", "group.id": "g"}}, "--kafka-config: acks, group.id cannot be chosen"),
+    ],
+)
+def test_a_wrong_one_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        options(**changes)
+
+
+def test_properties_of_a_file_reach_the_client() -> None:
+    found = read_properties("# TLS\nsecurity.protocol = SSL\n\nssl.ca.location=/etc/ca=1.pem\n", "client")
+    properties = options(client=found).client_properties(group_id="g")
+    assert properties["security.protocol"] == "SSL" and properties["ssl.ca.location"] == "/etc/ca=1.pem"
+    assert properties["group.id"] == "g" and properties["bootstrap.servers"] == "127.0.0.1:9092"
+    with pytest.raises(SetupError, match="--kafka-config client: line 2 is not name=value"):
+        read_properties("\nnothing\n", "client")

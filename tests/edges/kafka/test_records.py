@@ -1,0 +1,163 @@
+"""A record as a message, and back: nothing of it changes, and what cannot be taken says why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.edges.kafka import records
+from timeball.edges.kafka.records import Headers, Place, Record, Rules, Waiting, message_of
+from timeball.model import limits
+
+NOW_MS = 1_795_000_000_000
+TOPICS = ("in", "out", "elsewhere", "in.dead", "positions", "timeball.other.position", "__consumer_offsets")
+RULES = Rules("in", "out", "in.dead", "positions", TOPICS.__contains__)
+
+
+def record(
+    headers: Headers, key: bytes | None = b"k", value: bytes | None = b"v", partition: int = 3
+) -> Record:
+    return Record("in", partition, 17, key, value, headers, NOW_MS - 1_000)
+
+
+def taken(headers: Headers, **more: bytes | None) -> Waiting:
+    return message_of(record(headers, **more), RULES, NOW_MS)  # type: ignore[arg-type]
+
+
+def reason(message: Waiting) -> str:
+    envelope = records.envelope_of(message.properties)
+    assert message.is_dead and message.due_ms is None and envelope is not None and envelope.topic == "in.dead"
+    found = dict(envelope.headers)
+    assert [found[name] for name in records.REASONS[1:]] == [b"in", b"3", b"17"]
+    return (found["timeball-reason"] or b"").decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "due_ms"),
+    [
+        ("at", b"1795000600000", NOW_MS + 600_000),
+        ("at", b"2030-01-31T09:00:00+01:00", 1_896_076_800_000),
+        ("after", b"30m", NOW_MS - 1_000 + 1_800_000),
+        ("after", b"PT1.5S", NOW_MS + 500),
+    ],
+)
+def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
+    message = taken([(name, text)])
+    assert (message.due_ms, message.body, message.keys, message.id) == (due_ms, b"v", "in/k", "in-3-17")
+
+
+@given(
+    key=st.none() | st.binary(max_size=300),
+    value=st.none() | st.binary(max_size=300),
+    headers=st.lists(
+        st.tuples(st.text(max_size=20).filter(lambda name: name not in (
+            records.AT, records.AFTER, *records.OLD_NAMES, records.TO, records.CANCEL,
+        ) and not name.lower().startswith(records.OURS)), st.none() | st.binary(max_size=50)),
+        max_size=5,
+    ),
+    partition=st.integers(0, 1_000),
+)  # fmt: skip
+def test_key_value_headers_and_partition_stay(
+    key: bytes | None, value: bytes | None, headers: Headers, partition: int
+) -> None:
+    given_headers = [*headers, ("after", b"1s")]
+    message = message_of(record(given_headers, key, value, partition), RULES, NOW_MS)
+    envelope = records.envelope_of(message.properties)
+    assert envelope is not None and not message.is_dead
+    assert (envelope.topic, envelope.partition, envelope.key) == ("out", partition, key)
+    assert [tuple(pair) for pair in envelope.headers] == given_headers
+    assert (None if envelope.is_null else message.body) == value
+
+
+def test_a_dead_letter_may_be_sent_again() -> None:
+    dead = records.reasons(Place("in", 3, 17), "no reason")
+    assert not taken([("after", b"1s"), *dead, ("delivered-by", b"van"), ("x-timeball", b"1")]).is_dead
+
+
+def test_a_header_names_the_topic() -> None:
+    envelope = records.envelope_of(taken([("after", b"1s"), ("deliver-to", b"elsewhere")]).properties)
+    assert envelope is not None and envelope.topic == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ([], "one header at or after says when; 0 are there"),
+        ([("after", b"1s"), ("at", b"1795000600000")], "2 are there"),
+        ([("after", b"soon")], "header after: 'soon': numbers with units"),
+        ([("after", b"17")], "header after"),
+        ([("at", b"1800000000")], "header at: at=1800000000: milliseconds since 1970 are meant"),
+        ([("delay", b"1s")], "header delay is called after"),
+        ([("deliver-at", b"2030-01-31T09:00:00Z")], "header deliver-at is called at"),
+        ([("after", b"1s"), ("deliver-at", b"2030-01-31T09:00:00Z")], "header deliver-at is called at"),
+        (
+            [("after", b"1s"), ("deliver-too", b"elsewhere")],
+            "header 'deliver-too' is not known; valid are at, after, deliver-to and cancel",
+        ),
+        ([("at", b"1795000600000"), ("Deliver-To", b"elsewhere")], "header 'Deliver-To' is not known"),
+        ([("deliver-att", b"1795000600000")], "header 'deliver-att' is not known"),
+        ([("after", b"1s"), ("timeball-key", b"k")], "header 'timeball-key' is not known"),
+        ([("after", None)], "header after"),
+        ([("after", b"\xff")], "header after"),
+        ([("at", b"2030-01-31T09:00:00")], "without a time zone"),
+        ([("at", b"1795000600")], "looks like seconds"),
+        ([("after", b"9999d")], "more than 3653 days ahead"),
+        ([("at", b"9999-12-31T00:00:00Z")], "more than 3653 days ahead"),
+        ([("after", b"1s"), ("deliver-to", b"nowhere")], "Kafka has no topic 'nowhere'"),
+        ([("after", b"1s"), ("deliver-to", b"in")], "the topic it came from"),
+        ([("after", b"1s"), ("deliver-to", b"positions")], "a topic for positions"),
+        ([("after", b"1s"), ("deliver-to", b"timeball.other.position")], "a topic for positions"),
+        ([("after", b"1s"), ("deliver-to", b"__consumer_offsets")], "or of Kafka itself"),
+        ([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)], "key and headers take"),
+    ],
+)
+def test_what_cannot_be_taken_says_why(headers: Headers, said: str) -> None:
+    message = taken(headers)
+    assert said in reason(message) and message.body == b"v"
+
+
+def test_without_a_topic_for_all_each_record_names_its_own() -> None:
+    rules = RULES._replace(out=None)
+    assert "no --out" in reason(message_of(record([("after", b"1s")]), rules, NOW_MS))
+
+
+def test_a_value_that_is_too_large_stays_where_it_was() -> None:
+    message = taken([("after", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
+    assert "4194305 bytes" in reason(message) and records.LEFT in reason(message) and message.body == b""
+
+
+def test_headers_that_are_too_large_stay_where_they_were() -> None:
+    message = taken([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)])
+    assert "key and headers are left" in reason(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (b"order-17", "in/order-17"),
+        ("köln".encode(), "in/köln"),
+        (b"a b", None),
+        (b"\xff\x00", None),
+        (b"", None),
+        (b"\x01", None),
+        ("a\u00a0b".encode(), None),
+        (b"x" * 201, None),
+    ],
+)
+def test_a_key_is_a_name_as_it_is_or_by_its_hash(key: bytes, name: str | None) -> None:
+    found = records.key_name("in", key)
+    assert found == name if name else found.startswith("in/sha256:") and len(found) == 74
+
+
+def test_a_message_that_was_no_record_is_seen() -> None:
+    assert records.envelope_of(None) is None
+    assert records.envelope_of("a\x01b\x02") is None
+    assert records.envelope_of("kafka\x01no base64!\x02") is None
+    assert records.envelope_of("kafka\x01aGFsbG8=\x02") is None
+
+
+def test_an_id_names_a_place() -> None:
+    assert Place.of(Place("a-b.c", 3, 17).id) == ("a-b.c", 3, 17)
+    with pytest.raises(ValueError):
+        Place.of("17")

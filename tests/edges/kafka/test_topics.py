@@ -1,0 +1,30 @@
+"""Topics are remembered, and a new one is seen within a second."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from timeball.edges.kafka.topics import Topics
+from timeball.io.clock import ManualClock
+
+
+def test_it_asks_seldom_and_finds_what_is_new() -> None:
+    partitions, asked, clock = {"a": 3}, list[float](), ManualClock()
+
+    def list_topics(timeout: float) -> SimpleNamespace:
+        asked.append(timeout)
+        topics = [
+            SimpleNamespace(topic=name, partitions=range(n), error=None) for name, n in partitions.items()
+        ]
+        return SimpleNamespace(topics={one.topic: one for one in topics})
+
+    topics = Topics(list_topics, clock)
+    assert topics.partitions("a") == 3 and topics.has("a") and not topics.has("b") and len(asked) == 1
+    partitions["b"] = 1
+    assert not topics.has("b") and len(asked) == 1
+    clock.advance(1_000)
+    assert topics.has("b") and len(asked) == 2
+    partitions["a"] = 4
+    assert topics.partitions("a") == 3
+    clock.advance(10_000)
+    assert topics.partitions("a") == 4 and len(asked) == 3

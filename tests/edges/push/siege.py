@@ -1,0 +1,244 @@
+"""Push under siege: many messages, a receiver that fails, hangs and dies twice, a broker that is killed twice.
+
+    python -m tests.edges.push.siege 100000
+
+At the end each message was granted or is a dead letter, and each grant beyond the first has a reason: an answer or an
+acknowledgement that was on its way when one of the two was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+from tests.bounds import BOUND_S
+from tests.cli.processes import Running
+from tests.edges.http.client import Client
+from tests.edges.remoting.wire import Wire
+from tests.ports import free_ports
+
+from timeball.edges.push.worker import LEASE_SLACK_MS
+from timeball.edges.remoting.codec.codes import RequestCode
+
+TOPIC = GROUP = NAME = "siege"
+FAILS, HANGS = 0.2, 0.01
+TIMEOUT_S = 2
+IN_FLIGHT_MAX = 64
+TIMES_MAX, RETRY_MS = 5, 500
+SENT_AT_ONCE = 5_000
+DOWN_S = 3.0  # of a receiver that has died
+# Share of the messages granted when one of the two is killed.
+KILLS = [(0.15, "receiver"), (0.35, "broker"), (0.55, "receiver"), (0.75, "broker")]
+# Granted so shortly before a kill that its answer, or the broker's acknowledgement, may not have been kept.
+ON_ITS_WAY_S = 5.0
+
+
+@dataclass
+class Record:
+    """What the receiver has written down, and what the broker has given up."""
+
+    sent: set[str] = field(default_factory=set)
+    grants: dict[str, list[float]] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    dead: list[str] = field(default_factory=list)
+    kills: list[tuple[float, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    _read_bytes: int = 0
+
+    def read(self, path: Path) -> None:
+        """Read what the receiver has written since the last time; each line is one write, so none is cut."""
+        with path.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read()
+        self._read_bytes += len(data)
+        for line in data.decode().splitlines():
+            at, what, _, message_id = line.split(" ")
+            self.outcomes[what] += 1
+            if what == "granted":
+                self.grants.setdefault(message_id, []).append(float(at))
+
+    def open(self) -> set[str]:
+        """Messages of which nothing has become yet."""
+        return self.sent - self.grants.keys() - set(self.dead)
+
+    def duplicates(self) -> Counter[str]:
+        """Grants beyond the first, by the kill that explains them."""
+        found: Counter[str] = Counter()
+        for times in self.grants.values():
+            for first in times[:-1]:
+                near = [who for at, who in self.kills if -0.5 <= at - first <= ON_ITS_WAY_S]
+                found[near[0] if near else "unexplained"] += 1
+        return found
+
+    def faults(self) -> list[str]:
+        """All that may not be."""
+        dead_twice = [one for one, count in Counter(self.dead).items() if count > 1]
+        return [
+            *(f"lost: {one}" for one in sorted(self.open())),
+            *(f"never sent: {one}" for one in sorted(self.grants.keys() - self.sent)),
+            *(f"dead twice: {one}" for one in sorted(dead_twice)),
+            *([f"forged: {self.outcomes['forged']}"] if self.outcomes["forged"] else []),
+            *([f"sent twice for no reason: {n}"] if (n := self.duplicates()["unexplained"]) else []),
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for people."""
+        granted_and_dead = len(set(self.dead) & self.grants.keys())
+        return {
+            "messages": len(self.sent), "granted": len(self.grants), "dead_letters": len(set(self.dead)),
+            "granted_and_dead": granted_and_dead, "lost": len(self.open()), "requests": dict(self.outcomes),
+            "duplicates": dict(self.duplicates()), "seconds": round(self.seconds, 1),
+        }  # fmt: skip
+
+
+class Siege:
+    """A broker and a receiver, each a process that may be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._data, self.path = str(folder / "data"), folder / "record"
+        self.path.touch()
+        (self._port,) = free_ports(1)
+        self.record, self._secret = Record(), ""
+        self._broker = self._serve()
+        self._receiver: Running | None = None
+
+    def _serve(self) -> Running:
+        broker = Running("serve", "--json", "--data", self._data, "--port", "0", "--push-allow", "127.0.0.1")
+        self.ready = broker.wait_line(event="ready")
+        return broker
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client]:
+        port = int(self.ready["http"].rpartition(":")[2])
+        client = Client(SimpleNamespace(node=SimpleNamespace(http_port=port)))  # type: ignore[arg-type]
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def begin(self, messages: int) -> None:
+        """Send all messages, half of them for later, and subscribe."""
+        self._make_group()
+        with self.client() as client:
+            for first in range(0, messages, SENT_AT_ONCE):
+                ids = [f"m-{at}" for at in range(first, min(first + SENT_AT_ONCE, messages))]
+                lines = [
+                    {"id": one, "body": one, **({"after": "10s"} if at % 2 else {})}
+                    for at, one in enumerate(ids)
+                ]
+                assert client.send(TOPIC, lines).status == 201
+                self.record.sent.update(ids)
+            wanted = {
+                "topic": TOPIC, "group": GROUP, "url": f"http://127.0.0.1:{self._port}/",
+                "in_flight_max": IN_FLIGHT_MAX, "timeout": f"{TIMEOUT_S}s",
+            }  # fmt: skip
+            self._secret = client.ask("PUT", f"/v1/subscriptions/{NAME}", wanted).value["secret"]
+        self._listen()
+
+    def _make_group(self) -> None:
+        config = {
+            "groupName": GROUP, "retryMaxTimes": TIMES_MAX,
+            "groupRetryPolicy": {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": [RETRY_MS] * 3}},
+        }  # fmt: skip
+        with Wire(int(self.ready["remoting"].rpartition(":")[2])) as wire:
+            wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
+
+    def _listen(self) -> None:
+        self._receiver = Running(
+            command=[
+                sys.executable, "-m", "tests.edges.push.flaky_receiver", str(self._port), str(self.path),
+                self._secret, str(FAILS), str(HANGS),
+            ]
+        )  # fmt: skip
+
+    def kill(self, who: str) -> None:
+        """Kill one of the two without a word, and start it again."""
+        self.record.kills.append((time.time(), who))
+        if who == "broker":
+            self._broker.end(signal.SIGKILL)
+            self._broker = self._serve()
+        else:
+            assert self._receiver is not None
+            self._receiver.end(signal.SIGKILL)
+            time.sleep(DOWN_S)
+            self._listen()
+
+    def look(self) -> bool:
+        """Read the record and the dead letters; return whether nothing is open, and nothing on its way."""
+        self.record.read(self.path)
+        with self.client() as client:
+            self._read_dead(client)
+            # Until the leases from before the last kill have ended, something may come again.
+            last_kill = self.record.kills[-1][0] if self.record.kills else time.time()
+            if self.record.open() or time.time() < last_kill + LEASE_SLACK_MS / 1_000 + 2 * TIMEOUT_S:
+                return False
+            on_its_way = ("timeball_push_in_flight", f'timeball_group_lag_messages{{group="{GROUP}"')
+            return not sum(value for name, value in self._metrics(client) if name.startswith(on_its_way))
+
+    @staticmethod
+    def _metrics(client: Client) -> Iterator[tuple[str, float]]:
+        connection = client._connection
+        connection.request("GET", "/metrics")
+        for line in connection.getresponse().read().decode().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                yield name, float(value)
+
+    def _read_dead(self, client: Client) -> None:
+        topic = quote(f"%DLQ%{GROUP}", safe="")
+        while True:
+            answer = client.receive(topic, group="undertaker", wait="0", max="1024")
+            found = answer.value.get("messages", [])
+            if not found:
+                return
+            self.record.dead += [one["id"] for one in found]
+            receipts = {"receipts": [one["receipt"] for one in found]}
+            client.ask("POST", f"/v1/topics/{topic}/ack", receipts, query={"group": "undertaker"})
+
+    def close(self) -> None:
+        """End both."""
+        for one in (self._receiver, self._broker):
+            if one is not None:
+                one.end()
+
+
+def lay(folder: Path, messages: int) -> Record:
+    """Run a siege to its end and return its record."""
+    siege = Siege(folder)
+    try:
+        siege.begin(messages)
+        began, kills = time.monotonic(), list(KILLS)
+        # After the last kill the leases of what was under way must end, and its attempts be made.
+        quiet_s = BOUND_S + (LEASE_SLACK_MS / 1_000 + TIMEOUT_S) * 2
+        granted, moved = -1, time.monotonic()
+        while not siege.look():
+            now = len(siege.record.grants) + len(siege.record.dead)
+            if now != granted:
+                granted, moved = now, time.monotonic()
+            assert time.monotonic() - moved < quiet_s, siege.record.summary()
+            if kills and len(siege.record.grants) >= kills[0][0] * messages:
+                siege.kill(kills.pop(0)[1])
+            time.sleep(0.2)
+        siege.record.seconds = time.monotonic() - began
+        assert not kills
+        return siege.record
+    finally:
+        siege.close()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        record = lay(Path(folder), int(sys.argv[1]))
+    print(json.dumps(record.summary(), indent=1))
+    sys.exit("\n".join(record.faults()) or 0)

@@ -1,0 +1,83 @@
+"""Workers follow their subscriptions: made, changed, paused, deleted, and there again after a start."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from standardwebhooks.webhooks import Webhook
+from tests.edges.http.client import Client, client_of
+from tests.edges.push.conftest import LOOPBACK
+from tests.edges.push.receiver import receiver_of
+from tests.edges.push.test_worker import send, settled, shown, subscribe
+from tests.node_fixture import RunningNode, eventually, running_node
+
+
+def test_a_change_counts_from_the_next_message_on(node: RunningNode, client: Client) -> None:
+    with receiver_of() as one, receiver_of() as other:
+        subscribe(client, "moves", one)
+        send(client, "moves", 3)
+        eventually(lambda: len(one.requests) == 3, "the first receiver has them")
+        settled(node, client, "moves")
+        subscribe(client, "moves", other)
+        send(client, "moves", 3)
+        eventually(lambda: len(other.requests) == 3, "the second one has the others")
+        assert len(one.requests) == 3
+
+
+def test_a_pause_holds_and_a_deleted_one_sends_nothing(node: RunningNode, client: Client) -> None:
+    with receiver_of() as receiver:
+        subscribe(client, "pauses", receiver)
+        assert client.ask("POST", "/v1/subscriptions/pauses/pause").value["state"] == "paused"
+        send(client, "pauses", 2)
+        assert "pauses" not in node.node.edges.push._workers  # type: ignore[union-attr]
+        client.ask("POST", "/v1/subscriptions/pauses/resume")
+        eventually(lambda: len(receiver.requests) == 2, "they are sent")
+        settled(node, client, "pauses")
+        client.ask("DELETE", "/v1/subscriptions/pauses")
+        assert "pauses" not in node.node.edges.push._workers  # type: ignore[union-attr]
+        assert "pauses" not in node.node.metrics.push
+
+
+def test_every_request_is_signed_and_by_both_secrets_while_one_is_replaced(
+    node: RunningNode, client: Client
+) -> None:
+    with receiver_of() as receiver:
+        first = subscribe(client, "signed", receiver)["secret"]
+        assert len(base64.b64decode(first.removeprefix("whsec_"))) == 32
+        assert "secret" not in shown(client, "signed")
+        assert "secret" not in subscribe(client, "signed", receiver)
+        send(client, "signed", 1)
+        eventually(lambda: len(receiver.requests) == 1, "it is sent")
+        second = subscribe(client, "signed", receiver, rotate_secret=True)["secret"]
+        send(client, "signed", 1)
+        eventually(lambda: len(receiver.requests) == 2, "the second is sent")
+    one, both = receiver.requests
+    Webhook(first).verify(one.body, one.headers, json_parse=False)
+    for secret in (first, second):
+        Webhook(secret).verify(both.body, both.headers, json_parse=False)
+
+
+def test_a_start_goes_on_with_what_was_there_and_refuses_what_is_not_allowed_any_more(tmp_path: Path) -> None:
+    with receiver_of() as receiver:
+        with (
+            running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,
+            client_of(node) as client,
+        ):
+            subscribe(client, "stays", receiver)
+            subscribe(client, "halts", receiver)
+            client.ask("POST", "/v1/subscriptions/halts/pause")
+            send(client, "halts", 1)
+        with (
+            running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,
+            client_of(node) as client,
+        ):
+            send(client, "stays", 2)
+            eventually(lambda: len(receiver.requests) == 2, "it goes on")
+            settled(node, client, "stays")
+            assert shown(client, "halts")["state"] == "paused"
+        with running_node(tmp_path / "data", http_port=0) as node, client_of(node) as client:
+            send(client, "stays", 1)
+            eventually(lambda: shown(client, "stays")["last_failure"], "it is not started")
+            assert "push-allow" in shown(client, "stays")["last_failure"]
+            assert len(receiver.requests) == 2

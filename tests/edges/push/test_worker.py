@@ -1,0 +1,317 @@
+"""Deliveries of a real node to a real receiver: what comes of each message, and how often it is tried."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.edges.http.client import Client, client_of
+from tests.edges.push.conftest import LOOPBACK
+from tests.edges.push.receiver import Receiver, Reply, Request, Script, receiver_of
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry.topic import TopicConfig
+from timeball.edges.push import edge, pace, worker
+
+
+def make_group(node: RunningNode, group: str, *, times_max: int = 16, delay_ms: int = 1, **more: Any) -> None:
+    policy = RetryPolicy(customized_retry_policy=CustomizedRetry([delay_ms] * 3))
+
+    async def update() -> None:
+        node.broker.parts.groups.update(
+            SubscriptionGroup(group, retry_max_times=times_max, group_retry_policy=policy, **more)
+        )
+
+    node.run(update())
+
+
+def subscribe(client: Client, name: str, receiver: Receiver, **fields: Any) -> Any:
+    wanted = {"topic": name, "group": name, "url": receiver.url, **fields}
+    answer = client.ask("PUT", f"/v1/subscriptions/{name}", wanted)
+    assert answer.status in (200, 201), answer
+    return answer.value
+
+
+def shown(client: Client, name: str) -> Any:
+    return client.ask("GET", f"/v1/subscriptions/{name}").value
+
+
+def dead(node: RunningNode, group: str) -> int:
+    topic = node.broker.parts.topics.find_topic(f"%DLQ%{group}")
+    return 0 if topic is None else sum(queue.index.max_offset for queue in topic.queues)
+
+
+def send(client: Client, topic: str, count: int) -> list[bytes]:
+    bodies = [f"{topic}-{at}" for at in range(count)]
+    assert client.send(topic, [{"body": body} for body in bodies]).status == 201
+    return [body.encode() for body in bodies]
+
+
+def first_then(first: Reply) -> Script:
+    """Answer the first attempt at each message like this, and grant the next."""
+    seen: set[bytes] = set()
+
+    def script(request: Request) -> Reply:
+        is_new = request.body not in seen
+        seen.add(request.body)
+        return first if is_new else Reply()
+
+    return script
+
+
+def settled(node: RunningNode, client: Client, name: str) -> None:
+    """Wait until nothing of a group is leased or on its way."""
+    eventually(lambda: shown(client, name)["in_flight"] == 0, "nothing is in flight")
+
+
+def test_messages_are_delivered_once_with_what_they_say_of_themselves(
+    node: RunningNode, client: Client
+) -> None:
+    with receiver_of() as receiver:
+        subscribe(client, "once", receiver)
+        sent = client.send("once", {"body": "hello", "tag": "new", "key": "k", "properties": {"a": "b"}})
+        later = client.send("once", {"body": "later", "after": "20ms"})
+        eventually(lambda: len(receiver.requests) == 2, "both are delivered")
+        settled(node, client, "once")
+    hello, at_its_instant = sorted(receiver.requests, key=lambda one: one.body)
+    assert (hello.body, hello.headers["webhook-id"]) == (b"hello", sent.value["id"])
+    assert hello.headers["timeball-attempt"] == "1" and hello.headers["timeball-property-a"] == "b"
+    assert hello.headers["timeball-tag"] == "new" and hello.headers["timeball-key"] == "k"
+    assert at_its_instant.headers["timeball-due"] == later.value["due"]
+    client.ask("DELETE", "/v1/subscriptions/once")
+    assert client.receive("once", group="once", wait="0").value["messages"] == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [Reply(400), Reply(404), Reply(500), Reply(503), Reply(302, {"location": "/"}), Reply(instead="reset"),
+     Reply(instead="close"), Reply(instead="noise"), Reply(429, {"retry-after": "0"})],
+    ids=lambda reply: reply.instead or str(reply.status),
+)  # fmt: skip
+def test_what_fails_comes_again(node: RunningNode, client: Client, reply: Reply) -> None:
+    name = f"again-{reply.instead or reply.status}"
+    make_group(node, name)
+    with receiver_of(first_then(reply)) as receiver:
+        subscribe(client, name, receiver)
+        bodies = send(client, name, 3)
+        eventually(lambda: len(receiver.requests) == 6, "each is tried twice")
+        settled(node, client, name)
+        client.ask("DELETE", f"/v1/subscriptions/{name}")
+    assert Counter(receiver.bodies()) == dict.fromkeys(bodies, 2)
+    attempts = {(one.body, one.headers["timeball-attempt"]) for one in receiver.requests}
+    assert attempts == {(body, attempt) for body in bodies for attempt in "12"}
+    ids = {one.body: one.headers["webhook-id"] for one in receiver.requests}
+    assert all(one.headers["webhook-id"] == ids[one.body] for one in receiver.requests)
+
+
+def test_one_that_hangs_is_given_up_and_comes_again(node: RunningNode, client: Client) -> None:
+    make_group(node, "hangs")
+    with receiver_of(first_then(Reply(instead="hang"))) as receiver:
+        subscribe(client, "hangs", receiver, timeout="1s")
+        send(client, "hangs", 1)
+        eventually(lambda: len(receiver.requests) == 2, "it is tried again")
+        settled(node, client, "hangs")
+        figures = node.node.metrics.push["hangs"]
+        assert figures.outcomes == {"timeout": 1, "delivered": 1}
+
+
+def test_after_its_attempts_a_message_is_a_dead_letter(node: RunningNode, client: Client) -> None:
+    make_group(node, "dies", times_max=2)
+    with receiver_of(lambda request: Reply(500 if request.body == b"dies-1" else 200)) as receiver:
+        subscribe(client, "dies", receiver)
+        send(client, "dies", 3)
+        eventually(lambda: dead(node, "dies") == 1, "it is a dead letter")
+        settled(node, client, "dies")
+        assert Counter(receiver.bodies()) == {b"dies-0": 1, b"dies-1": 3, b"dies-2": 1}
+
+
+def test_a_receiver_that_asks_for_a_pause_is_left_alone_for_so_long(
+    node: RunningNode, client: Client
+) -> None:
+    make_group(node, "asks")
+    began = threading.Event()
+
+    def script(request: Request) -> Reply:
+        if not began.is_set():
+            began.set()
+            return Reply(503, {"retry-after": "3600"})
+        return Reply()
+
+    with receiver_of(script) as receiver:
+        subscribe(client, "asks", receiver, in_flight_max=1)
+        send(client, "asks", 3)
+        eventually(began.is_set, "it was asked")
+        eventually(lambda: node.node.metrics.push["asks"].outcomes == {"server_error": 1}, "it was counted")
+        held = node.node.edges.push._workers["asks"]._pace.held_ms()  # type: ignore[union-attr]
+        assert 3_500_000 < held <= 3_600_000
+        # A person need not wait for it.
+        client.ask("POST", "/v1/subscriptions/asks/resume")
+        eventually(lambda: len(receiver.requests) == 3, "the others are sent")
+        # The one that was answered so comes when the receiver has asked for it.
+        settled(node, client, "asks")
+        assert max(Counter(receiver.bodies()).values()) == 1
+
+
+def test_a_receiver_that_is_gone_pauses_its_subscription(node: RunningNode, client: Client) -> None:
+    with receiver_of(lambda _: Reply(410)) as receiver:
+        subscribe(client, "gone", receiver, in_flight_max=1)
+        bodies = send(client, "gone", 3)
+        eventually(lambda: shown(client, "gone")["state"] == "gone", "it is paused")
+        settled(node, client, "gone")
+        assert len(receiver.requests) == 1
+        receiver.script = lambda _: Reply()
+        assert client.ask("POST", "/v1/subscriptions/gone/resume").value["state"] == "delivering"
+        eventually(lambda: len(receiver.requests) == 4, "all are sent")
+        settled(node, client, "gone")
+    # It was no attempt.
+    assert sorted(receiver.bodies()[1:]) == bodies
+    assert {one.headers["timeball-attempt"] for one in receiver.requests} == {"1"}
+
+
+def test_requests_at_once_are_bounded_and_reached(node: RunningNode, client: Client) -> None:
+    together = threading.Barrier(3)
+
+    def script(request: Request) -> Reply:
+        together.wait(30)
+        return Reply()
+
+    with receiver_of(script) as receiver:
+        subscribe(client, "bounded", receiver, in_flight_max=3)
+        send(client, "bounded", 30)
+        eventually(lambda: len(receiver.requests) == 30, "all are sent")
+        settled(node, client, "bounded")
+        assert receiver.most == 3
+
+
+def test_a_receiver_that_is_down_costs_few_attempts(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_group(node, "down", times_max=2)
+    monkeypatch.setattr(pace, "PAUSE_MS_MIN", 50)
+    monkeypatch.setattr(pace, "PAUSE_MS_MAX", 50)
+    with receiver_of(lambda _: Reply(500)) as receiver:
+        subscribe(client, "down", receiver, in_flight_max=4)
+        bodies = send(client, "down", 200)
+        eventually(lambda: shown(client, "down")["state"] == "failing", "it is seen to fail")
+        eventually(lambda: len(receiver.requests) >= pace.FAILURES_MAX + 5, "it is tried again")
+        tried = len(receiver.requests)
+        assert tried <= 40 and dead(node, "down") <= tried / 3
+        receiver.script = lambda _: Reply()
+        lost = dead(node, "down")
+        eventually(
+            lambda: len(set(receiver.bodies())) == 200 - lost or len(receiver.bodies()) > 200, "well again"
+        )
+        eventually(lambda: shown(client, "down")["state"] == "delivering", "it works again")
+        granted = node.node.metrics.push["down"].outcomes
+        eventually(lambda: granted["delivered"] + dead(node, "down") == 200, "each is granted or dead")
+        assert set(receiver.bodies()) == set(bodies)
+
+
+def test_without_a_circuit_all_attempts_would_be_used_up(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: the test above sees a push that tries on at full rate."""
+    make_group(node, "burnt", times_max=2)
+    monkeypatch.setattr(pace, "FAILURES_MAX", 1_000_000)
+    with receiver_of(lambda _: Reply(500)) as receiver:
+        subscribe(client, "burnt", receiver)
+        send(client, "burnt", 50)
+        eventually(lambda: dead(node, "burnt") == 50, "all are dead letters")
+        assert len(receiver.requests) == 150
+
+
+def test_two_subscriptions_of_one_group_share_its_messages(node: RunningNode, client: Client) -> None:
+    with receiver_of() as one, receiver_of() as other:
+        for name, receiver in (("share-1", one), ("share-2", other)):
+            subscribe(client, name, receiver, topic="share", group="share", in_flight_max=2)
+        bodies = send(client, "share", 200)
+        eventually(lambda: len(one.requests) + len(other.requests) >= 200, "all are sent")
+        for name in ("share-1", "share-2"):
+            settled(node, client, name)
+            client.ask("DELETE", f"/v1/subscriptions/{name}")
+    assert sorted(one.bodies() + other.bodies()) == sorted(bodies)
+    assert one.requests and other.requests
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("tag", "red || blue"), ("sql", "TAGS IS NOT NULL AND TAGS <> 'green'")]
+)
+def test_a_filter_is_a_consumer_s(node: RunningNode, client: Client, kind: str, text: str) -> None:
+    name = f"filtered-{kind}"
+    with receiver_of() as receiver:
+        subscribe(client, name, receiver, filter=text, filter_type=kind)
+        for tag in ("red", "green", "blue"):
+            client.send(name, [{"body": f"{tag}{at}", "tag": tag} for at in range(5)])
+        client.send(name, {"body": "red-last", "tag": "red"})
+        eventually(lambda: b"red-last" in receiver.bodies(), "the last is sent")
+        settled(node, client, name)
+        wanted = {f"{tag}{at}".encode() for tag in ("red", "blue") for at in range(5)} | {b"red-last"}
+        assert sorted(receiver.bodies()) == sorted(wanted)
+
+
+def test_in_order_a_message_that_fails_holds_the_others_of_its_queue(
+    node: RunningNode, client: Client
+) -> None:
+    make_group(node, "ordered", consume_message_orderly=True)
+
+    async def one_queue() -> None:
+        node.broker.parts.topics.configure("ordered", TopicConfig(1, 1))
+
+    node.run(one_queue())
+    with receiver_of(first_then(Reply(500))) as receiver:
+        subscribe(client, "ordered", receiver)
+        bodies = send(client, "ordered", 5)
+        eventually(lambda: len(receiver.requests) == 10, "each is tried twice")
+        settled(node, client, "ordered")
+    assert receiver.bodies() == [body for body in bodies for _ in range(2)]
+    assert receiver.most == 1
+
+
+def test_a_topic_that_is_made_later(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "AGAIN_S", 0.01)
+    with receiver_of() as receiver:
+        subscribe(client, "not-yet", receiver)
+        eventually(lambda: shown(client, "not-yet")["last_failure"], "it says what it waits for")
+        send(client, "not-yet", 1)
+        eventually(lambda: len(receiver.requests) == 1, "it is sent")
+
+
+def test_a_rate_is_kept(node: RunningNode, client: Client) -> None:
+    with receiver_of() as receiver:
+        subscribe(client, "rated", receiver, rate_per_s=0.001)
+        send(client, "rated", 20)
+        eventually(lambda: len(receiver.requests) == 1, "the first is sent")
+        settled(node, client, "rated")
+        assert len(receiver.requests) == 1
+        subscribe(client, "rated", receiver, rate_per_s=10_000)
+        eventually(lambda: len(receiver.requests) == 20, "all are sent")
+
+
+def test_an_orderly_stop_gives_back_what_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "STOP_S", 0.1)
+    with receiver_of(lambda _: Reply(instead="hang")) as receiver:
+        with (
+            running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,
+            client_of(node) as client,
+        ):
+            subscribe(client, "kept", receiver, timeout="5m")
+            bodies = send(client, "kept", 3)
+            eventually(lambda: len(receiver.requests) == 3, "all are under way")
+        receiver.script = lambda _: Reply()
+        # It comes at once, and it was no attempt.
+        with (
+            running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,
+            client_of(node) as client,
+        ):
+            eventually(lambda: len(receiver.requests) == 6, "all are sent again")
+            settled(node, client, "kept")
+    assert sorted(receiver.bodies()[3:]) == bodies
+    assert {one.headers["timeball-attempt"] for one in receiver.requests} == {"1"}

@@ -1,0 +1,429 @@
+"""When a message is due, from its properties alone: precedence, Java's numbers, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from datetime import UTC, datetime, time, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.local_time_oracle import (
+    CHANGED_ZONES,
+    EPOCH,
+    US,
+    changes,
+    first_instant,
+    local_times_around,
+)
+from tests.local_time_oracle import clock as clock_of
+
+from timeball.edges.remoting.codec import delays
+from timeball.edges.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms
+from timeball.model.config import DELAY_PROPERTIES
+from timeball.model.errors import InvalidDelay
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
+
+NOW = 1_700_000_000_000
+DAY = 86_400_000
+MAX = 3 * DAY
+ZONE = "UTC"
+REMARK = (
+    "timer message illegal, the delay time should not be bigger than the max delay 259200000ms; "
+    "or if set del msg, the delay time should be bigger than the current time"
+)
+NUMBERS = ["TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS", "__STARTDELIVERTIME"]
+TIMERS = [*NUMBERS[:3], "TIMING", NUMBERS[3]]
+MIDNIGHT = 1_700_006_400_000  # the next in ZONE; NOW is 22:13:20
+USER_NAMES = frozenset(DELAY_PROPERTIES)
+
+
+def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, zone: str) -> Plan:
+    """What the properties say to a broker that has --delay-properties for all user properties."""
+    return delays.plan(properties, now_ms, delay_ms_max, zone, USER_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        ({}, AT_ONCE),
+        ({"KEYS": "a b", "TAGS": "t"}, AT_ONCE),
+        ({"DELAY": "3"}, Plan(3, None)),
+        ({"DELAY": "+3"}, Plan(3, None)),
+        ({"DELAY": "1959"}, Plan(1959, None)),
+        ({"DELAY": "0"}, AT_ONCE),
+        ({"DELAY": "-1"}, AT_ONCE),
+        ({"TIMER_DELAY_SEC": "5"}, Plan(0, NOW + 5_000)),
+        ({"TIMER_DELAY_MS": "5"}, Plan(0, NOW + 5)),
+        ({"TIMER_DELIVER_MS": str(NOW + 7)}, Plan(0, NOW + 7)),
+        ({"__STARTDELIVERTIME": str(NOW + 9)}, Plan(0, NOW + 9)),
+        ({"TIMING": "00:00:00"}, Plan(0, MIDNIGHT)),
+        ({"TIMING": "22:13:20"}, Plan(0, NOW + DAY)),
+        ({"TIMING": "01:00:00 Europe/Berlin"}, Plan(0, MIDNIGHT)),
+        ({"TIMING": "01:00:00+01:00", "TIMING-LIST": "1"}, Plan(0, MIDNIGHT)),
+        ({"TIMING-LIST": "1"}, AT_ONCE),
+        ({"TIMING": "00:00:00", "TIMER_OUT_MS": ""}, AT_ONCE),
+        ({"TIMER_DELIVER_MS": str(NOW)}, Plan(0, NOW)),
+        ({"TIMER_DELIVER_MS": "1"}, Plan(0, 1)),
+        ({"__STARTDELIVERTIME": str(NOW - 7)}, Plan(0, NOW - 7)),
+        ({"TIMER_DELIVER_MS": "-1"}, AT_ONCE),
+        ({"TIMER_DELIVER_MS": "0"}, AT_ONCE),
+        ({"TIMER_DELAY_SEC": "0"}, AT_ONCE),
+        ({"TIMER_DELAY_MS": "-5"}, AT_ONCE),
+        ({"TIMER_DELAY_SEC": "-9223372036854775808"}, AT_ONCE),
+        ({"TIMER_DELIVER_MS": str(NOW + MAX)}, Plan(0, NOW + MAX)),
+        ({"TIMER_OUT_MS": str(NOW), "TIMER_DELIVER_MS": str(NOW + 7)}, AT_ONCE),
+        ({"TIMER_OUT_MS": "", "TIMER_DELAY_SEC": "x", "__STARTDELIVERTIME": str(NOW + 7)}, AT_ONCE),
+    ],
+)
+def test_what_properties_say(properties: dict[str, str], expected: Plan) -> None:
+    assert plan(properties, NOW, MAX, ZONE) == expected
+
+
+@pytest.mark.parametrize(
+    "names", [frozenset[str](), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"}), USER_NAMES]
+)
+def test_user_properties_delay_only_where_the_broker_is_told_so(names: frozenset[str]) -> None:
+    said = {"TIMING": "00:00:00", "__STARTDELIVERTIME": str(NOW + 9)}
+    due = {"TIMING": MIDNIGHT, "__STARTDELIVERTIME": NOW + 9}
+    for name, text in said.items():
+        expected = Plan(0, due[name]) if name in names else AT_ONCE
+        assert delays.plan({name: text}, NOW, MAX, ZONE, names) == expected
+        assert delays.names_delay({name: text}, names) == (name in names)
+        if name not in names:  # an application's own text
+            assert delays.plan({name: "8 o'clock"}, NOW, MAX, ZONE, names) == AT_ONCE
+        # And beside it the timers count as ever.
+        assert delays.plan({name: text, "TIMER_DELAY_MS": "5"}, NOW, MAX, ZONE, names) == Plan(0, NOW + 5)
+
+
+def test_a_level_wins_over_every_timer() -> None:
+    assert plan(
+        {"DELAY": "2", **dict.fromkeys(TIMERS, "no number"), "TIMER_OUT_MS": "1"}, NOW, MAX, ZONE
+    ) == Plan(2, None)
+    assert plan({"DELAY": "0", "TIMER_DELAY_MS": "1"}, NOW, MAX, ZONE) == Plan(0, NOW + 1)
+
+
+@given(present=st.sets(st.sampled_from(TIMERS), min_size=1))
+def test_seconds_before_milliseconds_before_an_instant_before_timing_before_aliyun(present: set[str]) -> None:
+    values = dict(zip(TIMERS, ["1", "2", str(NOW + 3), "22:13:24", str(NOW + 5)], strict=True))
+    due = dict(zip(TIMERS, [NOW + 1_000, NOW + 2, NOW + 3, NOW + 4_000, NOW + 5], strict=True))
+    strongest = next(name for name in TIMERS if name in present)
+    assert plan({name: values[name] for name in present}, NOW, MAX, ZONE) == Plan(0, due[strongest])
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("text", ["", " 5", "5 ", "1_000", "0x5", "five", "5.0", "٥", "9223372036854775808"])
+def test_what_is_no_java_number_is_refused(name: str, text: str) -> None:
+    with pytest.raises(InvalidDelay) as refused:
+        plan({name: text}, NOW, MAX, ZONE)
+    assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("TIMER_DELIVER_MS", "253402300800000"),  # the year 10000
+        ("TIMER_DELIVER_MS", "9223372036854775807"),
+        ("TIMER_DELIVER_MS", "-9223372036854775809"),
+        ("TIMER_DELAY_MS", "9223372036854775807"),
+        ("TIMER_DELAY_SEC", "9223372036854775807"),
+        ("__STARTDELIVERTIME", "253402300800000"),
+    ],
+)
+def test_a_due_time_out_of_range_is_refused_with_what_was_said(name: str, text: str) -> None:
+    with pytest.raises(InvalidDelay) as refused:
+        plan({name: text}, NOW, MAX, ZONE)
+    assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
+
+
+@pytest.mark.parametrize("text", ["", "x", "2147483648", "1.5"])
+def test_a_level_that_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(InvalidDelay, match="DELAY"):
+        plan({"DELAY": text}, NOW, MAX, ZONE)
+
+
+def test_a_time_of_day_is_in_the_brokers_zone() -> None:
+    assert plan({"TIMING": "01:00:00"}, NOW, MAX, "Europe/Berlin") == Plan(0, MIDNIGHT)
+
+
+def test_a_time_of_day_that_is_none_is_refused_and_says_how_to_write_it() -> None:
+    with pytest.raises(InvalidDelay, match="the property TIMING is '8 am'; write HH:MM:SS"):
+        plan({"TIMING": "8 am"}, NOW, MAX, ZONE)
+
+
+def test_a_time_of_day_beyond_the_maximum_is_refused() -> None:
+    assert plan({"TIMING": "22:13:19"}, NOW, DAY, ZONE) == Plan(0, NOW + DAY - 1_000)
+    with pytest.raises(InvalidDelay, match="timer message illegal"):
+        plan({"TIMING": "22:13:19"}, NOW, DAY - 1_001, ZONE)
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"TIMER_DELIVER_MS": str(NOW + MAX + 1)},
+        {"__STARTDELIVERTIME": str(NOW + MAX + 1)},
+        {"TIMER_DELAY_MS": str(MAX + 1)},
+        {"TIMER_DELAY_SEC": str(MAX // 1000 + 1)},
+        {"TIMER_DELAY_SEC": "9223372036854775807"},  # Java's product wraps round; ours does not
+        {"TIMER_DEL_UNIQKEY": "t+k", "TIMER_DELIVER_MS": str(NOW)},
+    ],
+)
+def test_beyond_the_maximum_is_refused_with_rocketmqs_remark(properties: dict[str, str]) -> None:
+    with pytest.raises(InvalidDelay) as refused:
+        plan(properties, NOW, MAX, ZONE)
+    name, text = list(properties.items())[-1]
+    assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
+
+
+def test_a_delete_marker_is_never_delivered_as_a_message() -> None:
+    with pytest.raises(InvalidDelay, match="recall"):
+        plan({delays.TIMER_DELETES: "t+k", "TIMER_DELAY_SEC": "5"}, NOW, MAX, ZONE)
+
+
+@given(properties=st.dictionaries(st.sampled_from(["DELAY", "TIMER_OUT_MS", *TIMERS]), st.text(max_size=24)))
+def test_any_text_gives_a_plan_in_range_or_a_refusal(properties: dict[str, str]) -> None:
+    try:
+        found = plan(properties, NOW, MAX, ZONE)
+    except InvalidDelay:
+        return
+    assert found.delay_level >= 0
+    assert found.due_ms is None or (found.delay_level == 0 and 0 < found.due_ms <= NOW + MAX)
+
+
+ZONES = [
+    "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo", "America/Havana", "Asia/Beirut",
+    "America/Nuuk", "Africa/Casablanca", "Asia/Kathmandu", "Pacific/Apia", "Antarctica/Troll", "Etc/GMT+12", "UTC",
+]  # fmt: skip
+
+QUARTER_MS = 15 * MINUTE_MS
+
+
+def ms(text: str) -> int:
+    """2024-03-31T01:30:00+00:00 -> epoch milliseconds."""
+    return round(datetime.fromisoformat(text).timestamp() * 1000)
+
+
+def shown(at_ms: int, zone: str) -> datetime:
+    """What a clock on the wall shows."""
+    return (
+        (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms))
+        .astimezone(clock_of(zone))
+        .replace(tzinfo=None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "expected"),
+    [
+        ("08:00:00", "2024-06-01T07:00:00+00:00", "2024-06-01T08:00:00+00:00"),
+        ("08:00:00", "2024-06-01T09:00:00+00:00", "2024-06-02T08:00:00+00:00"),
+        ("08:00:00", "2024-06-01T07:59:59.999+00:00", "2024-06-01T08:00:00+00:00"),
+        ("08:00:00", "2024-06-01T08:00:00+00:00", "2024-06-02T08:00:00+00:00"),
+        ("00:00:00", "2024-12-31T23:59:59.999+00:00", "2025-01-01T00:00:00+00:00"),
+        ("23:59:59", "2024-02-28T23:59:59.500+00:00", "2024-02-29T23:59:59+00:00"),
+        ("08:00:00 Europe/Berlin", "2024-06-01T05:59:00+00:00", "2024-06-01T06:00:00+00:00"),
+        ("08:00:00 Europe/Berlin", "2024-01-01T06:59:00+00:00", "2024-01-01T07:00:00+00:00"),
+        ("00:30:00 Asia/Kathmandu", "2024-06-01T18:00:00+00:00", "2024-06-01T18:45:00+00:00"),
+        ("08:00:00+02:00", "2024-06-01T05:59:00+00:00", "2024-06-01T06:00:00+00:00"),
+        ("08:00:00 +02:00", "2024-06-01T06:00:00+00:00", "2024-06-02T06:00:00+00:00"),
+        ("08:00:00-18:00", "2024-06-01T00:00:00+00:00", "2024-06-01T02:00:00+00:00"),
+        ("08:00:00+18:00", "2024-06-01T00:00:00+00:00", "2024-06-01T14:00:00+00:00"),
+    ],
+)
+def test_the_next_time_that_a_clock_shows_this(text: str, now: str, expected: str) -> None:
+    assert next_instant_ms(text, ms(now), "UTC") == ms(expected)
+
+
+def test_the_brokers_zone_is_for_those_who_name_none() -> None:
+    now_ms = ms("2024-06-01T00:00:00+00:00")
+    assert next_instant_ms("08:00:00", now_ms, "Europe/Berlin") == ms("2024-06-01T06:00:00+00:00")
+    assert next_instant_ms("08:00:00 UTC", now_ms, "Europe/Berlin") == ms("2024-06-01T08:00:00+00:00")
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "gap_ends"),
+    [
+        ("02:30:00 Europe/Berlin", "2024-03-30T12:00:00+00:00", "2024-03-31T01:00:00+00:00"),
+        ("02:00:00 Europe/Berlin", "2024-03-30T12:00:00+00:00", "2024-03-31T01:00:00+00:00"),
+        ("02:59:59 America/New_York", "2024-03-09T12:00:00+00:00", "2024-03-10T07:00:00+00:00"),
+        ("02:15:00 Australia/Lord_Howe", "2024-10-05T12:00:00+00:00", "2024-10-05T15:30:00+00:00"),
+        ("00:30:00 Asia/Beirut", "2024-03-30T12:00:00+00:00", "2024-03-30T22:00:00+00:00"),
+        ("23:30:00 America/Nuuk", "2024-03-30T12:00:00+00:00", "2024-03-31T01:00:00+00:00"),  # to midnight
+        (
+            "08:00:00 Pacific/Apia",
+            "2011-12-30T03:00:00+00:00",
+            "2011-12-30T10:00:00+00:00",
+        ),  # a day was left out
+    ],
+)
+def test_a_time_that_is_skipped_is_when_the_gap_ends(text: str, now: str, gap_ends: str) -> None:
+    assert next_instant_ms(text, ms(now), "UTC") == ms(gap_ends)
+    # A millisecond before its end still the same; at its end, another day.
+    assert next_instant_ms(text, ms(gap_ends) - 1, "UTC") == ms(gap_ends)
+    assert next_instant_ms(text, ms(gap_ends), "UTC") >= ms(gap_ends) + 8 * HOUR_MS
+
+
+def test_beside_a_gap_of_half_an_hour_nothing_is_skipped() -> None:
+    now_ms = ms("2024-10-05T12:00:00+00:00")
+    assert next_instant_ms("01:59:59 Australia/Lord_Howe", now_ms, "UTC") == ms("2024-10-05T15:29:59+00:00")
+    assert next_instant_ms("02:30:00 Australia/Lord_Howe", now_ms, "UTC") == ms("2024-10-05T15:30:00+00:00")
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "first", "second"),
+    [
+        (
+            "02:30:00 Europe/Berlin", "2024-10-26T12:00:00+00:00", "2024-10-27T00:30:00+00:00",
+            "2024-10-27T01:30:00+00:00",
+        ),
+        (
+            "01:30:00 America/New_York", "2024-11-02T12:00:00+00:00", "2024-11-03T05:30:00+00:00",
+            "2024-11-03T06:30:00+00:00",
+        ),
+        (
+            "01:45:00 Australia/Lord_Howe", "2024-04-06T12:00:00+00:00", "2024-04-06T14:45:00+00:00",
+            "2024-04-06T15:15:00+00:00",
+        ),
+        (
+            "23:30:00 Asia/Beirut", "2024-10-26T12:00:00+00:00", "2024-10-26T20:30:00+00:00",
+            "2024-10-26T21:30:00+00:00",
+        ),
+    ],
+)  # fmt: skip
+def test_a_time_that_is_shown_twice_is_the_first(text: str, now: str, first: str, second: str) -> None:
+    assert next_instant_ms(text, ms(now), "UTC") == ms(first)
+    assert shown(ms(second), text.split()[1]) == shown(ms(first), text.split()[1])
+    for asked_ms in (ms(first), ms(second) - 1, ms(second)):
+        assert next_instant_ms(text, asked_ms, "UTC") > ms(second) + 22 * HOUR_MS
+
+
+@given(
+    zone=st.sampled_from(ZONES),
+    now_ms=st.integers(ms("2000-01-01T00:00:00+00:00"), ms("2045-01-01T00:00:00+00:00")),
+    second_of_day=st.integers(0, 86_399),
+)
+def test_anywhere_and_at_any_time(zone: str, now_ms: int, second_of_day: int) -> None:
+    check(zone, now_ms, second_of_day)
+
+
+@given(
+    zone=st.sampled_from(
+        [z for z in ZONES if z not in ("Pacific/Apia", "Etc/GMT+12", "UTC", "Asia/Kathmandu")]
+    ),
+    year=st.integers(2001, 2037),
+    place=st.integers(0, 20),
+    around_ms=st.integers(-26 * HOUR_MS, 26 * HOUR_MS),
+    wall_ms=st.integers(-3 * HOUR_MS, 3 * HOUR_MS),
+)
+def test_around_any_step_of_any_clock(zone: str, year: int, place: int, around_ms: int, wall_ms: int) -> None:
+    steps = transitions(zone, year)
+    if steps:
+        step_ms = steps[place % len(steps)]
+        # From before the step on, as if there were none: that is how one gets into a gap.
+        wall = shown(step_ms - 1000, zone) + timedelta(milliseconds=wall_ms)
+        check(zone, step_ms + around_ms, (wall.hour * 60 + wall.minute) * 60 + wall.second)
+
+
+def transitions(zone: str, year: int) -> list[int]:
+    """Quarters of an hour of a year at which the offset changes."""
+    info = clock_of(zone)
+    start = datetime(year, 1, 1, tzinfo=UTC)
+    days = [start + timedelta(days=n) for n in range(367)]
+    found = []
+    for begin, end in itertools.pairwise(days):
+        if begin.astimezone(info).utcoffset() != end.astimezone(info).utcoffset():
+            quarters = [begin + timedelta(minutes=15 * n) for n in range(97)]
+            offsets = [quarter.astimezone(info).utcoffset() for quarter in quarters]
+            found += [
+                ms(q.isoformat())
+                for q, a, b in zip(quarters[1:], offsets, offsets[1:], strict=False)
+                if a != b
+            ]
+    return found
+
+
+def check(zone: str, now_ms: int, second_of_day: int) -> None:
+    """Compared with every quarter of an hour up to the answer; steps of clocks lie between two of them."""
+    clock = time(second_of_day // 3600, second_of_day // 60 % 60, second_of_day % 60)
+    at_ms = next_instant_ms(f"{clock} {zone}", now_ms, "UTC")
+    assert now_ms < at_ms <= now_ms + 50 * HOUR_MS and at_ms % 1000 == 0
+    assert shown(at_ms, zone).time() == clock or clock in skipped_at(at_ms, zone)
+    quarter_ms = now_ms // QUARTER_MS * QUARTER_MS
+    while quarter_ms <= at_ms:
+        if now_ms < quarter_ms < at_ms:
+            assert clock not in skipped_at(quarter_ms, zone), f"{clock} was skipped at {quarter_ms}"
+        begin = shown(quarter_ms, zone)
+        for day in (begin.date(), begin.date() + timedelta(days=1)):
+            since = datetime.combine(day, clock) - begin
+            found_ms = quarter_ms + since // timedelta(milliseconds=1)
+            if since // timedelta(milliseconds=QUARTER_MS) == 0 and now_ms < found_ms < at_ms:
+                again = datetime.fromtimestamp(found_ms // 1000, clock_of(zone))
+                assert again.fold == 1, f"{clock} was shown at {found_ms} for the first time"
+        quarter_ms += QUARTER_MS
+
+
+class Skipped:
+    """The times of day that no clock showed because of a step at this instant."""
+
+    def __init__(self, low: datetime, high: datetime) -> None:
+        self.low, self.high = low, high
+
+    def __contains__(self, clock: time) -> bool:
+        days = (self.low.date() + timedelta(days=n) for n in (0, 1))
+        return any(self.low <= datetime.combine(day, clock) < self.high for day in days)
+
+
+def skipped_at(at_ms: int, zone: str) -> Skipped:
+    return Skipped(shown(at_ms - 1000, zone) + timedelta(seconds=1), shown(at_ms, zone))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "8:00:00", "08:00", "24:00:00", "08:60:00", "08:00:60", "08:00:00.5", " 08:00:00", "08:00:00 ",
+        "08-00-00", "٠٨:00:00", "08:00:00Z", "08:00:00+2", "08:00:00+0200", "08:00:00+19:00", "08:00:00+18:01",
+        "08:00:00  Europe/Berlin", "08:00:00Europe/Berlin", "08:00:00 Europe/Atlantis", "08:00:00 ../zones",
+        "08:00:00 Europe", "08:00:00 europe/berlin", "08:00:00 CET; drop", "08:00:00 " + "A" * 5_000, "08:00:00\n",
+    ],
+)  # fmt: skip
+def test_what_is_written_otherwise_is_refused(text: str) -> None:
+    with pytest.raises(InvalidDelay) as refused:
+        next_instant_ms(text, ms("2024-06-01T00:00:00+00:00"), "UTC")
+    assert len(str(refused.value)) < 250
+
+
+def test_a_refusal_says_how_to_write_it() -> None:
+    written = re.escape("'08:00:00 Europe/Berlin' or '08:00:00+02:00'")
+    with pytest.raises(InvalidDelay, match=f"HH:MM:SS.*Asia/Tokyo: {written}"):
+        next_instant_ms("8 o'clock", 0, "Asia/Tokyo")
+    with pytest.raises(InvalidDelay, match="Atlantis"):
+        next_instant_ms("08:00:00", 0, "Europe/Atlantis")
+
+
+def test_the_calendars_end() -> None:
+    assert next_instant_ms("00:00:00", ms("9999-12-28T23:00:00+00:00"), "UTC") == ms(
+        "9999-12-29T00:00:00+00:00"
+    )
+    with pytest.raises(InvalidDelay, match="calendar"):
+        next_instant_ms("00:00:00", ms("9999-12-31T23:00:00+00:00"), "UTC")
+
+
+@pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Berlin", "America/Santiago"])
+def test_a_date_and_the_next_such_time_are_one_instant(zone: str) -> None:
+    """Asked in the hours before it: TIMING has no date of its own."""
+    for change in changes(zone, 2024, 2029):
+        for local in local_times_around(change, zone):
+            at = first_instant(local.replace(microsecond=0), zone)
+            now_ms = (at - EPOCH) // US // 1_000 - 1
+            assert next_instant_ms(f"{local.time():%H:%M:%S} {zone}", now_ms, "UTC") == now_ms + 1
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_an_instant_of_these_two_days_or_refused(text: str) -> None:
+    now_ms = ms("2024-06-01T12:00:00+00:00")
+    try:
+        at_ms = next_instant_ms(text, now_ms, "UTC")
+    except InvalidDelay:
+        return
+    assert now_ms < at_ms <= now_ms + 2 * DAY_MS

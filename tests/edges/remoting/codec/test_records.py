@@ -1,0 +1,342 @@
+"""Message records: what a stock client would decode is what was stored, and batches come back or are refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+from zlib import crc32
+
+import pyarrow as pa
+import pytest
+from benchmarks.stored_message import decode_stored
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.edges.remoting.codec.codes import MessageFlag
+from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON, Codec
+from timeball.edges.remoting.codec.records import (
+    MAGIC_V1,
+    MAGIC_V2,
+    BatchRecord,
+    Host,
+    UniqueKeys,
+    decode_batch,
+    encode_batch,
+    encode_stored,
+    offset_msg_id,
+    parse_host,
+    parse_offset_msg_id,
+)
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
+
+V4 = Host(bytes([127, 0, 0, 1]), 10911)
+V6 = Host(bytes(15) + b"\x01", 10911)
+NOBODY = Host(bytes(4), 0)
+CODECS = [PYTHON, *([COMPILED] if COMPILED else [])]
+REGION = "MSG_REGION\x01DefaultRegion\x02"
+
+bodies = st.binary(max_size=40)
+properties = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+records = st.lists(st.builds(BatchRecord, st.integers(-5, 5), bodies, properties), max_size=6)
+
+
+def decoded(data: bytes) -> list[dict[str, Any]]:
+    """As a client reads stored messages: field by field."""
+    found: list[dict[str, Any]] = []
+    at = 0
+
+    def take(layout: str) -> Any:
+        nonlocal at
+        values = struct.unpack_from(">" + layout, data, at)
+        at += struct.calcsize(">" + layout)
+        return values[0] if len(values) == 1 else values
+
+    while at < len(data):
+        begin = at
+        total, magic, crc, queue_id, flag, offset, physical, sys_flag, born_ms = take("iIIiiqqiq")
+        born = take("16s" if sys_flag & MessageFlag.BORN_HOST_V6 else "4s"), take("i")
+        store_ms = take("q")
+        store = take("16s" if sys_flag & MessageFlag.STORE_HOST_V6 else "4s"), take("i")
+        times, prepared = take("iq")
+        body = take(f"{take('i')}s")
+        topic = take(f"{take('h' if magic == MAGIC_V2 else 'B')}s").decode()
+        text = take(f"{take('H')}s").decode()
+        assert at - begin == total
+        assert crc == crc32(body) & 0x7FFFFFFF
+        found.append(
+            {
+                "magic": magic, "queue_id": queue_id, "flag": flag, "queue_offset": offset, "seq": physical,
+                "sys_flag": sys_flag, "born_ms": born_ms, "born": born, "store_ms": store_ms, "store": store,
+                "reconsume_times": times, "prepared_seq": prepared, "body": body, "topic": topic,
+                "properties": text,
+            }
+        )  # fmt: skip
+    return found
+
+
+def rows(**columns: list[Any]) -> pa.RecordBatch:
+    count = len(next(iter(columns.values())))
+    arrays = [pa.array(columns.get(field.name, [None] * count), field.type) for field in READ_SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=READ_SCHEMA)
+
+
+def test_a_stored_message_says_all_its_fields() -> None:
+    batch = rows(
+        seq=[17], topic=["orders"], queue_id=[3], queue_offset=[9], body=[b"close it"],
+        properties=["KEYS\x0117\x02TAGS\x01A\x02"], born_ms=[1_000], born_host=["10.1.2.3:4567"],
+        store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], source_seq=[4],
+    )  # fmt: skip
+    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert message == {
+        "magic": MAGIC_V1, "queue_id": 3, "flag": 5, "queue_offset": 9, "seq": 17, "sys_flag": 1, "born_ms": 1_000,
+        "born": (bytes([10, 1, 2, 3]), 4567), "store_ms": 2_000, "store": (V4.address, V4.port),
+        "reconsume_times": 2, "prepared_seq": 0, "body": b"close it", "topic": "orders",
+        "properties": "KEYS\x0117\x02TAGS\x01A\x02" + REGION,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ("", REGION), ("TAGS\x01A", f"TAGS\x01A\x02{REGION}"), ("TAGS\x01A\x02", f"TAGS\x01A\x02{REGION}"),
+        ("MSG_REGION\x01eu\x02", f"MSG_REGION\x01eu\x02{REGION}"),  # the last one counts
+        ("p" * 32_741, "p" * 32_741 + "\x02" + REGION), ("p" * 32_742, "p" * 32_742),
+        ("p" * 32_741 + "\x02", "p" * 32_741 + "\x02" + REGION), ("p" * 32_742 + "\x02", "p" * 32_742 + "\x02"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_a_consumer_is_told_a_region_when_there_is_room(codec: Codec, sent: str, told: str) -> None:
+    """Java's client reads a length above 32,767 as no properties at all."""
+    batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, properties=[sent] * 4)
+    found = decoded(b"".join(codec.encode_each(batch, store_host=V4, born_host=NOBODY)))
+    assert [message["properties"] for message in found] == [told] * 4
+
+
+@pytest.mark.parametrize(
+    ("sent", "has_waited"),
+    [
+        ("TIMER_DELAY_SEC\x015\x02TAGS\x01A\x02", True),
+        ("TAGS\x01A\x02TIMER_DELIVER_MS\x019000", True),
+        ("TAGS\x01A\x02", False),  # sent by another protocol
+        ("DELAY\x011\x02REAL_TOPIC\x01orders\x02REAL_QID\x010\x02TIMER_DELAY_MS\x015\x02", False),  # has them
+        ("TIMER_OUT_MS\x017\x02TIMER_DELAY_MS\x015\x02", False),  # sent on by one that got it from a timer
+    ],
+)
+def test_what_a_timer_has_delivered_says_so(sent: str, has_waited: bool) -> None:
+    released = rows(
+        seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[9_002], due_ms=[9_000],
+        accepted_ms=[4_000],
+    )  # fmt: skip
+    [message] = decoded(encode_stored(released, store_host=V4, born_host=NOBODY))
+    added = (
+        "TIMER_OUT_MS\x019000\x02REAL_TOPIC\x01orders\x02REAL_QID\x013\x02TIMER_ENQUEUE_MS\x014000\x02"
+        "TIMER_DEQUEUE_MS\x019002\x02"
+    )
+    end = "" if sent.endswith("\x02") else "\x02"
+    assert message["properties"] == (sent + end + added if has_waited else sent + end) + REGION
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("column", [None, "t"])
+def test_a_timer_says_nothing_where_there_is_no_room(codec: Codec, column: str | None) -> None:
+    sizes = [32_600, 32_675, 32_676, 32_740, 32_767]
+    sent = [("TIMER_DELAY_SEC\x015\x02" + "p" * size)[:size] for size in sizes]
+    released = rows(
+        seq=[1] * 5, topic=["orders"] * 5, queue_id=[3] * 5, properties=sent, tag=[column] * 5,
+        store_ms=[9_002] * 5, due_ms=[9_000] * 5, accepted_ms=[4_000] * 5,
+    )  # fmt: skip
+    found = codec.encode_each(released, store_host=V4, born_host=NOBODY)
+    assert found == PYTHON.encode_each(released, store_host=V4, born_host=NOBODY)
+    told = [message["properties"] for message in decoded(b"".join(found))]
+    if column is None:
+        assert ["TIMER_OUT_MS" in text for text in told] == [True, True, False, False, False]
+        assert [REGION in text for text in told] == [True, False, True, True, False]
+        assert max(map(len, told)) <= 32_767
+
+
+def test_a_timers_message_that_waits_does_not_say_that_it_was_delivered() -> None:
+    sent = "TIMER_DELAY_SEC\x015\x02"
+    waiting = rows(
+        seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[4_000], due_ms=[9_000]
+    )
+    [message] = decoded(encode_stored(waiting, store_host=V4, born_host=NOBODY))
+    assert message["properties"] == sent + REGION
+
+
+def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
+    flags = [
+        MessageFlag.TRANSACTION_COMMIT,
+        MessageFlag.TRANSACTION_PREPARED,
+        MessageFlag.TRANSACTION_ROLLBACK,
+        0,
+    ]
+    batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, sys_flag=flags, source_seq=[7] * 4)
+    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert [message["prepared_seq"] for message in found] == [7, 0, 0, 0]
+
+
+def test_what_a_row_leaves_out_is_zero_or_empty() -> None:
+    batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["broker.example"])
+    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert message["born"] == (bytes(4), 0)
+    assert (message["body"], message["properties"], message["store_ms"], message["flag"]) == (
+        b"",
+        REGION,
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize(("length", "magic"), [(127, MAGIC_V1), (128, MAGIC_V2), (300, MAGIC_V2)])
+def test_a_long_topic_makes_a_record_of_version_2(length: int, magic: int) -> None:
+    batch = rows(seq=[1], topic=["t" * length], queue_id=[0])
+    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert (message["magic"], message["topic"]) == (magic, "t" * length)
+
+
+def test_the_flags_say_how_long_the_hosts_are() -> None:
+    batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["[::1]:7"], sys_flag=[0])
+    [message] = decoded(encode_stored(batch, store_host=V6, born_host=NOBODY))
+    assert message["sys_flag"] == MessageFlag.BORN_HOST_V6 | MessageFlag.STORE_HOST_V6
+    assert message["born"] == (V6.address, 7)
+    # A producer's own claim about a host it cannot know does not count.
+    lying = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["1.2.3.4:7"], sys_flag=[16 | 32 | 1])
+    [message] = decoded(encode_stored(lying, store_host=V4, born_host=NOBODY))
+    assert message["sys_flag"] == MessageFlag.COMPRESSED
+
+
+@given(st.lists(st.tuples(bodies, properties), min_size=1, max_size=5))
+def test_many_stored_messages_follow_each_other(messages: list[tuple[bytes, str]]) -> None:
+    batch = rows(
+        seq=list(range(len(messages))), topic=["a"] * len(messages), queue_id=[0] * len(messages),
+        body=[body for body, _ in messages], properties=[text for _, text in messages],
+    )  # fmt: skip
+    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    # What a reader makes of it is the text that was sent, and the region behind it.
+    wanted = [(body, text + "\x02" * (text[-1:] not in ("", "\x02")) + REGION) for body, text in messages]
+    assert [(m["body"], m["properties"]) for m in found] == wanted
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------
+
+
+@given(records)
+def test_a_batch_comes_back(batch: list[BatchRecord]) -> None:
+    assert decode_batch(encode_batch(batch)) == batch
+
+
+@given(records.filter(bool), st.integers(0, 400), st.integers(0, 255))
+def test_a_damaged_batch_is_a_batch_or_refused(batch: list[BatchRecord], at: int, value: int) -> None:
+    data = bytearray(encode_batch(batch))
+    data[at % len(data)] = value
+    try:
+        decode_batch(bytes(data))
+    except InvalidMessage:
+        return
+
+
+@given(records.filter(bool), st.integers(1, 400))
+def test_a_batch_cut_short_is_refused(batch: list[BatchRecord], cut: int) -> None:
+    data = encode_batch(batch)
+    whole = [0]
+    for record in batch:
+        whole.append(whole[-1] + len(encode_batch([record])))
+    end = cut % len(data)
+    if end in whole:
+        assert decode_batch(data[:end]) == batch[: whole.index(end)]
+    else:
+        with pytest.raises(InvalidMessage):
+            decode_batch(data[:end])
+
+
+def test_a_batch_of_too_many_is_refused() -> None:
+    batch = [BatchRecord(0, b"", "")] * 4
+    assert len(decode_batch(encode_batch(batch), rows_max=4)) == 4
+    with pytest.raises(InvalidMessage, match="split"):
+        decode_batch(encode_batch(batch), rows_max=3)
+
+
+# ---- hosts and ids ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("127.0.0.1:10911", V4),
+        ("127.0.0.1", Host(V4.address, 0)),
+        ("[::1]:10911", V6),
+        ("::1", Host(V6.address, 0)),
+        ("broker.example:10911", NOBODY),
+        ("", NOBODY),
+        ("1.2.3.4:port", NOBODY),
+    ],
+)
+def test_hosts_as_text(text: str, host: Host) -> None:
+    assert parse_host(text, NOBODY) == host
+
+
+@pytest.mark.parametrize("host", [V4, V6])
+def test_an_offset_msg_id_names_host_and_number(host: Host) -> None:
+    text = offset_msg_id(host, 1_234_567)
+    assert len(text) in (32, 56) and text == text.upper()
+    assert parse_offset_msg_id(text) == (host, 1_234_567)
+    assert offset_msg_id(V4, 17) == "7F00000100002A9F0000000000000011"
+
+
+@pytest.mark.parametrize("text", ["", "7F", "zz" * 16, "7F" * 20])
+def test_what_is_no_offset_msg_id_is_refused(text: str) -> None:
+    with pytest.raises(InvalidMessage, match="offsetMsgId"):
+        parse_offset_msg_id(text)
+
+
+def encoded(bodies: list[bytes], topic: str = "orders", host: Host = V4) -> bytes:
+    rows = build_rows(
+        len(bodies), kind=int(Kind.MESSAGE), topic=topic, queue_id=3, queue_offset=list(range(len(bodies))),
+        body=bodies, properties=encode_properties({"a": "b"}), born_ms=1, born_host="1.2.3.4:5", store_ms=2, flag=4,
+        sys_flag=0, reconsume_times=5,
+    )  # fmt: skip
+    whole = pa.RecordBatch.from_arrays(
+        [pa.array(range(7, 7 + len(bodies)), pa.int64()), *rows.columns], schema=READ_SCHEMA
+    )
+    return encode_stored(whole, store_host=host, born_host=V4)
+
+
+@pytest.mark.parametrize("host", [V4, V6])
+@pytest.mark.parametrize("topic", ["orders", "x" * 127, "x" * 200])
+@given(bodies=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
+def test_back_again(host: Host, topic: str, bodies: list[bytes]) -> None:
+    found = decode_stored(encoded(bodies, topic, host))
+    assert [m.body for m in found] == bodies
+    assert [m.seq for m in found] == list(range(7, 7 + len(bodies)))
+    first = found[0]
+    assert (first.topic, first.queue_id, first.queue_offset, first.flag) == (topic, 3, 0, 4)
+    assert (first.born_ms, first.store_ms, first.reconsume_times, first.prepared_seq) == (1, 2, 5, 0)
+    assert (first.store_host, first.born_host, first.properties) == (
+        host,
+        Host(bytes([1, 2, 3, 4]), 5),
+        {"a": "b", "MSG_REGION": "DefaultRegion"},
+    )
+
+
+@given(at=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 200))
+def test_damage_is_refused_or_elsewhere(at: int, value: int, cut: int) -> None:
+    whole = encoded([b"body"])
+    for data in (whole[:cut], whole[:at] + bytes([value]) + whole[at + 1 :]):
+        try:
+            messages = decode_stored(data)
+        except InvalidMessage:
+            continue
+        assert all(message.body == b"body" for message in messages)
+
+
+def test_ids_are_rocketmqs_32_digits_and_differ() -> None:
+    keys = UniqueKeys(bytes([127, 0, 0, 1]), 4242, 99)
+    made = [keys.next(1_761_000_000_000) for _ in range(10_000)]
+    assert len(set(made)) == len(made)
+    assert all(len(key) == 32 and key == key.upper() and int(key, 16) for key in made)
+    assert made[0].startswith("7F000001" + f"{4242:04X}")
+
+
+def test_two_runs_differ() -> None:
+    assert UniqueKeys(b"", 1, 1).next(5) != UniqueKeys(b"", 1, 2).next(5)

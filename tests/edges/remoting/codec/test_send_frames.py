@@ -1,0 +1,185 @@
+"""Runs written as rows of the log in C: the very bytes, places and index entries that they have row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.edges.remoting.codec.test_implementation import (
+    NOW_MS,
+    PLAIN,
+    batch,
+    needs_compiled,
+    record,
+    send,
+)
+
+from timeball.broker import few_sends
+from timeball.broker.few_sends import FewSends
+from timeball.broker.rates import Rates, Stat
+from timeball.broker.registry.topic import Queues, Topic, TopicConfig, TopicFacts
+from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.frame import BINARY, FRAME_BYTES_MAX, JSON, Frame
+from timeball.edges.remoting.codec.implementation import COMPILED, Codec
+from timeball.edges.remoting.handlers.send_rows import Runs
+from timeball.log.few_rows import build_by_pyarrow
+from timeball.log.queue_index import QueueIndexes
+from timeball.model import limits
+from timeball.model.message import encode_properties
+
+FIRST_SEQ = 1_000
+LAST_MS = NOW_MS + limits.DELAY_MS_MAX
+Written = tuple[Any, ...]
+
+
+def topics() -> dict[str, Topic]:
+    """Three topics that have got rows before: of tags, of several tags each, of queues that are partly hidden."""
+    indexes, found = QueueIndexes(CrashFiles()), {}
+    for name, facts in (
+        ("orders", TopicFacts(4)),
+        ("many", TopicFacts(3, "MULTI_TAG")),
+        ("narrow", TopicFacts(5, config=TopicConfig(5, 2))),
+    ):
+        topic = found[name] = Topic(name, Queues(indexes, name, facts.queues), facts)
+        topic.turn = 1
+        topic.queues[1].next_offset = topic.queues[1].index.max_offset
+    return found
+
+
+def outcome(of: Callable[[dict[str, Topic]], FewSends | None]) -> Written | None:
+    """All that rows are in the log, and what the topics are behind them."""
+    known, rates = topics(), Rates()
+    sends = of(known)
+    if sends is None:
+        return None
+    rows, places, waiting, waiting_bytes = sends
+    made = [bytes(rows.message), rows.batch.to_pylist(), rows.queue_ids, rows.queue_offsets]
+    counts: list[object] = [rows.num_rows, waiting, waiting_bytes]
+    if places is not None:
+        places.index(FIRST_SEQ)
+        places.give_out()
+        places.count(rates)
+        counts += sorted(places.queues())
+    counts += [
+        rates.total(stat, name) for stat in (Stat.TOPIC_PUT_NUMS, Stat.TOPIC_PUT_SIZE) for name in known
+    ]
+    queues = [
+        (topic.turn, queue.next_offset, queue.index.read(0, 1_000).tolist())
+        for topic in known.values()
+        for queue in topic.queues
+    ]
+    return (*made, counts, queues)
+
+
+def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
+    """The runs in these bytes, each those of one connection."""
+    assert codec is not None
+    runs = [each for data in parts for each in codec.cut(data, FRAME_BYTES_MAX)[0]]
+    assert not any(isinstance(run, Frame) for run in runs)
+    for number, run in enumerate(runs):
+        run.plan(b"10.0.0.%d:51234" % number, NOW_MS, limits.DELAY_MS_MAX, "UTC", frozenset())
+    return Runs(codec, runs)
+
+
+def by_rows(runs: Runs) -> Written | None:
+    return outcome(lambda known: few_sends.log_rows(list(runs), known, NOW_MS, "host:1", build_by_pyarrow))
+
+
+def in_c(runs: Runs, last_ms: int = LAST_MS) -> Written | None:
+    return outcome(lambda known: runs.log_rows(known, NOW_MS, last_ms, "host:1"))
+
+
+TEXTS = st.sampled_from(["", "a", "b", "a||b", "ключ", "order-17 änne"])
+PROPERTIES = st.fixed_dictionaries(
+    {"UNIQ_KEY": st.sampled_from(["AB", "k" * 40, "ü"])},
+    optional={
+        "TAGS": TEXTS,
+        "KEYS": TEXTS,
+        "TIMER_DELAY_MS": st.sampled_from(["1", "5000"]),
+        "OTHER": TEXTS,
+    },
+)
+NUMBERS = st.integers(-(2**31), 2**31 - 1).map(str)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """A send, or a batch of some."""
+    form = draw(st.sampled_from([JSON, BINARY]))
+    queues = st.sampled_from(["-1", "0", "1", "2", "7"])
+    fields = {
+        "b": draw(st.sampled_from(["orders", "many", "narrow"])),
+        "e": draw(queues),
+        "f": draw(st.sampled_from(["0", "1", "16"])),
+        "g": draw(st.integers(0, 2**62).map(str).filter(lambda text: len(text) < 19)),
+        "h": draw(NUMBERS),
+        "j": draw(NUMBERS),
+    }
+    body = draw(st.binary(max_size=9))
+    if draw(st.integers(0, 3)) == 0:
+        texts = draw(st.lists(PROPERTIES, min_size=1, max_size=4))
+        for text in texts:
+            text.pop("TIMER_DELAY_MS", None)  # with a delay a batch is not plain, nor is one for any queue
+        records = [record(encode_properties(text), body) for text in texts]
+        return batch(records, {**PLAIN, **fields, "e": "1"}, form)
+    return send({**PLAIN, **fields, "i": encode_properties(draw(PROPERTIES))}, body, form)
+
+
+@needs_compiled
+@given(st.lists(st.lists(requests(), min_size=1, max_size=5).map(b"".join), min_size=1, max_size=4))
+def test_runs_are_written_as_their_rows_are(parts: list[bytes]) -> None:
+    runs = runs_of(parts)
+    made = in_c(runs)
+    assert made is not None and made == by_rows(runs)
+
+
+@needs_compiled
+def test_many_rows_of_many_queues_are_written_as_few_are() -> None:
+    ring = [
+        send({**PLAIN, "e": str(n % 9 - 1), "b": "narrow" if n % 7 == 0 else "orders"}, bytes(n % 50))
+        for n in range(2_500)
+    ]
+    runs = runs_of([b"".join(ring[:1_100]), b"".join(ring[1_100:])])
+    made = in_c(runs)
+    assert len(runs) == 2_500 and made is not None and made == by_rows(runs)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"i": encode_properties({"UNIQ_KEY": "AB", "DELAY": "3"})},
+        {"i": encode_properties({"UNIQ_KEY": "AB", "TIMER_DELIVER_MS": str(NOW_MS + 9)})},
+        {"b": "%DLQ%group"},
+    ],
+    ids=["a delay level", "due beyond the last instant", "a dead letter"],
+)
+def test_what_is_more_than_plain_goes_another_way_with_all_beside_it(other: dict[str, str]) -> None:
+    runs = runs_of([send() + send({**PLAIN, **other}) + send()])
+    known = topics()
+    known["%DLQ%group"] = known["orders"]
+    before = [queue.next_offset for topic in known.values() for queue in topic.queues]
+    assert runs.log_rows(known, NOW_MS, NOW_MS + 8, "host:1") is None
+    assert before == [queue.next_offset for topic in known.values() for queue in topic.queues]
+    assert runs.batch() == list(runs) and len(runs) == 3
+
+
+@needs_compiled
+def test_a_row_that_is_written_otherwise_is_noticed() -> None:
+    """The negative control of the comparison: a codec that swaps two queues."""
+    assert COMPILED is not None
+    data = [send({**PLAIN, "e": "0"}) + send({**PLAIN, "e": "1"}, code=RequestCode.SEND_MESSAGE_V2)]
+
+    def swapped(*arguments: Any) -> Any:
+        message, queue_ids, offsets, queues, *more = COMPILED.log_rows(*arguments)
+        (topic, first, *one), (_, second, *other) = queues
+        return message, queue_ids, offsets, [(topic, first, *other), (topic, second, *one)], *more
+
+    right, wrong = (runs_of(data, codec) for codec in (COMPILED, replace(COMPILED, log_rows=swapped)))
+    assert in_c(right) == by_rows(right)
+    assert in_c(wrong) != by_rows(wrong)

@@ -1,0 +1,175 @@
+"""An open frame is the reference's twin: of the same bytes of the log both write the same stored messages."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.edges.remoting.codec.test_implementation import V4, V6, needs_compiled, stored_rows
+
+from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON, Codec
+from timeball.edges.remoting.codec.records import Host
+from timeball.log import format as fmt
+from timeball.log.queue_entry import ENTRY
+from timeball.model.errors import OutOfRange
+from timeball.model.message import LOG_SCHEMA
+
+FIRST = 900  # sequence number of a frame's first row
+ANY = 1 << 40  # bytes of an answer that takes all
+RIGHT = {"kind": 1, "topic": "orders", "queue_id": 0, "queue_offset": 7}
+
+
+def segment_of(rows: list[dict[str, Any]], before: int = 64) -> tuple[pa.Buffer, fmt.Frame]:
+    """A segment with one frame, which is not where the segment begins."""
+    batch = pa.RecordBatch.from_pylist(rows, LOG_SCHEMA)
+    frame, parts = fmt.encode_frame(
+        batch, first_seq=FIRST, span=len(rows), append_ms=0, epoch=1, position=before, synced_to=0
+    )
+    data = b"".join([bytes(before), *map(bytes, parts)])
+    segment = pa.allocate_buffer(len(data))  # aligned as a mapping is
+    memoryview(segment).cast("B")[:] = data
+    return segment, frame
+
+
+def put(
+    codec: Codec | None,
+    segment: pa.Buffer,
+    frame: fmt.Frame,
+    picks: list[int],
+    bytes_max: int,
+    host: Host = V4,
+) -> tuple[int, bytes]:
+    """What a frame writes of these rows, whether they are named by a list or by the entries of a queue."""
+    assert codec is not None
+    out, again = bytearray(), bytearray()
+    seqs, entries = [FIRST + pick for pick in picks], np.zeros(len(picks), ENTRY)
+    entries["seq"] = seqs
+    count = codec.open_frame(segment, frame).put(out, seqs, 0, host, bytes_max)
+    assert codec.open_frame(segment, frame).put(again, entries, 0, host, bytes_max) == count
+    assert again == out
+    return count, bytes(out)
+
+
+@needs_compiled
+@given(st.lists(stored_rows, min_size=1, max_size=15), st.data())
+def test_an_open_frame_writes_the_same(rows: list[dict[str, Any]], data: st.DataObject) -> None:
+    """Also where META rows, which have no topic, stand between; and of an answer that is full."""
+    rows = [{**row, "kind": 1, "queue_offset": row["queue_offset"] or 0} for row in rows]
+    meta = data.draw(st.sets(st.integers(0, len(rows))))
+    frame_rows: list[dict[str, Any]] = []
+    for number, row in enumerate(rows):
+        frame_rows += [{"kind": 7, "unique_key": "k"}] if number in meta else []
+        frame_rows.append(row)
+    visible = [at for at, row in enumerate(frame_rows) if row["kind"] == 1]
+    picks = sorted(data.draw(st.sets(st.sampled_from(visible))))
+    most, host = data.draw(st.sampled_from([1, 500, ANY])), data.draw(st.sampled_from([V4, V6]))
+    segment, frame = segment_of(frame_rows)
+    found = put(COMPILED, segment, frame, picks, most, host)
+    assert found == put(PYTHON, segment, frame, picks, most, host)
+    assert found[0] == len(picks) or most < ANY
+
+
+texts = st.lists(
+    st.sampled_from(["UNIQ_KEY", "TAGS", "KEYS", "TAG", "UNIQ", "\x01", "\x02", "a"]), max_size=9
+).map("".join)
+
+
+@needs_compiled
+@given(st.lists(st.tuples(texts, texts, texts, texts), min_size=1, max_size=4))
+def test_what_stands_in_a_column_only_becomes_the_same_property(rows: list[tuple[str, ...]]) -> None:
+    """Also of texts that read as properties themselves."""
+    names = ("properties", "unique_key", "tag", "keys")
+    segment, frame = segment_of([{**RIGHT, **dict(zip(names, row, strict=True))} for row in rows])
+    picks = list(range(len(rows)))
+    assert put(COMPILED, segment, frame, picks, ANY) == put(PYTHON, segment, frame, picks, ANY)
+
+
+@needs_compiled
+def test_bodies_of_each_length_have_the_same_checksum() -> None:
+    source = random.Random(1)
+    segment, frame = segment_of([{**RIGHT, "body": source.randbytes(size)} for size in range(100)])
+    picks = list(range(100))
+    assert put(COMPILED, segment, frame, picks, ANY) == put(PYTHON, segment, frame, picks, ANY)
+
+
+@needs_compiled
+def test_frames_that_are_gone_leave_nothing_to_the_next_pull() -> None:
+    for born in ["10.0.0.7:1", "10.0.0.8:2", None, "10.0.0.7:1"] * 5:
+        for host in (V4, V4, V6):
+            segment, frame = segment_of([{**RIGHT, "born_host": born}] * 2)
+            assert put(COMPILED, segment, frame, [0, 1], ANY, host) == put(
+                PYTHON, segment, frame, [0, 1], ANY, host
+            )
+
+
+@needs_compiled
+@pytest.mark.parametrize("codec", [COMPILED, PYTHON])
+@pytest.mark.parametrize("wrong", [{"queue_offset": None}, {"kind": 7, "topic": None, "queue_offset": None}])
+def test_a_row_that_is_not_visible_is_never_written(codec: Codec | None, wrong: dict[str, Any]) -> None:
+    segment, frame = segment_of([RIGHT, {**RIGHT, **wrong}, RIGHT])
+    with pytest.raises(OutOfRange, match="no visible message"):
+        put(codec, segment, frame, [0, 1, 2], ANY)
+    assert put(codec, segment, frame, [0, 2], ANY)[0] == 2
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "wrong",
+    [{"properties": "p" * 65_536}, {"topic": "t" * 40_000}, {"born_host": "1.2.3.4:99999999999"}],
+)
+def test_a_row_that_fits_no_record_is_the_same_error(wrong: dict[str, Any]) -> None:
+    segment, frame = segment_of([RIGHT, {**RIGHT, **wrong}])
+    errors = []
+    for codec in (COMPILED, PYTHON):
+        with pytest.raises(Exception) as caught:  # of any kind: it must be the same
+            put(codec, segment, frame, [0, 1], ANY)
+        errors.append(f"{caught.type} {caught.value}")
+    assert errors[0] == errors[1]
+
+
+@needs_compiled
+@pytest.mark.parametrize("codec", [COMPILED, PYTHON])
+def test_a_frame_writes_its_own_rows_alone(codec: Codec | None) -> None:
+    segment, frame = segment_of([RIGHT] * 4)
+    assert put(codec, segment, frame, [1, 3, 4, 5], ANY)[0] == 2
+    assert put(codec, segment, frame, [-1, 0], ANY) == (0, b"")
+
+
+@needs_compiled
+def test_a_compressed_message_is_left_to_the_reference() -> None:
+    """We write none; a reader that takes its bytes for columns would hand out garbage."""
+    batch = pa.RecordBatch.from_pylist([{**RIGHT, "body": b"x" * 900}] * 40, LOG_SCHEMA)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, LOG_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_batch(batch)
+    messages = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    messages.read_next_message()  # the schema
+    payload = messages.read_next_message().serialize()
+    segment = pa.py_buffer(bytes(128) + payload.to_pybytes())
+    frame = fmt.Frame(64, 64 + payload.size, 40, FIRST, 40, 0, 1, payload.size, 0)
+    picks = list(range(0, 40, 3))
+    assert put(COMPILED, segment, frame, picks, ANY) == put(PYTHON, segment, frame, picks, ANY)
+
+
+@needs_compiled
+@given(st.integers(64, 64 + 1_400), st.binary(min_size=1, max_size=8))
+def test_damaged_metadata_is_never_read_beyond_the_message(at: int, damage: bytes) -> None:
+    """A checksum stands before this; but what is damaged must not end the broker."""
+    segment, frame = segment_of([RIGHT] * 3, before=64)
+    metadata_end = 64 + 64 + 8 + int.from_bytes(bytes(segment.slice(132, 4)), "little")
+    place = 128 + at % (metadata_end - 128)
+    data = memoryview(segment).cast("B")
+    end = min(place + len(damage), metadata_end)
+    data[place:end] = damage[: end - place]
+    found = []
+    for codec in (COMPILED, PYTHON):
+        try:
+            found.append(put(codec, segment, frame, [0, 2], ANY)[0])
+        except Exception as error:  # of any kind; which one pyarrow raises is its own matter
+            found.append(type(error))
+    assert len(found) == 2

@@ -1,0 +1,214 @@
+"""Consumer groups as a tool configures, lists and deletes them, and who is connected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.broker.registry.state_rows import rows_of
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.edges.remoting.wire import Wire, json_body
+from tests.node_fixture import RunningNode
+
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+
+UPDATE, ALL = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG
+ONE, DELETE = RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG, RequestCode.DELETE_SUBSCRIPTIONGROUP
+
+# What the stock tool of 5.3 sends for `updateSubGroup -g g -r 3 -q 2`.
+JAVA_BODY = {
+    "attributes": {}, "brokerId": 0, "consumeBroadcastEnable": False, "consumeEnable": True,
+    "consumeFromMinEnable": False, "consumeMessageOrderly": False, "consumeTimeoutMinute": 15,
+    "groupName": "g", "groupRetryPolicy": {"type": "CUSTOMIZED"}, "groupSysFlag": 0,
+    "notifyConsumerIdsChangedEnable": True, "retryMaxTimes": 3, "retryQueueNums": 2,
+    "whichBrokerWhenConsumeSlowly": 1,
+}  # fmt: skip
+
+
+def test_a_group_is_as_it_was_configured(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(UPDATE, JAVA_BODY)
+    group = node.node.broker.parts.groups.get("g")
+    assert group == SubscriptionGroup(
+        "g",
+        consume_broadcast_enable=False,
+        consume_from_min_enable=False,
+        retry_max_times=3,
+        retry_queue_nums=2,
+    )
+    assert json_body(wire.ask_ok(ONE, group="g")) == msgspec.to_builtins(group)
+    listed = json_body(wire.ask_ok(ALL))
+    assert listed["subscriptionGroupTable"] == {"g": msgspec.to_builtins(group)}
+    assert listed["dataVersion"]["counter"] == 1
+
+
+def test_what_is_null_or_absent_is_the_default(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(
+        UPDATE, {"groupName": "g", "attributes": None, "retryMaxTimes": None, "groupRetryPolicy": None}
+    )
+    assert node.node.broker.parts.groups.get("g") == SubscriptionGroup("g")
+
+
+def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(UPDATE, JAVA_BODY)
+    kept = rows_of(node.node.broker, "group/")
+    assert [group["retryMaxTimes"] for group in kept.values()] == [3]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        {},
+        {"groupName": "a/b"},
+        {"groupName": "g", "retryQueueNums": 100_000},
+        {"groupName": "g", "retryMaxTimes": "many"},
+        {"groupName": "g", "attributes": {str(i): "" for i in range(1_000)}},
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(node: RunningNode, wire: Wire, body: Any) -> None:
+    assert wire.ask(UPDATE, body).code == ResponseCode.INVALID_PARAMETER
+    assert node.node.broker.parts.groups.all() == []
+
+
+def test_an_unknown_group_has_no_configuration(wire: Wire) -> None:
+    assert wire.ask(ONE, group="g").code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+
+
+@pytest.mark.parametrize(("clean", "left"), [(True, {}), (False, {0: 0})])
+def test_a_deleted_group_is_gone_with_its_offsets_if_so_wished(
+    node: RunningNode, wire: Wire, clean: bool, left: dict[int, int]
+) -> None:
+    wire.ask_ok(UPDATE, JAVA_BODY)
+    node.node.broker.parts.offsets.commit("g", "orders", {0: 0}, {0: 0})
+    wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
+    assert node.node.broker.parts.groups.find_group("g") is None
+    assert node.node.broker.offsets("g", "orders") == left
+    wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
+
+
+# ---- many at once, and another's offsets ----------------------------------------------------------------------
+
+UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST
+CLONE = RequestCode.CLONE_GROUP_OFFSET
+
+
+def test_many_groups_at_once(node: RunningNode, wire: Wire) -> None:
+    groups = [JAVA_BODY, {"groupName": "h", "attributes": None, "retryMaxTimes": "7"}]
+    wire.ask_ok(UPDATE_LIST, {"groupConfigList": groups})
+    found = node.node.broker.parts.groups
+    assert [found.get(name).retry_max_times for name in "gh"] == [3, 7]
+    assert len(rows_of(node.node.broker, "group/")) == 2, "saved before the answer"
+
+
+@pytest.mark.parametrize("wrong", [{"groupName": "h", "retryMaxTimes": "x"}, {"retryMaxTimes": 1}])
+def test_none_of_many_is_made_when_one_is_wrong(node: RunningNode, wire: Wire, wrong: dict[str, Any]) -> None:
+    answer = wire.ask(UPDATE_LIST, {"groupConfigList": [JAVA_BODY, wrong]})
+    assert answer.code == ResponseCode.INVALID_PARAMETER
+    assert node.node.broker.parts.groups.find_group("g") is None
+
+
+def test_a_group_gets_the_offsets_of_another(node: RunningNode, wire: Wire) -> None:
+    broker = node.broker
+    for topic in ("a", "b"):
+        assert sent(wire, topic=topic).code == 0
+        node.run(broker.commit_offsets("old", topic, {0: 1}))
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="one", topic="a", offline=True)
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="all")
+    assert [broker.offsets("one", topic) for topic in "ab"] == [{0: 1}, {}]
+    assert [broker.offsets("all", topic) for topic in "ab"] == [{0: 1}, {0: 1}]
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="none", topic="nowhere")
+    assert wire.ask(CLONE, srcGroup="old", destGroup="a b").code == ResponseCode.INVALID_PARAMETER
+
+
+def test_a_group_at_work_gives_what_it_subscribes_to(node: RunningNode, wire: Wire) -> None:
+    for topic in ("now", "before"):
+        assert sent(wire, topic=topic).code == 0
+        node.run(node.broker.commit_offsets("old", topic, {0: 1}))
+    member = {"groupName": "old", "subscriptionDataSet": [{"topic": "now"}]}
+    wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [member]})
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="new")
+    assert [node.broker.offsets("new", topic) for topic in ("now", "before")] == [{0: 1}, {}]
+    wire.ask_ok(CLONE, srcGroup="old", destGroup="new", offline=True)
+    assert node.broker.offsets("new", "before") == {0: 1}
+
+
+BEAT = {
+    "clientID": "c1",
+    "producerDataSet": [{"groupName": "p"}],
+    "consumerDataSet": [
+        {
+            "groupName": "g",
+            "consumeType": "CONSUME_PASSIVELY",
+            "messageModel": "CLUSTERING",
+            "consumeFromWhere": "CONSUME_FROM_LAST_OFFSET",
+            "subscriptionDataSet": [{"topic": "orders", "subString": "A || B", "subVersion": 7}],
+        }
+    ],
+}
+
+
+@pytest.fixture
+def client(wire: Wire) -> Wire:
+    wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
+    return wire
+
+
+def connections(found: Any) -> list[Any]:
+    return [{k: v for k, v in one.items() if k != "clientAddr"} for one in found["connectionSet"]]
+
+
+def test_the_members_of_a_consumer_group_and_what_they_want(client: Wire) -> None:
+    found = json_body(client.ask_ok(RequestCode.GET_CONSUMER_CONNECTION_LIST, consumerGroup="g"))
+    assert connections(found) == [{"clientId": "c1", "language": "JAVA", "version": 409}]
+    assert found["connectionSet"][0]["clientAddr"].startswith("127.0.0.1:")
+    assert (found["consumeType"], found["messageModel"]) == ("CONSUME_PASSIVELY", "CLUSTERING")
+    assert found["consumeFromWhere"] == "CONSUME_FROM_LAST_OFFSET"
+    wanted = found["subscriptionTable"]["orders"]
+    assert (wanted["subString"], wanted["tagsSet"], wanted["subVersion"]) == ("A || B", ["A", "B"], 7)
+
+
+def test_a_group_without_members_is_not_online(wire: Wire) -> None:
+    answer = wire.ask(RequestCode.GET_CONSUMER_CONNECTION_LIST, consumerGroup="g")
+    assert (answer.code, answer.remark) == (
+        ResponseCode.CONSUMER_NOT_ONLINE, "the consumer group[g] not online",
+    )  # fmt: skip
+
+
+def test_the_members_of_a_producer_group(client: Wire) -> None:
+    found = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
+    assert connections(found) == [{"clientId": "c1", "language": "JAVA", "version": 409}]
+    answer = client.ask(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="nobody")
+    assert answer.code == ResponseCode.SYSTEM_ERROR
+
+
+def test_all_producers(node: RunningNode, client: Wire) -> None:
+    data = json_body(client.ask_ok(RequestCode.GET_ALL_PRODUCER_INFO))["data"]
+    (one,) = data["p"]
+    assert (one["clientId"], one["language"]) == ("c1", "JAVA")
+    assert 0 <= node.node.broker.parts.clock.now_ms() - one["lastUpdateTimestamp"] < 60_000
+
+
+def test_a_language_nobody_knows_is_another(node: RunningNode, client: Wire) -> None:
+    (member,) = node.node.edges.remoting.context.sessions.producers("p")
+    member.language = 99
+    found = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
+    assert found["connectionSet"][0]["language"] == "OTHER"
+
+
+def test_who_reads_a_topic_is_who_subscribes_now_or_has_read_before(node: RunningNode, client: Wire) -> None:
+    node.node.broker.parts.offsets.commit("before", "orders", {0: 0}, {0: 0})
+    found = json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="orders"))
+    assert found == {"groupList": ["before", "g"]}
+    assert json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="x")) == {"groupList": []}
+    topics = json_body(client.ask_ok(RequestCode.QUERY_TOPICS_BY_CONSUMER, group="before"))
+    assert topics == {"topicList": ["orders"]}
+
+
+def test_a_groups_subscription_to_a_topic(client: Wire) -> None:
+    ask = RequestCode.QUERY_SUBSCRIPTION_BY_CONSUMER
+    found = json_body(client.ask_ok(ask, group="g", topic="orders"))
+    assert found["subscriptionData"]["subString"] == "A || B"
+    assert json_body(client.ask_ok(ask, group="g", topic="x"))["subscriptionData"] is None

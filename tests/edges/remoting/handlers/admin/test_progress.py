@@ -1,0 +1,280 @@
+"""How far queues and groups have come, in the tables that RocketMQ's tools read, and resets: who is told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.edges.remoting.pairs import Pair, context_of
+
+from timeball.edges.remoting.codec.codes import Language, RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command
+from timeball.edges.remoting.connection import Member
+from timeball.edges.remoting.handlers.admin.progress import Progress, store_times
+from timeball.edges.shared.sessions import Membership, Subscription
+
+STATS, CONSUMED = RequestCode.GET_TOPIC_STATS_INFO, RequestCode.GET_CONSUME_STATS
+
+
+def entries(body: bytes) -> dict[tuple[str, int], dict[str, Any]]:
+    """(topic, queue) -> figures; the keys are objects, which no JSON reader takes."""
+    found = {}
+    for key, value in re.findall(rb"(\{[^{}]*\}):(\{[^{}]*\})", body):
+        queue = msgspec.json.decode(key)
+        assert queue["brokerName"] == "timeball"
+        found[queue["topic"], queue["queueId"]] = msgspec.json.decode(value)
+    return found
+
+
+async def send(world: World, topic: str, queue: int, rows: int) -> None:
+    queues = pa.array([queue] * rows, pa.int32())
+    await world.broker.send(batch(rows, topic=[topic] * rows, queue_id=queues))
+
+
+@on_node()
+async def test_a_topics_queues_with_the_time_of_their_last_message(world: World) -> None:
+    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+    await send(world, "orders", 0, 2)
+    world.clock.advance(5_000)
+    await send(world, "orders", 0, 1)
+    answer = await pair.ask(progress, STATS, topic="orders")
+    now_ms = world.broker.parts.clock.now_ms()
+    assert answer.code == 0
+    assert entries(answer.body) == {
+        ("orders", 0): {"minOffset": 0, "maxOffset": 3, "lastUpdateTimestamp": now_ms},
+        ("orders", 1): {"minOffset": 0, "maxOffset": 0, "lastUpdateTimestamp": 0},
+    }
+    assert (await pair.ask(progress, STATS, topic="x")).code == ResponseCode.TOPIC_NOT_EXIST
+    pair.close()
+
+
+@on_node()
+async def test_a_groups_progress_in_all_that_it_reads(world: World) -> None:
+    pair, context = await Pair.made(), context_of(world.broker)
+    progress = Progress(context).handlers
+    await send(world, "orders", 0, 3)
+    sent_ms = world.broker.parts.clock.now_ms()
+    await send(world, "bills", 1, 2)
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    read_before = entries((await pair.ask(progress, CONSUMED, consumerGroup="g")).body)
+    assert read_before == {
+        ("orders", 0): {"brokerOffset": 3, "consumerOffset": 2, "pullOffset": 2, "lastTimestamp": sent_ms},
+        ("orders", 1): {"brokerOffset": 0, "consumerOffset": 0, "pullOffset": 0, "lastTimestamp": 0},
+    }
+    wants = Membership("g", subscriptions=(Subscription("bills"), Subscription("nothing")))
+    context.sessions.beat(Member(pair.connection, "c"), "c", (), [wants], 0)
+    everything = entries((await pair.ask(progress, CONSUMED, consumerGroup="g")).body)
+    assert everything.keys() == {(topic, queue) for topic in ("orders", "bills") for queue in (0, 1)}
+    assert everything["bills", 1]["brokerOffset"] - everything["bills", 1]["consumerOffset"] == 2
+    one = entries((await pair.ask(progress, CONSUMED, consumerGroup="g", topic="bills")).body)
+    assert one.keys() == {("bills", 0), ("bills", 1)}
+    assert entries((await pair.ask(progress, CONSUMED, consumerGroup="nobody")).body) == {}
+    pair.close()
+
+
+@on_node()
+async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
+    pair, context = await Pair.made(), context_of(world.broker)
+    progress = Progress(context).handlers
+    await send(world, "orders", 0, 3)
+    for group, offset in (("g", 2), ("h", 0)):
+        world.broker.parts.groups.ensure(group)
+        await world.broker.commit_offsets(group, "orders", {0: offset})
+    world.broker.parts.groups.ensure("idle")
+    body = (await pair.ask(progress, RequestCode.GET_BROKER_CONSUME_STATS, isOrder="false")).body
+    assert entries(body).keys() == {("orders", 0), ("orders", 1)}
+    assert b'"totalDiff":4,' in body and b'"brokerAddr":"10.0.0.1:10911"' in body
+    assert b'{"g":[{' in body and b'{"h":[{' in body and b'"idle"' not in body
+    pair.close()
+
+
+@on_node()
+async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> None:
+    await send(world, "orders", 0, 3)
+    index = world.broker.parts.topics.get("orders").queues[0].index
+    index.hide(world.broker.parts.reader.next_seq)
+    reader = world.broker.parts.reader
+    assert store_times(reader, [(index, 0), (index, 3), (index, -1)]) == [0, 0, 0]
+
+
+@on_node()
+async def test_how_far_a_group_is_behind_in_time(world: World) -> None:
+    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+    parts = world.broker.parts
+    stored = []
+    for _ in range(3):
+        await send(world, "orders", 0, 1)
+        stored.append(parts.clock.now_ms())
+        world.clock.advance(1_000)
+
+    async def spans() -> list[dict[str, Any]]:
+        answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="orders", group="g")
+        found: list[dict[str, Any]] = msgspec.json.decode(answer.body)["consumeTimeSpanSet"]
+        assert [span.pop("messageQueue")["queueId"] for span in found] == [0, 1]
+        return found
+
+    first, empty = await spans()
+    now_ms = parts.clock.now_ms()
+    ends = {"minTimeStamp": stored[0], "maxTimeStamp": stored[2]}
+    assert first == ends | {"consumeTimeStamp": stored[0], "delayTime": now_ms - stored[0]}
+    assert set(empty.values()) == {0}
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    assert (await spans())[0] == ends | {"consumeTimeStamp": stored[1], "delayTime": now_ms - stored[2]}
+    await world.broker.commit_offsets("g", "orders", {0: 3})
+    assert (await spans())[0] == ends | {"consumeTimeStamp": stored[2], "delayTime": 0}
+    answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="x", group="g")
+    assert answer.code == ResponseCode.TOPIC_NOT_EXIST
+    pair.close()
+
+
+RESET, TOLD = RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSUMER_CLIENT_OFFSET
+
+
+class Rig:
+    """A topic with ten messages in queue 0, one a second; a group that has read five; a member of it."""
+
+    def __init__(self, world: World, pair: Pair) -> None:
+        self.world, self.pair = world, pair
+        self.context = context_of(world.broker)
+        self.handlers = Progress(self.context).handlers
+
+    @classmethod
+    async def made(cls, world: World, *, language: int = Language.JAVA, members: bool = True) -> Rig:
+        rig = cls(world, await Pair.made())
+        rig.began_ms = world.clock.wall
+        for _ in range(10):
+            await world.broker.send(batch(1, queue_id=pa.array([0], pa.int32())))
+            world.clock.advance(1_000)
+        await world.broker.commit_offsets("g", "orders", {0: 5})
+        if members:
+            member = Member(rig.pair.connection, "c", language)
+            rig.context.sessions.beat(member, "c", (), [Membership("g")], 0)
+        return rig
+
+    async def reset(self, **fields: object) -> Command:
+        return await self.pair.ask(self.handlers, RESET, **{"topic": "orders", "group": "g", **fields})
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        return dict(self.world.broker.offsets("g", "orders"))
+
+
+@pytest.mark.parametrize(
+    ("second", "force", "offset"), [(2, False, 2), (8, False, 5), (8, True, 8), (99, True, 10), (-9, True, 0)]
+)
+@on_node()
+async def test_a_group_goes_to_an_instant_and_only_back_unless_forced(
+    world: World, second: int, force: bool, offset: int
+) -> None:
+    rig = await Rig.made(world)
+    answer = await rig.reset(timestamp=rig.began_ms + second * 1_000, isForce=str(force).lower())
+    assert answer.code == 0
+    assert b'{"brokerName":"timeball","queueId":0,"topic":"orders"}:%d' % offset in answer.body
+    assert rig.offsets == {0: offset, 1: 0}
+    told = await rig.pair.read()
+    assert (told.code, told.is_one_way, told.body) == (TOLD, True, answer.body)
+    assert (told.ext["topic"], told.ext["group"], told.ext["isForce"]) == ("orders", "g", str(force).lower())
+    rig.pair.close()
+
+
+@on_node()
+async def test_minus_one_is_the_end(world: World) -> None:
+    rig = await Rig.made(world)
+    assert (await rig.reset(timestamp=-1, isForce="true")).code == 0
+    assert rig.offsets == {0: 10, 1: 0}
+    rig.pair.close()
+
+
+@on_node()
+async def test_the_cpp_client_is_told_in_json(world: World) -> None:
+    rig = await Rig.made(world, language=Language.CPP)
+    await rig.reset(timestamp=rig.began_ms, isForce="true")
+    assert msgspec.json.decode((await rig.pair.read()).body)["offsetTable"] == [
+        {"brokerName": "timeball", "queueId": queue, "topic": "orders", "offset": 0} for queue in (0, 1)
+    ]
+    rig.pair.close()
+
+
+@pytest.mark.parametrize("members", [True, False])
+@pytest.mark.parametrize(
+    ("said", "offsets"),
+    [
+        ({"queueId": 0, "offset": 7, "timestamp": 0}, {0: 7, 1: 1}),
+        ({"queueId": 1, "offset": 0, "timestamp": 0}, {0: 5, 1: 0}),
+        ({"queueId": 0, "offset": 0, "timestamp": 0}, {0: 0, 1: 1}),
+        ({"queueId": 0, "offset": 10, "timestamp": 0, "isForce": "false"}, {0: 10, 1: 1}),
+        ({"queueId": 0, "offset": -1, "timestamp": 0}, {0: 0, 1: 1}),
+        ({"queueId": 0, "timestamp": -1, "isForce": "true"}, {0: 10, 1: 1}),
+        ({"queueId": -1, "offset": -1, "timestamp": 0, "isForce": "true"}, {0: 0, 1: 0}),
+    ],
+)
+@on_node()
+async def test_one_queue_is_reset_and_no_other(
+    world: World, said: dict[str, object], offsets: dict[int, int], members: bool
+) -> None:
+    rig = await Rig.made(world, members=members)
+    await send(world, "orders", 1, 2)
+    await world.broker.commit_offsets("g", "orders", {1: 1})
+    answer = await rig.reset(**said)
+    assert (answer.code, rig.offsets) == (0, offsets), answer.remark
+    changed = said["queueId"] if said["queueId"] != -1 else 0
+    assert b'"queueId":%d,"topic":"orders"}:%d' % (changed, offsets[changed]) in answer.body
+    assert answer.body.count(b"queueId") == (1 if said["queueId"] != -1 else 2)
+    if members:
+        assert (await rig.pair.read()).body == answer.body
+    rig.pair.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "remark"),
+    [
+        (
+            {"queueId": 0, "offset": 11},
+            ResponseCode.SYSTEM_ERROR,
+            "Target offset 11 not in consume queue range [0-10]",
+        ),
+        (
+            {"queueId": 0, "offset": -7},
+            ResponseCode.SYSTEM_ERROR,
+            "Target offset -7 not in consume queue range [0-10]",
+        ),
+        ({"queueId": 2, "offset": 0}, ResponseCode.INVALID_PARAMETER, "queueId[2] is illegal"),
+        ({"topic": "x", "timestamp": 0}, ResponseCode.TOPIC_NOT_EXIST, "topic[x] not exist"),
+        ({"group": "x", "timestamp": 0}, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, "Group x does not exist"),
+        ({"group": "x", "topic": "x"}, ResponseCode.TOPIC_NOT_EXIST, "topic[x] not exist"),
+    ],
+)
+@on_node()
+async def test_a_reset_that_names_nothing_there_is(
+    world: World, said: dict[str, object], code: int, remark: str
+) -> None:
+    rig = await Rig.made(world)
+    answer = await rig.reset(**said)
+    assert (answer.code, str(answer.remark)[: len(remark)]) == (code, remark)
+    assert rig.offsets == {0: 5}
+    rig.pair.close()
+
+
+@on_node()
+async def test_a_group_without_members_is_reset(world: World) -> None:
+    rig = await Rig.made(world, members=False)
+    answer = await rig.reset(timestamp=rig.began_ms + 2_000, isForce="true")
+    assert (answer.code, rig.offsets) == (0, {0: 2, 1: 0})
+    assert b'"queueId":0,"topic":"orders"}:2' in answer.body
+    rig.pair.close()
+
+
+@on_node()
+async def test_the_progress_of_the_topics_that_a_tool_lists(world: World) -> None:
+    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+    for topic in ("orders", "other", "third"):
+        await send(world, topic, 0, 1)
+        await world.broker.commit_offsets("g", topic, {0: 1})
+    answer = await pair.ask(progress, CONSUMED, consumerGroup="g", topicList="orders;third;", topic="other")
+    assert {topic for topic, _ in entries(answer.body)} == {"orders", "third"}
+    pair.close()

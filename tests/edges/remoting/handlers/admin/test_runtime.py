@@ -1,0 +1,228 @@
+"""Figures and settings under RocketMQ's names: every way in and out is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.edges.remoting.pairs import Pair, context_of
+from tests.edges.remoting.wire import Wire, json_body
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
+from timeball.edges.remoting.handlers.admin.runtime import Runtime
+from timeball.model import limits
+
+# What `mqadmin clusterList` of 4.9 or 5.3 reads without asking whether it is there.
+READ_BY_CLUSTER_LIST = [
+    "brokerActive", "brokerVersionDesc", "putTps", "getTransferredTps", "getTransferedTps", "sendThreadPoolQueueSize",
+    "pullThreadPoolQueueSize", "ackThreadPoolQueueSize", "sendThreadPoolQueueHeadWaitTimeMills",
+    "pullThreadPoolQueueHeadWaitTimeMills", "ackThreadPoolQueueHeadWaitTimeMills", "earliestMessageTimeStamp",
+    "commitLogDiskRatio", "timerReadBehind", "timerOffsetBehind", "timerCongestNum", "timerEnqueueTps",
+    "timerDequeueTps", "msgPutTotalYesterdayMorning", "msgPutTotalTodayMorning", "msgPutTotalTodayNow",
+    "msgGetTotalYesterdayMorning", "msgGetTotalTodayMorning", "msgGetTotalTodayNow", "pageCacheLockTimeMills",
+]  # fmt: skip
+
+
+async def info(pair: Pair, runtime: Runtime) -> dict[str, str]:
+    answer = await pair.ask(runtime.handlers, RequestCode.GET_BROKER_RUNTIME_INFO)
+    assert answer.code == 0, answer.remark
+    found: dict[str, str] = msgspec.json.decode(answer.body)["table"]
+    return found
+
+
+@on_node()
+async def test_the_figures_tools_count_on_are_there_as_text(world: World) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    began_ms = world.clock.wall
+    await world.broker.send(batch(3))
+    await world.broker.send(batch(2, delay_ms=[10_000, 10_000]))
+    world.clock.advance(90_061_000)
+    found = await info(pair, runtime)
+    assert set(READ_BY_CLUSTER_LIST) <= found.keys()
+    assert all(isinstance(value, str) for value in found.values())
+    assert found["putMessageTimesTotal"] == found["msgPutTotalTodayNow"] == "6"  # with the topic's row
+    assert found["timerCongestNum"] == "2"
+    assert found["runtime"] == "[ 1 days, 1 hours, 1 minutes, 1 seconds ]"
+    assert found["earliestMessageTimeStamp"] == str(began_ms)
+    pair.close()
+
+
+@on_node()
+async def test_rates_are_over_ten_seconds_a_minute_and_ten(world: World) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    for second in range(700):
+        if second >= 680:
+            await world.broker.send(batch(6))
+        world.clock.advance(1_000)
+        runtime.sample()
+    assert (await info(pair, runtime))["putTps"] == "6.0 2.0 0.2"
+    pair.close()
+
+
+@on_node()
+async def test_a_rate_without_a_second_is_nothing(world: World) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    await world.broker.send(batch(6))
+    assert (await info(pair, runtime))["putTps"] == "0.0 0.0 0.0"
+    world.clock.advance(limits.DAY_MS)
+    assert (await info(pair, runtime))["putTps"] == "0.0 0.0 0.0", "the loop was held up: no sample is fresh"
+    pair.close()
+
+
+@on_node()
+async def test_days_are_counted_from_their_mornings(world: World) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    await world.broker.send(batch(4))
+    for count in (1, 2):
+        world.clock.advance(limits.DAY_MS)
+        runtime.sample()
+        await world.broker.send(batch(count))
+        runtime.sample()
+    found = await info(pair, runtime)
+    mornings = ["msgPutTotalYesterdayMorning", "msgPutTotalTodayMorning", "msgPutTotalTodayNow"]
+    assert [found[name] for name in mornings] == ["5", "6", "8"]  # with the topic's row
+    pair.close()
+
+
+@on_node()
+async def test_every_level_has_its_offset_and_its_end(world: World) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    await world.broker.send(batch(2, delay_level=pa.array([3, 3], pa.int32())))
+    found = await info(pair, runtime)
+    levels = {name: value for name, value in found.items() if name.startswith("scheduleMessageOffset_")}
+    assert len(levels) == 18
+    assert levels["scheduleMessageOffset_3"] == "0,2"
+    assert levels["scheduleMessageOffset_18"] == "0,0"
+    await world.advance(11_000)
+    assert (await info(pair, runtime))["scheduleMessageOffset_3"] == "2,2"
+    answer = await pair.ask(runtime.handlers, RequestCode.GET_ALL_DELAY_OFFSET)
+    offsets: dict[str, Any] = msgspec.json.decode(answer.body)["offsetTable"]
+    assert (offsets["3"], offsets["1"], len(offsets)) == (2, 0, 18)
+    pair.close()
+
+
+@on_node(queues_per_topic=5)
+async def test_settings_can_be_read_and_not_written(world: World) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    answer = await pair.ask(runtime.handlers, RequestCode.GET_BROKER_CONFIG)
+    lines = dict(line.split("=", 1) for line in answer.body.decode().splitlines())
+    assert lines["defaultTopicQueueNums"] == lines["timeball.queues_per_topic"] == "5"
+    assert lines["autoCreateTopicEnable"] == "true"
+    assert lines["messageDelayLevel"].startswith("1s 5s 10s")
+    assert "version" in answer.ext
+    for field in dataclasses.fields(world.settings):
+        assert f"timeball.{field.name}" in lines
+    refused = await pair.ask(runtime.handlers, RequestCode.UPDATE_BROKER_CONFIG, b"a=b")
+    assert refused.code == ResponseCode.NO_PERMISSION
+    pair.close()
+
+
+@pytest.mark.parametrize("name", READ_BY_CLUSTER_LIST)
+@on_node()
+async def test_an_empty_broker_has_figures_too(world: World, name: str) -> None:
+    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+    assert name in await info(pair, runtime)
+    pair.close()
+
+
+VIEW = RequestCode.VIEW_BROKER_STATS_DATA
+BEAT = {
+    "clientID": "c1",
+    "consumerDataSet": [{"groupName": "g", "subscriptionDataSet": [{"topic": "orders"}]}],
+}
+
+
+def total(wire: Wire, name: str, key: str) -> int:
+    """The day's sum; 0 for what is not counted."""
+    answer = wire.ask(VIEW, statsName=name, statsKey=key)
+    if answer.code == ResponseCode.SYSTEM_ERROR:
+        assert answer.remark == f"The stats <{name}> <{key}> not exist"
+        return 0
+    found = json_body(answer)
+    assert found.keys() == {"statsMinute", "statsHour", "statsDay"}
+    assert found["statsMinute"] == found["statsHour"] | {"tps": found["statsMinute"]["tps"]}, "all is of now"
+    return int(found["statsDay"]["sum"])
+
+
+def pull(wire: Wire, offset: int = 0, queue_id: int = 0) -> Any:
+    return wire.ask(
+        RequestCode.PULL_MESSAGE, consumerGroup="g", topic="orders", queueId=queue_id, queueOffset=offset,
+        sysFlag=int(PullFlag.SUBSCRIPTION), subscription="*",
+    )  # fmt: skip
+
+
+def test_what_is_sent_and_pulled(wire: Wire) -> None:
+    assert total(wire, "TOPIC_PUT_NUMS", "orders") == total(wire, "GROUP_GET_NUMS", "orders@g") == 0
+    for _ in range(3):
+        assert sent(wire, b"x" * 1_000).code == 0
+    assert total(wire, "TOPIC_PUT_NUMS", "orders") == total(wire, "BROKER_PUT_NUMS", "DefaultCluster") == 3
+    assert 3_000 < total(wire, "TOPIC_PUT_SIZE", "orders") < 4_000
+    answer = pull(wire)
+    assert total(wire, "GROUP_GET_NUMS", "orders@g") == total(wire, "BROKER_GET_NUMS", "DefaultCluster") == 3
+    assert total(wire, "GROUP_GET_SIZE", "orders@g") == len(answer.body)
+    pull(wire, offset=3)
+    assert total(wire, "GROUP_GET_NUMS", "orders@g") == 3, "nothing was got"
+
+
+def test_what_waits_is_counted_where_it_waits_and_again_when_it_comes(wire: Wire) -> None:
+    sent(wire, properties={"TIMER_DELAY_MS": "50"})
+    assert total(wire, "TOPIC_PUT_NUMS", "rmq_sys_wheel_timer") == 1
+    sent(wire, properties={"DELAY": "18"})
+    assert total(wire, "TOPIC_PUT_NUMS", "SCHEDULE_TOPIC_XXXX") == 1
+    eventually(lambda: total(wire, "TOPIC_PUT_NUMS", "orders") == 1, "the timer's was released")
+    assert total(wire, "BROKER_PUT_NUMS", "DefaultCluster") == 3
+
+
+def test_what_is_popped_and_acknowledged(wire: Wire) -> None:
+    sent(wire)
+    popped = wire.ask_ok(
+        RequestCode.POP_MESSAGE, consumerGroup="g", topic="orders", queueId=-1, maxMsgNums=8, invisibleTime=60_000,
+        pollTime=0, bornTime=0, initMode=0,
+    )  # fmt: skip
+    assert total(wire, "GROUP_GET_NUMS", "orders@g") == 1
+    assert total(wire, "GROUP_ACK_NUMS", "orders@g") == 0
+    extra = f"0 {popped.ext['popTime']} 60000 {popped.ext['reviveQid']} 0 timeball 0 0"
+    ack = {"consumerGroup": "g", "topic": "orders", "queueId": 0, "extraInfo": extra, "offset": 0}
+    wire.ask_ok(RequestCode.ACK_MESSAGE, **ack)
+    wire.ask_ok(RequestCode.ACK_MESSAGE, **ack)  # again: OK, and not counted
+    assert total(wire, "GROUP_ACK_NUMS", "orders@g") == 1
+
+
+def test_what_is_handed_back(wire: Wire) -> None:
+    wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
+    number = int(sent(wire).ext["msgId"][-16:], 16)
+    wire.ask_ok(RequestCode.CONSUMER_SEND_MSG_BACK, offset=number, group="g", delayLevel=3)
+    assert total(wire, "SNDBCK_PUT_NUMS", "orders@g") == 1
+
+
+def test_flight_s_messages_count_too(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    node.run(node.broker.read_queue("orders", 0, 0, 8))
+    assert total(wire, "BROKER_GET_NUMS", "DefaultCluster") == 1
+
+
+def test_other_tools_see_the_same_rates(wire: Wire) -> None:
+    sent(wire)
+    pull(wire)
+    # Their tables have objects as keys, which is no JSON.
+    topic = wire.ask_ok(RequestCode.GET_TOPIC_STATS_INFO, topic="orders").body
+    group = wire.ask_ok(RequestCode.GET_CONSUME_STATS, consumerGroup="g", topic="orders").body
+    for name, body in ((b"topicPutTps", topic), (b"consumeTps", group)):
+        found = re.search(rb'"%s":([0-9.]+)' % name, body)
+        assert found is not None and float(found[1]) > 0, body
+    table = json_body(wire.ask_ok(RequestCode.GET_BROKER_RUNTIME_INFO))["table"]
+    assert table["msgGetTotalTodayNow"] == "1"
+
+
+@pytest.mark.parametrize("name", ["TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", "NO_SUCH_STATS", ""])
+def test_what_is_not_counted_is_not_there(wire: Wire, name: str) -> None:
+    sent(wire)
+    assert total(wire, name, "nobody") == 0

@@ -1,0 +1,222 @@
+"""Topics as the stock tool creates, changes, lists and deletes them; ordered ones in the name server's words too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.broker.registry.state_rows import rows_of
+from tests.crash.world import World
+from tests.edges.remoting.pairs import Pair, context_of
+from tests.edges.remoting.wire import Wire, json_body
+from tests.node_fixture import RunningNode
+
+from timeball.broker.registry.topic import TopicConfig
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.handlers.admin.topics import ORDER_NAMESPACE, TopicAdmin
+from timeball.model import limits
+from timeball.model.reserved_topics import SCHEDULE_TOPIC
+
+UPDATE, DELETE = RequestCode.UPDATE_AND_CREATE_TOPIC, RequestCode.DELETE_TOPIC_IN_BROKER
+ROUTE, ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG
+
+
+def created(topic: str = "orders", **changes: Any) -> dict[str, Any]:
+    """The header of `updateTopic`, as 5.3 sends it."""
+    return {
+        "topic": topic, "defaultTopic": "TBW102", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
+        "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False, "attributes": "", "force": False,
+        **changes,
+    }  # fmt: skip
+
+
+def test_a_topic_is_as_it_was_configured(wire: Wire) -> None:
+    wire.ask_ok(UPDATE, **created(order=True, attributes="+message.type=DELAY", topicSysFlag=1))
+    assert json_body(wire.ask_ok(ONE, topic="orders")) == {
+        "topicName": "orders", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
+        "topicFilterType": "SINGLE_TAG", "topicSysFlag": 1, "order": True,
+        "attributes": {"message.type": "DELAY"},
+    }  # fmt: skip
+    (queues,) = json_body(wire.ask_ok(ROUTE, topic="orders"))["queueDatas"]
+    assert (queues["readQueueNums"], queues["writeQueueNums"], queues["perm"]) == (4, 3, 6)
+    listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_CONFIG))
+    assert listed["topicConfigTable"]["orders"]["attributes"] == {"message.type": "DELAY"}
+    assert listed["dataVersion"]["counter"] >= 1
+
+
+def test_a_change_leaves_attributes_it_does_not_name(wire: Wire) -> None:
+    wire.ask_ok(UPDATE, **created(attributes="+message.type=DELAY"))
+    wire.ask_ok(UPDATE, **created(perm=4, readQueueNums=8))
+    found = json_body(wire.ask_ok(ONE, topic="orders"))
+    assert (found["perm"], found["readQueueNums"]) == (4, 8)
+    assert found["attributes"] == {"message.type": "DELAY"}
+    wire.ask_ok(UPDATE, **created(attributes="-message.type"))
+    assert json_body(wire.ask_ok(ONE, topic="orders"))["attributes"] == {}
+
+
+def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(UPDATE, **created(perm=4))
+    kept = rows_of(node.node.broker, "topic/")
+    assert kept["orders"]["config"]["perm"] == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"topic": SCHEDULE_TOPIC},
+        {"topic": "rmq_sys_x"},
+        {"topic": "TBW102"},
+        {"topic": "a/b"},
+        {"topic": "x" * 128},
+        {"readQueueNums": 0, "writeQueueNums": 0},
+        {"readQueueNums": 1_025},
+        {"readQueueNums": "many"},
+        {"writeQueueNums": None},
+        {"perm": 9},
+        {"topicFilterType": "NO_TAG"},
+        {"attributes": "+nothing=1"},
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_made(wire: Wire, wrong: dict[str, Any]) -> None:
+    answer = wire.ask(UPDATE, **created(**wrong))
+    assert answer.code == ResponseCode.INVALID_PARAMETER
+    assert answer.remark
+    assert json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_CONFIG))["topicConfigTable"] == {}
+
+
+def test_an_unknown_topic_has_no_configuration(wire: Wire) -> None:
+    assert wire.ask(ONE, topic="orders").code == ResponseCode.TOPIC_NOT_EXIST
+
+
+@on_node()
+async def test_a_deleted_topic_is_gone_with_its_messages_and_its_readers_offsets(world: World) -> None:
+    pair, admin = await Pair.made(), TopicAdmin(context_of(world.broker)).handlers
+    await world.broker.send(batch(3, queue_id=pa.array([0, 0, 0], pa.int32())))
+    await world.broker.commit_offsets("g", "orders", {0: 2})
+    assert (await pair.ask(admin, DELETE, topic="orders")).code == 0
+    assert world.broker.topics() == {}
+    assert world.broker.offsets("g", "orders") == {}
+    await world.restart()
+    assert world.broker.topics() == {}
+    await world.broker.send(batch(1, queue_id=pa.array([0], pa.int32())))
+    assert world.broker.queues("orders")[0] == (3, 4), "offsets go on: nobody mistakes new for old"
+    pair.close()
+
+
+@on_node()
+async def test_a_promise_outlives_its_topic(world: World) -> None:
+    pair, admin = await Pair.made(), TopicAdmin(context_of(world.broker)).handlers
+    await world.broker.send(batch(1, delay_ms=[5_000]))
+    assert (await pair.ask(admin, DELETE, topic="orders")).code == 0
+    await world.advance(6_000)
+    assert sum(high - low for low, high in world.broker.queues("orders").values()) == 1
+    pair.close()
+
+
+def test_the_longest_retry_topic_can_be_managed_as_any_other(node: RunningNode, wire: Wire) -> None:
+    name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    node.run(node.broker.create_topic(name, 1))
+    assert json_body(wire.ask_ok(ONE, topic=name))["topicName"] == name
+    wire.ask_ok(DELETE, topic=name)
+    assert name not in node.broker.topics()
+    assert wire.ask(DELETE, topic=name + "x").code == ResponseCode.INVALID_PARAMETER
+
+
+def test_deleting_nothing_is_fine_and_deleting_ours_is_not(wire: Wire) -> None:
+    wire.ask_ok(DELETE, topic="nothing")
+    wire.ask_ok(RequestCode.DELETE_TOPIC_IN_NAMESRV, topic="nothing")
+    assert wire.ask(DELETE, topic=SCHEDULE_TOPIC).code == ResponseCode.INVALID_PARAMETER
+
+
+def test_system_topics_are_listed_with_the_names_that_are_no_topics(wire: Wire) -> None:
+    for code in (
+        RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS, RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER,
+    ):  # fmt: skip
+        listed = json_body(wire.ask_ok(code))["topicList"]
+        assert {SCHEDULE_TOPIC, "TBW102", "DefaultCluster", "timeball"} <= set(listed)
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------
+
+UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_TOPIC_LIST
+
+
+def test_many_topics_at_once(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(UPDATE, **created("b", attributes="+queue.type=SimpleCQ"))
+    wanted = [
+        {"topicName": "a", "readQueueNums": 2, "writeQueueNums": 1, "perm": 4, "order": True},
+        {
+            "topicName": "b",
+            "attributes": {"+message.type": "DELAY", "-queue.type": ""},
+            "topicFilterType": "SINGLE_TAG",
+        },
+        {"topicName": "c", "attributes": {"message.type": "FIFO"}, "readQueueNums": 3},
+    ]
+    wire.ask_ok(UPDATE_LIST, {"topicConfigList": wanted})
+    a, b, c = (json_body(wire.ask_ok(ONE, topic=name)) for name in "abc")
+    assert (a["readQueueNums"], a["writeQueueNums"], a["perm"], a["order"]) == (2, 1, 4, True)
+    assert (b["attributes"], b["readQueueNums"]) == ({"message.type": "DELAY"}, 16)
+    assert (c["attributes"], c["readQueueNums"], c["writeQueueNums"]) == ({"message.type": "FIFO"}, 3, 16)
+    kept = rows_of(node.node.broker, "topic/")
+    assert kept.keys() >= {"a", "b", "c"}, "saved before the answer"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"topicName": "a b"}, {"topicName": "TBW102"}, {"topicName": "x", "perm": 9}, {"readQueueNums": 1},
+        {"topicName": "x", "readQueueNums": 9_999}, {"topicName": "x", "attributes": {"unknown": "1"}},
+    ],
+)  # fmt: skip
+def test_none_of_many_is_made_when_one_is_wrong(wire: Wire, wrong: dict[str, Any]) -> None:
+    wanted = [{"topicName": "good"}, wrong]
+    assert wire.ask(UPDATE_LIST, {"topicConfigList": wanted}).code == ResponseCode.INVALID_PARAMETER
+    assert wire.ask(ONE, topic="good").code == ResponseCode.TOPIC_NOT_EXIST
+
+
+@pytest.mark.parametrize("code", [RequestCode.CLEAN_UNUSED_TOPIC, RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE])
+def test_there_is_nothing_to_clean(wire: Wire, code: int) -> None:
+    wire.ask_ok(UPDATE, **created())
+    wire.ask_ok(code)
+    wire.ask_ok(ONE, topic="orders")
+
+
+PUT, GET, DELETE_VALUE = RequestCode.PUT_KV_CONFIG, RequestCode.GET_KV_CONFIG, RequestCode.DELETE_KV_CONFIG
+LIST = RequestCode.GET_KVLIST_BY_NAMESPACE
+ORDERS = {"namespace": ORDER_NAMESPACE, "key": "orders"}
+
+
+def test_a_topic_becomes_an_ordered_one_and_a_plain_one_again(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(
+        RequestCode.UPDATE_AND_CREATE_TOPIC, topic="orders", readQueueNums=4, writeQueueNums=3, topicSysFlag=2
+    )
+    route = json_body(wire.ask_ok(ROUTE, topic="orders"))
+    assert "orderTopicConf" not in route
+    assert route["queueDatas"][0]["topicSysFlag"] == 2
+    wire.ask_ok(PUT, **ORDERS, value="timeball:3")
+    assert node.node.broker.parts.topics.get("orders").config == TopicConfig(4, 3, order=True, sys_flag=2)
+    assert json_body(wire.ask_ok(ROUTE, topic="orders"))["orderTopicConf"] == "timeball:3"
+    assert wire.ask_ok(GET, **ORDERS).ext == {"value": "timeball:3"}
+    assert json_body(wire.ask_ok(LIST, namespace=ORDER_NAMESPACE)) == {"table": {"orders": "timeball:3"}}
+    wire.ask_ok(DELETE_VALUE, **ORDERS)
+    assert wire.ask(GET, **ORDERS).code == ResponseCode.QUERY_NOT_FOUND
+    assert not node.node.broker.parts.topics.get("orders").config.order
+
+
+def test_what_is_not_there_is_not_found_and_need_not_be_deleted(wire: Wire) -> None:
+    answer = wire.ask(GET, **ORDERS)
+    assert (answer.code, answer.remark) == (
+        ResponseCode.QUERY_NOT_FOUND, "No config item, Namespace: ORDER_TOPIC_CONFIG Key: orders",
+    )  # fmt: skip
+    for namespace in (ORDER_NAMESPACE, "MINE"):
+        assert wire.ask(LIST, namespace=namespace).code == ResponseCode.QUERY_NOT_FOUND
+    wire.ask_ok(DELETE_VALUE, **ORDERS)
+    wire.ask_ok(PUT, **ORDERS, value="timeball:3")
+    assert wire.ask(GET, **ORDERS).code == ResponseCode.QUERY_NOT_FOUND, "no topic, no order"
+
+
+@pytest.mark.parametrize("code", [PUT, DELETE_VALUE])
+def test_other_namespaces_are_not_kept(wire: Wire, code: int) -> None:
+    assert wire.ask(code, namespace="MINE", key="a", value="b").code == ResponseCode.NO_PERMISSION

@@ -1,0 +1,136 @@
+"""Offsets: stored, begun, searched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+
+QUERY, UPDATE = RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.UPDATE_CONSUMER_OFFSET
+PULL = {"maxMsgNums": 1, "sysFlag": 4, "commitOffset": 0, "subscription": "*", "subVersion": 0}
+
+
+def queue(topic: str = "orders", queue_id: int = 0, **more: object) -> dict[str, object]:
+    return {"topic": topic, "queueId": queue_id, "consumerGroup": "group", **more}
+
+
+def test_what_was_stored_comes_back_after_a_restart(tmp_path: Path) -> None:
+    with running_node(tmp_path) as node, Wire.to(node) as wire:
+        sent(wire)
+        beat(wire, "orders")
+        wire.ask_ok(UPDATE, **queue(commitOffset=1))
+    with running_node(tmp_path) as node, Wire.to(node) as wire:
+        assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "1"
+
+
+def test_one_way_is_stored_too(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    beat(wire, "orders")
+    wire.send(UPDATE, one_way=True, **queue(commitOffset=1))
+    assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "1"
+    assert not wire._answers
+
+
+def beat(wire: Wire, *topics: str) -> None:
+    subscribed = [{"topic": topic, "subString": "*", "subVersion": 1} for topic in topics]
+    group = {"groupName": "group", "subscriptionDataSet": subscribed}
+    wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [group]})
+
+
+def found(wire: Wire, **more: object) -> str | None:
+    """The offset that a query is answered with, None for QUERY_NOT_FOUND."""
+    answer = wire.ask(QUERY, **queue(**more))
+    assert answer.code in (0, ResponseCode.QUERY_NOT_FOUND)
+    return answer.ext["offset"] if answer.code == 0 else None
+
+
+def test_a_new_group_begins_where_its_client_says(node: RunningNode, wire: Wire) -> None:
+    """Its ConsumeFromWhere counts only when it is told that there is no offset."""
+    sent(wire)
+    assert found(wire) is None
+    beat(wire, "orders")
+    assert found(wire) is None
+    assert found(wire, setZeroIfNotFound=False) is None
+    assert found(wire, setZeroIfNotFound=True) == "0"
+
+
+def test_a_group_misses_nothing_that_is_sent_after_it_has_subscribed(node: RunningNode, wire: Wire) -> None:
+    sent(wire, e=0)
+    beat(wire, "orders", "later")
+    sent(wire, e=1)
+    sent(wire, topic="later", e=0)
+    assert found(wire, queue_id=0) is None
+    assert found(wire, queue_id=1) == "0"
+    assert found(wire, topic="later") == "0"
+    beat(wire, "orders", "later")  # as clients do all the time
+    assert found(wire, queue_id=1) == "0"
+    assert found(wire, queue_id=1, setZeroIfNotFound=False) is None
+    beat(wire, "later")
+    beat(wire, "later", "orders")
+    assert found(wire, queue_id=1) is None, "it has given the topic up in between"
+
+
+def test_a_group_begins_with_the_first_of_its_retries(node: RunningNode, wire: Wire) -> None:
+    beat(wire, "orders")
+    assert sent(wire, topic="%RETRY%group", e=0, j=1).code == 0
+    eventually(lambda: node.broker.queues("%RETRY%group")[0][1], "the retry is there")
+    assert found(wire, topic="%RETRY%group") == "0"
+
+
+def test_what_retention_has_let_go_is_no_beginning(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    assert found(wire, setZeroIfNotFound=True) == "0"
+    index = node.broker.parts.topics.get("orders").queues[0].index
+
+    async def remove() -> None:
+        index.min_offset = 1
+
+    node.run(remove())
+    assert found(wire, setZeroIfNotFound=True) is None
+
+
+@pytest.mark.parametrize("offset", [2, -1, 1 << 40])
+def test_an_offset_beyond_the_queue_is_refused(wire: Wire, offset: int) -> None:
+    sent(wire)
+    beat(wire, "orders")
+    assert wire.ask(UPDATE, **queue(commitOffset=offset)).code == ResponseCode.INVALID_PARAMETER
+
+
+def test_an_offset_of_an_unknown_group_is_refused(node: RunningNode, wire: Wire) -> None:
+    """A commit makes no group, as in RocketMQ; a pull does, so a client needs no heartbeat before it commits."""
+    sent(wire)
+    for topic in ("orders", "nobody"):
+        answer = wire.ask(UPDATE, **queue(topic, commitOffset=1))
+        assert answer.code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+        assert answer.remark and "'group'" in answer.remark and "updateSubGroup" in answer.remark
+    assert not node.broker.is_group("group")
+    assert wire.ask(RequestCode.PULL_MESSAGE, **queue(queueOffset=0, **PULL)).code == 0
+    wire.ask_ok(UPDATE, **queue(commitOffset=1))
+    wire.ask_ok(RequestCode.DELETE_SUBSCRIPTIONGROUP, groupName="group", cleanOffset=True)
+    assert wire.ask(UPDATE, **queue(commitOffset=1)).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+
+
+def test_begin_end_and_time(wire: Wire) -> None:
+    receipts = [sent(wire) for _ in range(3)]
+    assert all(receipt.code == 0 for receipt in receipts)
+    assert wire.ask_ok(RequestCode.GET_MAX_OFFSET, **queue()).ext["offset"] == "3"
+    assert wire.ask_ok(RequestCode.GET_MIN_OFFSET, **queue()).ext["offset"] == "0"
+    stored_ms = int(wire.ask_ok(RequestCode.GET_EARLIEST_MSG_STORETIME, **queue()).ext["timestamp"])
+    search = RequestCode.SEARCH_OFFSET_BY_TIMESTAMP
+    assert wire.ask_ok(search, **queue(timestamp=stored_ms)).ext["offset"] == "0"
+    assert wire.ask_ok(search, **queue(timestamp=stored_ms + 60_000)).ext["offset"] == "3"
+    assert wire.ask_ok(search, **queue(timestamp=0, boundaryType="UPPER")).ext["offset"] == "0"
+
+
+@pytest.mark.parametrize("code", [UPDATE, RequestCode.GET_MAX_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP])
+def test_an_unknown_topic_or_queue(wire: Wire, code: int) -> None:
+    sent(wire)
+    beat(wire, "orders")
+    more = {"commitOffset": 0, "timestamp": 0}
+    assert wire.ask(code, **queue("nobody", **more)).code == ResponseCode.TOPIC_NOT_EXIST
+    assert wire.ask(code, **queue(queue_id=99, **more)).code == ResponseCode.INVALID_PARAMETER

@@ -1,0 +1,331 @@
+"""POP over the wire: what RocketMQ's client needs to make check points, and what becomes of them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.edges.remoting.pairs import Pair, context_of
+
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.edges.remoting.calls import RemotingContext
+from timeball.edges.remoting.codec import check_points
+from timeball.edges.remoting.codec.check_points import CheckPoint
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command
+from timeball.edges.remoting.connection import Member
+from timeball.edges.remoting.handlers.pops import Pops
+from timeball.edges.remoting.handlers.rebalance import Assignments
+from timeball.edges.shared.sessions import Membership
+
+GROUP, TOPIC = "g", "orders"
+MINUTE_MS = 60_000
+
+
+class Room:
+    """The room, a client's connection to it, and what the Java client does with its answers."""
+
+    def __init__(self, world: World, pair: Pair) -> None:
+        self.world, self.pair = world, pair
+        self.context: RemotingContext = context_of(world.broker)
+        self.handlers = Pops(self.context).handlers | Assignments(self.context).handlers
+
+    async def send(self, count: int = 1, **columns: object) -> None:
+        await self.world.broker.create_topic(TOPIC, 2)
+        await self.world.broker.send(batch(count, **columns))
+
+    async def pop(self, topic: str = TOPIC, **ext: object) -> Command:
+        fields = {
+            "consumerGroup": GROUP, "topic": topic, "queueId": -1, "maxMsgNums": 32, "pollTime": 0,
+            "invisibleTime": MINUTE_MS, "bornTime": 0, "initMode": 0,
+        }  # fmt: skip
+        return await self.pair.ask(self.handlers, RequestCode.POP_MESSAGE, **{**fields, **ext})
+
+    async def ack(self, point: CheckPoint, code: int = RequestCode.ACK_MESSAGE, **ext: object) -> Command:
+        fields = {
+            "consumerGroup": GROUP, "topic": check_points.real_topic(TOPIC, GROUP, point.retry),
+            "queueId": point.queue_id, "offset": point.offset, "extraInfo": point.encode(),
+        }  # fmt: skip
+        return await self.pair.ask(self.handlers, code, **{**fields, **ext})
+
+    async def come_back(self, ms: int = MINUTE_MS) -> None:
+        self.world.clock.advance(ms)
+        self.world.broker.consuming.wake()
+        leases = self.world.broker.consuming.leases
+        await self.world.until(
+            lambda: (
+                not any(
+                    h.deadline_ms <= self.world.clock.wall for w in leases.all() for h in w.in_flight.values()
+                )
+            ),
+            "it has come back",
+        )
+
+    async def json(self, code: int, **body: object) -> Command:
+        return await self.pair.ask(self.handlers, code, msgspec.json.encode(body))
+
+
+@asynccontextmanager
+async def room_of(world: World) -> AsyncIterator[Room]:
+    pair = await Pair.made()
+    try:
+        yield Room(world, pair)
+    finally:
+        pair.close()
+
+
+def points_of(answer: Command) -> list[CheckPoint]:
+    """What the client makes of an answer's header, queue by queue."""
+    ext = answer.ext
+    firsts = dict(part.rsplit(" ", 1) for part in ext["startOffsetInfo"].split(";"))
+    return [
+        CheckPoint(
+            int(firsts[queue]), int(ext["popTime"]), int(ext["invisibleTime"]), int(ext["reviveQid"]),
+            queue.split()[0], "timeball", int(queue.split()[1]), int(offset),
+        )
+        for queue, offsets in (part.rsplit(" ", 1) for part in ext["msgOffsetInfo"].split(";"))
+        for offset in offsets.split(",")
+    ]  # fmt: skip
+
+
+@on_node()
+async def test_what_is_popped_is_acked_by_what_the_header_says(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send(5)
+        answer = await room.pop()
+        assert answer.code == ResponseCode.SUCCESS and answer.body.count(b"body") == 5
+        assert answer.ext["restNum"] == "0" and answer.ext["reviveQid"] == "0"
+        assert "orderCountInfo" not in answer.ext
+        assert b"POP_CK" not in answer.body  # the client makes them, as with RocketMQ's broker
+        points = points_of(answer)
+        assert len(points) == 5
+        for point in points:
+            assert (await room.ack(point)).code == ResponseCode.SUCCESS
+        assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 5
+        # The first answer may have been lost.
+        assert (await room.ack(points[0])).code == ResponseCode.SUCCESS
+        assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 5
+        other = msgspec.structs.replace(points[0], pop_ms=points[0].pop_ms - 1)
+        again = await room.ack(other)
+        assert again.code == ResponseCode.NO_MESSAGE and "not in hand" in (again.remark or "")
+
+
+@on_node()
+async def test_a_retry_shows_under_the_topic_asked_for_with_its_check_point(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send(properties=["POP_CK\x01forged\x02own\x01x\x02"])
+        first = await room.pop()
+        assert b"POP_CK" not in first.body and b"own" in first.body
+        await room.come_back()
+        again = await room.pop()
+        point = CheckPoint(0, int(again.ext["popTime"]), MINUTE_MS, 0, "1", "timeball", 0, 0)
+        assert f"POP_CK\x01{point.encode()}\x02".encode() in again.body
+        assert b"%RETRY%" not in again.body.replace(b"RETRY_TOPIC", b"")
+        assert points_of(again) == [point]
+        assert (await room.ack(points_of(first)[0])).code == ResponseCode.NO_MESSAGE
+        assert (await room.ack(point)).code == ResponseCode.SUCCESS
+
+
+@on_node()
+async def test_more_time_answers_what_the_new_check_point_is_made_of(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        (point,) = points_of(await room.pop())
+        answer = await room.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=10_000)
+        assert answer.code == ResponseCode.SUCCESS
+        new = CheckPoint(
+            point.offset, int(answer.ext["popTime"]), int(answer.ext["invisibleTime"]),
+            int(answer.ext["reviveQid"]), "0", "timeball", point.queue_id, point.offset,
+        )  # fmt: skip
+        assert new.invisible_ms == 10_000
+        assert (await room.ack(point)).code == ResponseCode.NO_MESSAGE
+        stale = await room.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=10_000)
+        assert stale.code == ResponseCode.NO_MESSAGE
+        assert (await room.ack(new)).code == ResponseCode.SUCCESS
+
+
+@on_node()
+async def test_a_batch_is_acked_by_bits(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send(6)
+        points = points_of(await room.pop())
+        entries = [
+            {"c": GROUP, "t": TOPIC, "r": "0", "so": p.first_offset, "q": p.queue_id, "rq": 0, "pt": p.pop_ms,
+             "it": p.invisible_ms, "b": base64.b64encode(bytes([0b111])).decode()}
+            for p in points if p.offset == p.first_offset
+        ]  # fmt: skip
+        body = {"brokerName": "timeball", "acks": entries}
+        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
+        assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 6
+        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
+        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=[])).code == ResponseCode.NO_MESSAGE
+
+
+@on_node()
+async def test_a_batch_acks_no_more_than_one_entry_may(world: World) -> None:
+    """A body of 4 MiB could name 25 million: the loop would be away for half a minute."""
+    all_bits = base64.b64encode(b"\xff" * (check_points.BITS_MAX // 8)).decode()
+    entry = {"c": GROUP, "t": TOPIC, "so": 0, "q": 0, "pt": 0, "r": "0"}
+    async with room_of(world) as room:
+        most = await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=[{**entry, "b": all_bits}])
+        assert most.code == ResponseCode.NO_MESSAGE
+        more = [{**entry, "b": all_bits}, {**entry, "b": "AQ=="}]
+        answer = await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=more)
+        assert (answer.code, str(check_points.BITS_MAX) in str(answer.remark)) == (
+            ResponseCode.INVALID_PARAMETER, True,
+        )  # fmt: skip
+
+
+@on_node()
+async def test_in_order_counts_are_told_and_the_pop_time_stays(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        first = await room.pop(order="true")
+        (point,) = points_of(first)
+        assert first.ext["reviveQid"] == "999" == str(point.revive_queue_id)
+        assert first.ext["orderCountInfo"] == f"0 {point.queue_id} 0"
+        assert (await room.pop(order="true")).code == ResponseCode.PULL_NOT_FOUND
+        world.clock.advance(1_000)
+        answer = await room.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=5_000)
+        assert answer.ext == {"popTime": str(point.pop_ms), "invisibleTime": "6000", "reviveQid": "999"}
+        await room.come_back(5_000)
+        again = await room.pop(order="true")
+        assert again.ext["orderCountInfo"] == f"0 qo{point.queue_id}%0 1;0 {point.queue_id} 1"
+
+
+@on_node()
+async def test_a_pop_that_finds_nothing_waits_and_says_how_it_ended(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        await room.pop()
+        nothing = await room.pop()
+        assert nothing.code == ResponseCode.PULL_NOT_FOUND
+        assert {"popTime", "invisibleTime", "reviveQid", "restNum"} <= nothing.ext.keys()
+        assert (await room.pop(pollTime=1)).code == ResponseCode.POLLING_TIMEOUT
+
+
+@on_node()
+async def test_too_many_that_wait_are_told_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.model.limits.PULLS_WAITING_MAX", 0)
+    async with room_of(world) as room:
+        await room.send()
+        await room.pop()
+        assert (await room.pop(pollTime=1_000)).code == ResponseCode.POLLING_FULL
+        answer = await room.pair.ask(
+            room.handlers, RequestCode.NOTIFICATION, consumerGroup=GROUP, topic=TOPIC, queueId=-1, pollTime=99
+        )
+        assert answer.ext == {"hasMsg": "false", "pollingFull": "true"}
+
+
+@on_node()
+async def test_a_notification_takes_nothing(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        ext = {"consumerGroup": GROUP, "topic": TOPIC, "queueId": -1, "pollTime": 0, "bornTime": 0}
+        answer = await room.pair.ask(room.handlers, RequestCode.NOTIFICATION, **ext)
+        assert answer.ext == {"hasMsg": "true", "pollingFull": "false"}
+        assert (await room.pop()).code == ResponseCode.SUCCESS
+        answer = await room.pair.ask(room.handlers, RequestCode.NOTIFICATION, **ext)
+        assert answer.ext["hasMsg"] == "false"
+
+
+@on_node()
+async def test_filters_are_those_of_the_request(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send(3, tag=["a", "b", None], body=[b"first", b"second", b"third"])
+        answer = await room.pop(exp="b || c", expType="TAG")
+        assert b"second" in answer.body and b"first" not in answer.body and b"third" not in answer.body
+        wrong = await room.pop(exp="a >", expType="SQL92")
+        assert wrong.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
+
+
+@on_node()
+async def test_what_cannot_be_is_refused_with_rocketmqs_codes(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        world.broker.parts.groups.update(SubscriptionGroup("off", consume_enable=False))
+        for code, ext in [
+            (ResponseCode.INVALID_PARAMETER, {"maxMsgNums": 33}),
+            (ResponseCode.INVALID_PARAMETER, {"maxMsgNums": 0}),
+            (ResponseCode.INVALID_PARAMETER, {"invisibleTime": 0}),
+            (ResponseCode.INVALID_PARAMETER, {"queueId": 2}),
+            (ResponseCode.INVALID_PARAMETER, {"queueId": "x"}),
+            (ResponseCode.TOPIC_NOT_EXIST, {"topic": "none"}),
+            (ResponseCode.NO_PERMISSION, {"consumerGroup": "off"}),
+        ]:
+            assert (await room.pop(**ext)).code == code, ext
+        (point,) = points_of(await room.pop())
+        for code, ext in [
+            (ResponseCode.TOPIC_NOT_EXIST, {"topic": "none"}),
+            (ResponseCode.MESSAGE_ILLEGAL, {"queueId": 2}),
+            (ResponseCode.MESSAGE_ILLEGAL, {"extraInfo": "nonsense"}),
+            (ResponseCode.NO_MESSAGE, {"offset": 77}),
+        ]:
+            assert (await room.ack(point, **ext)).code == code, ext
+
+
+@on_node()
+async def test_what_is_popped_for_a_client_that_has_gone_is_given_back(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        await room.pair.hang_up()
+        await room.pair.ask(
+            room.handlers, RequestCode.NOTIFICATION, consumerGroup=GROUP, topic=TOPIC, queueId=-1
+        )
+        with pytest.raises(AssertionError):  # no answer is due to nobody
+            await room.pop()
+        assert (await world.broker.consuming.receive(ReceiveRequest(GROUP, TOPIC), 0)).rows.num_rows == 1
+
+
+# ---- who consumes what ----------------------------------------------------------------------------------------
+
+
+def assigned(answer: Command) -> list[tuple[int, str]] | None:
+    found = msgspec.json.decode(answer.body)["messageQueueAssignments"]
+    if found is None:
+        return None
+    assert all(one["messageQueue"] | {"queueId": 0} == {"topic": TOPIC, "brokerName": "timeball", "queueId": 0}
+               for one in found)  # fmt: skip
+    return [(one["messageQueue"]["queueId"], one["mode"]) for one in found]
+
+
+@on_node()
+async def test_a_group_pulls_until_an_administrator_says_pop(world: World) -> None:
+    async with room_of(world) as room:
+        await room.send()
+        beat, member = room.context.sessions.beat, Member(room.pair.connection, "c1")
+        asked = {
+            "topic": TOPIC, "consumerGroup": GROUP, "clientId": "c1", "strategyName": "AVG",
+            "messageModel": "CLUSTERING",
+        }  # fmt: skip
+        # Nobody has beaten: the client is to keep what it has.
+        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) is None
+        beat(member, "c1", (), [Membership(GROUP)], 0)
+        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(0, "PULL"), (1, "PULL")]
+        mode = {"topic": TOPIC, "consumerGroup": GROUP, "mode": "POP", "popShareQueueNum": 0}
+        assert (await room.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)).code == ResponseCode.SUCCESS
+        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(-1, "POP")]
+        mode["popShareQueueNum"] = 3
+        await room.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)
+        # It shares with all other members, for there is none.
+        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(-1, "POP")]
+        asked["topic"] = "none"
+        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) is None
+
+
+@on_node()
+async def test_a_retry_topic_is_never_popped_by_order(world: World) -> None:
+    async with room_of(world) as room:
+        mode = {"topic": "%RETRY%g", "consumerGroup": GROUP, "mode": "POP"}
+        answer = await room.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)
+        assert answer.code == ResponseCode.NO_PERMISSION
+        answer = await room.json(
+            RequestCode.SET_MESSAGE_REQUEST_MODE, **(mode | {"topic": TOPIC, "mode": "X"})
+        )
+        assert answer.code == ResponseCode.INVALID_PARAMETER

@@ -1,0 +1,427 @@
+"""Pulls over a real socket: found, filtered, waited for, moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.stored_message import StoredMessage, decode_stored
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+from tests.edges.remoting.codec.test_plain_pulls import GOLDEN
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.edges.remoting.pairs import Pair, context_of
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball
+from timeball.edges.remoting.calls import Call
+from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import (
+    BINARY,
+    FRAME_BYTES_MAX,
+    JSON,
+    Command,
+    cut,
+    decode,
+    encode,
+)
+from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON
+from timeball.edges.remoting.handlers import pulls as module
+from timeball.edges.remoting.handlers.pulls import Pulls
+from timeball.edges.remoting.stored_frames import StoredFrames
+from timeball.model.access import Caller
+
+PULL, LITE = RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE
+
+
+def pull(wire: Wire, offset: int = 0, *, code: int = PULL, topic: str = "orders", **more: object) -> int:
+    fields = {
+        "consumerGroup": "group", "topic": topic, "queueId": 0, "queueOffset": offset, "maxMsgNums": 32,
+        "sysFlag": PullFlag.SUBSCRIPTION, "commitOffset": 0, "suspendTimeoutMillis": 0, "subscription": "*",
+        "subVersion": 0, **more,
+    }  # fmt: skip
+    return wire.send(code, **fields)
+
+
+def pulled(wire: Wire, offset: int = 0, **more: object) -> Command:
+    return wire.answer_to(pull(wire, offset, **more))
+
+
+def messages(answer: Command) -> list[StoredMessage]:
+    assert answer.code == ResponseCode.SUCCESS, (answer.code, answer.remark)
+    return decode_stored(answer.body)
+
+
+def bodies(answer: Command) -> list[bytes]:
+    return [message.body for message in messages(answer)]
+
+
+def recorded(name: str) -> Iterator[tuple[bytes, Command]]:
+    data, at = (GOLDEN / name).read_bytes(), 0
+    for frame in cut(data, FRAME_BYTES_MAX)[0]:
+        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+        yield data[at:end], decode(frame)
+        at = end
+
+
+def subscribes(command: Command) -> bool:
+    return command.code in (PULL, LITE) and bool(int(command.ext["sysFlag"]) & PullFlag.SUBSCRIPTION)
+
+
+def ways(node: RunningNode) -> tuple[int, int]:
+    """How many pulls went each way since the start: plain, other."""
+    with Timeball(node.endpoint) as ball:
+        pulls = ball.status()["pulls"]
+    return pulls["plain"], pulls["other"]
+
+
+def went(node: RunningNode, before: tuple[int, int], plain: int, other: int) -> bool:
+    """Whether so many more went each way; Python's codec has no plain way."""
+    assert node.node.edges is not None
+    if node.node.edges.remoting.codec is PYTHON:
+        plain, other = 0, plain + other
+    return ways(node) == (before[0] + plain, before[1] + other)
+
+
+@pytest.mark.parametrize("name", ["java-4.9.8.bin", "java-5.3.3.bin"])
+def test_plain_pulls_of_stock_consumers_are_answered_in_c(node: RunningNode, name: str) -> None:
+    """Recorded frames, byte for byte; those that say what they subscribe to, since no heartbeat came before them."""
+    pulls = [(raw, command.opaque) for raw, command in recorded(name) if subscribes(command)]
+    assert len(pulls) >= 2
+    node.run(node.broker.create_topic("recorded-topic", 2))
+    with Wire.to(node) as wire:
+        for queue in (0, 1):
+            sent(wire, b"there", topic="recorded-topic", e=queue)
+        before = ways(node)
+        for raw, opaque in pulls:
+            wire.send_bytes(raw)
+            assert bodies(wire.answer_to(opaque)) == [b"there"]
+    assert went(node, before, len(pulls), 0)
+
+
+def test_pulls_that_wait_are_filtered_or_refused_go_the_other_way(node: RunningNode) -> None:
+    with Wire.to(node) as wire:
+        sent(wire, b"first", properties={"TAGS": "A"})
+        before = ways(node)
+        assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND
+        assert bodies(pulled(wire, subscription="A")) == [b"first"]
+        assert pulled(wire, topic="nowhere").code == ResponseCode.TOPIC_NOT_EXIST
+        assert pulled(wire, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
+        assert went(node, before, 0, 4)
+        assert bodies(pulled(wire)) == [b"first"]
+        assert went(node, before, 1, 4)
+
+
+def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> int:
+        raise RuntimeError("a fault of ours")
+
+    assert node.node.edges is not None
+    with Wire.to(node) as wire:
+        sent(wire, b"first")
+        before = ways(node)
+        monkeypatch.setattr(StoredFrames, "put_now", broken)
+        monkeypatch.setattr(StoredFrames, "get_now", lambda *_: None)
+        assert bodies(pulled(wire)) == [b"first"]
+        assert went(node, before, 0, 1)
+    assert ("plain pull failed topic=orders queue=0" in caplog.text) == (
+        node.node.edges.remoting.codec is not PYTHON
+    )
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+@pytest.mark.parametrize("code", [PULL, LITE])
+def test_what_was_sent_is_pulled(node: RunningNode, serialisation: int, code: int) -> None:
+    with Wire.to(node, serialisation) as wire:
+        receipt = sent(wire, b"first", properties={"KEYS": "k"})
+        sent(wire, b"second")
+        answer = pulled(wire, code=code)
+    first, second = messages(answer)
+    assert (first.body, second.body) == (b"first", b"second")
+    assert (first.topic, first.queue_id, first.queue_offset) == ("orders", 0, 0)
+    assert f"{first.seq:016X}" == receipt.ext["msgId"][-16:]
+    assert first.properties["KEYS"] == "k"
+    assert first.store_host.port == node.node.remoting_port
+    assert (answer.ext["nextBeginOffset"], answer.ext["minOffset"], answer.ext["maxOffset"]) == (
+        "2",
+        "0",
+        "2",
+    )
+
+
+def test_as_many_as_asked_and_no_more(wire: Wire) -> None:
+    for n in range(5):
+        sent(wire, b"%d" % n)
+    answer = pulled(wire, 1, maxMsgNums=3)
+    assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"1", b"2", b"3"], "4")
+
+
+def test_as_many_bytes_as_asked_but_at_least_one(wire: Wire) -> None:
+    for _ in range(5):
+        sent(wire, bytes(1_000))
+    answer = pulled(wire, maxMsgBytes=2_600)
+    assert (len(bodies(answer)), answer.ext["nextBeginOffset"]) == (2, "2")
+    assert len(bodies(pulled(wire, maxMsgBytes=1))) == 1
+
+
+def test_what_flight_clients_send_has_the_properties_that_rocketmqs_look_for(
+    node: RunningNode, wire: Wire
+) -> None:
+    node.run(node.broker.create_topic("orders", 1))
+    with Timeball(node.endpoint) as ball:
+        ball.send("orders", b"x", tag="A", keys=["k1"], properties={"TAGS2": "no"}, message_id="I" * 32)
+    [message] = messages(pulled(wire))
+    assert message.properties == {
+        "TAGS2": "no", "UNIQ_KEY": "I" * 32, "TAGS": "A", "KEYS": "k1", "MSG_REGION": "DefaultRegion",
+    }  # fmt: skip
+
+
+def test_only_some_tags(wire: Wire) -> None:
+    """ "Aa" and "BB" have one hash; the broker tells them apart, not the client."""
+    for tag in ("Aa", "BB", "C", "Aa"):
+        sent(wire, tag.encode(), properties={"TAGS": tag})
+    assert bodies(pulled(wire, subscription="Aa")) == [b"Aa", b"Aa"]
+    assert bodies(pulled(wire, subscription="BB || C")) == [b"BB", b"C"]
+    nothing = pulled(wire, subscription="D")
+    assert (nothing.code, nothing.ext["nextBeginOffset"]) == (ResponseCode.PULL_RETRY_IMMEDIATELY, "4")
+    collided = pulled(wire, 1, subscription="BB")
+    assert bodies(collided) == [b"BB"]
+
+
+def test_sql(wire: Wire) -> None:
+    for n in range(4):
+        sent(wire, b"%d" % n, properties={"n": str(n)})
+    answer = pulled(wire, subscription="n BETWEEN 1 AND 2", expressionType="SQL92")
+    assert bodies(answer) == [b"1", b"2"]
+    bad = pulled(wire, subscription="n >", expressionType="SQL92")
+    assert bad.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
+
+
+def test_offsets_outside(wire: Wire) -> None:
+    sent(wire)
+    for offset, told in ((7, "1"), (-3, "0")):
+        answer = pulled(wire, offset)
+        assert (answer.code, answer.ext["nextBeginOffset"]) == (ResponseCode.PULL_OFFSET_MOVED, told)
+    assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"topic": "nobody"}, ResponseCode.TOPIC_NOT_EXIST),
+        ({"queueId": 99}, ResponseCode.INVALID_PARAMETER),
+        ({"queueId": -1}, ResponseCode.INVALID_PARAMETER),
+        ({"subscription": "||"}, ResponseCode.SUBSCRIPTION_PARSE_FAILED),
+        ({"sysFlag": 0}, ResponseCode.SUBSCRIPTION_NOT_EXIST),
+        ({"consumerGroup": "no/such"}, ResponseCode.INVALID_PARAMETER),
+    ],
+)
+def test_refusals(wire: Wire, more: dict[str, object], code: int) -> None:
+    sent(wire)
+    answer = pulled(wire, **more)
+    assert (answer.code, bool(answer.remark)) == (code, True)
+
+
+def suspended(wire: Wire, offset: int, **more: object) -> int:
+    flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
+    return pull(wire, offset, sysFlag=int(flags), suspendTimeoutMillis=60_000, **more)
+
+
+def waiting(node: RunningNode) -> int:
+    return node.broker.waiters._count
+
+
+def test_a_pull_waits_for_a_send(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        sent(other, b"woken")
+    assert bodies(wire.answer_to(opaque)) == [b"woken"]
+
+
+def test_a_pull_waits_for_a_release(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    due_ms = node.broker.parts.clock.now_ms() + 50
+    with Wire.to(node) as other:
+        sent(other, b"later", properties={"TIMER_DELIVER_MS": str(due_ms)})
+    [message] = messages(wire.answer_to(opaque))
+    assert message.body == b"later"
+    assert message.store_ms >= due_ms
+
+
+def test_a_waiting_pull_sleeps_on_what_is_not_for_it(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1, subscription="B")
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        sent(other, b"not this")
+        eventually(lambda: waiting(node) == 1, "it waits again")
+        sent(other, b"this", properties={"TAGS": "B"})
+    answer = wire.answer_to(opaque)
+    assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"this"], "3")
+
+
+def test_waiting_ends(wire: Wire) -> None:
+    sent(wire)
+    flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
+    answer = pulled(wire, 1, sysFlag=int(flags), suspendTimeoutMillis=20)
+    assert answer.code == ResponseCode.PULL_NOT_FOUND
+
+
+def test_who_waits_on_a_topic_that_is_deleted_is_told(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    opaque = suspended(wire, 1)
+    eventually(lambda: waiting(node) == 1, "the pull waits")
+    with Wire.to(node) as other:
+        other.ask_ok(RequestCode.DELETE_TOPIC_IN_BROKER, topic="orders")
+    assert wire.answer_to(opaque).code == ResponseCode.TOPIC_NOT_EXIST
+    assert "orders" not in node.broker.topics()
+
+
+@on_node()
+async def test_what_comes_as_a_pull_begins_to_wait_is_found(world: World) -> None:
+    """Its commit woke nobody: the pull had looked, and did not wait yet."""
+    await world.broker.create_topic("orders", 1)
+    pair, rooms = await Pair.made(), Pulls(context_of(world.broker)).handlers
+    fields = {
+        "consumerGroup": "group",
+        "topic": "orders",
+        "queueId": 0,
+        "queueOffset": 0,
+        "subscription": "*",
+    }
+    flags = int(PullFlag.SUBSCRIPTION | PullFlag.SUSPEND)
+    ext = {**fields, "sysFlag": flags, "suspendTimeoutMillis": 15_000}
+    call = Call(pair.connection, Command(PULL, ext={name: str(value) for name, value in ext.items()}))
+    begun: Any = rooms[PULL](call)
+    await world.broker.send(batch(1))
+
+    async def wait(*_: object) -> bool:
+        raise AssertionError("it waits for what is there")
+
+    world.broker.waiters.wait = wait
+    assert bodies(await begun) == [b"body"]
+    pair.close()
+
+
+def test_a_client_that_leaves_no_longer_waits(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    with Wire.to(node) as other:
+        suspended(other, 1)
+        eventually(lambda: waiting(node) == 1, "the pull waits")
+    eventually(lambda: waiting(node) == 0, "forgotten")
+
+
+def test_a_pull_may_carry_an_offset(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    flags = PullFlag.SUBSCRIPTION | PullFlag.COMMIT_OFFSET
+    pulled(wire, 1, sysFlag=int(flags), commitOffset=1)
+    assert node.broker.offsets("group", "orders") == {0: 1}
+
+
+def test_after_a_restart_everything_is_still_there(tmp_path: Path) -> None:
+    for begun in range(2):
+        with running_node(tmp_path) as node, Wire.to(node) as wire:
+            sent(wire, b"%d" % begun)
+            assert bodies(pulled(wire)) == [b"0", b"1"][: begun + 1]
+
+
+def beat(wire: Wire, text: str = "*", version: int = 1, model: str = "CLUSTERING") -> None:
+    subscription = {"topic": "orders", "subString": text, "subVersion": version, "expressionType": "TAG"}
+    consumer = {
+        "groupName": "group", "consumeType": "CONSUME_PASSIVELY", "messageModel": model,
+        "consumeFromWhere": "CONSUME_FROM_LAST_OFFSET", "subscriptionDataSet": [subscription],
+    }  # fmt: skip
+    body = {"clientID": "one", "producerDataSet": [], "consumerDataSet": [consumer]}
+    wire.ask_ok(RequestCode.HEART_BEAT, body)
+
+
+def test_the_members_subscription_counts_when_the_pull_has_none(wire: Wire) -> None:
+    for tag in "AB":
+        sent(wire, tag.encode(), properties={"TAGS": tag})
+    beat(wire, "B", version=5)
+    assert bodies(pulled(wire, sysFlag=0, subVersion=5)) == [b"B"]
+    assert pulled(wire, sysFlag=0, subVersion=6).code == ResponseCode.SUBSCRIPTION_NOT_LATEST
+    beat(wire, "*", version=6)
+    # Whoever wants everything need not wait for the heartbeat that says so again.
+    assert bodies(pulled(wire, sysFlag=0, subVersion=7)) == [b"A", b"B"]
+
+
+def test_a_group_that_may_not_broadcast(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    beat(wire, model="BROADCASTING")
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=1))) == 1
+    config = {"groupName": "group", "consumeBroadcastEnable": False}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
+    refused = pulled(wire, sysFlag=0, subVersion=1)
+    assert (refused.code, "broadcast" in str(refused.remark)) == (ResponseCode.NO_PERMISSION, True)
+    beat(wire, version=2)
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1
+
+
+def test_what_was_granted_is_decided_again_after_a_change(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    before = ways(node)
+    for _ in range(3):
+        assert len(bodies(pulled(wire))) == 1
+    topic = {"topic": "orders", "defaultTopic": "TBW102", "readQueueNums": 8, "writeQueueNums": 8}
+    topic |= {"topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": "false"}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=2)
+    assert pulled(wire).code == ResponseCode.NO_PERMISSION
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=6)
+    assert len(bodies(pulled(wire))) == 1
+    config = {"groupName": "group", "consumeEnable": False}
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
+    assert pulled(wire).code == ResponseCode.NO_PERMISSION
+    assert len(bodies(pulled(wire, consumerGroup="other"))) == 1
+    assert went(node, before, 5, 2)
+
+
+def test_a_grant_is_of_one_queue_and_subscription(node: RunningNode, wire: Wire) -> None:
+    for queue, tag in enumerate("AB"):
+        sent(wire, tag.encode(), e=queue, properties={"TAGS": tag})
+    for _ in range(2):
+        assert bodies(pulled(wire)) == [b"A"]
+        assert bodies(pulled(wire, queueId=1)) == [b"B"]
+        assert pulled(wire, queueId=1, subscription="A").code == ResponseCode.PULL_RETRY_IMMEDIATELY
+        assert bodies(pulled(wire, queueId=1, subscription="B")) == [b"B"]
+        assert pulled(wire, queueId=99).code == ResponseCode.INVALID_PARAMETER
+
+
+def test_only_so_many_grants_are_kept(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRANTS_MAX", 2)
+    sent(wire)
+    for group in ("a", "b", "c", "a"):
+        assert len(bodies(pulled(wire, consumerGroup=group))) == 1
+    assert node.node.edges is not None
+    assert len(node.node.edges.remoting._pulls._grants) <= 2
+
+
+@pytest.mark.skipif(COMPILED is None, reason="only the compiled codec makes plain pulls")
+@on_node(queues_per_topic=1)
+async def test_who_has_signed_is_granted_nothing_in_advance(world: World) -> None:
+    """The edge hands no signed request to the plain way; what is kept for all must not be given out by it either."""
+    assert COMPILED is not None
+    await world.broker.send(batch(1))
+    pair, pulls = await Pair.made(), Pulls(context_of(world.broker), COMPILED)
+    ext = {
+        "consumerGroup": "group",
+        "topic": "orders",
+        "queueId": "0",
+        "queueOffset": "0",
+        "subscription": "*",
+    }
+    request = Command(PULL, ext={**ext, "sysFlag": str(int(PullFlag.SUBSCRIPTION))})
+    [found], _, _ = COMPILED.cut(encode(request), FRAME_BYTES_MAX)
+    assert pulls.answer(pair.connection, found)
+    pair.connection.caller = Caller()
+    assert not pulls.answer(pair.connection, found)
+    pair.close()

@@ -1,0 +1,89 @@
+"""Recall over RocketMQ's protocol: the codes of what broker/recalling.py decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.edges.remoting.handlers.test_sends import rows, sent
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball.broker.revoking.recall import decode_handle, encode_handle
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command
+
+RECALL = RequestCode.RECALL_MESSAGE
+HOUR_MS = 3_600_000
+
+
+def scheduled(node: RunningNode, wire: Wire, ahead_ms: int = HOUR_MS, **more: object) -> str:
+    due_ms = node.broker.parts.clock.now_ms() + ahead_ms
+    answer = sent(wire, properties={"TIMER_DELIVER_MS": str(due_ms)}, **more)
+    assert answer.code == 0, answer.remark
+    return answer.ext["recallHandle"]
+
+
+def recalled(wire: Wire, handle: str, topic: str = "orders") -> Command:
+    return wire.ask(RECALL, producerGroup="producers", topic=topic, recallHandle=handle)
+
+
+def waits(node: RunningNode) -> int:
+    schedule = node.broker.status()["schedule"]
+    assert isinstance(schedule, dict)
+    return int(schedule["tail_rows"]) - int(schedule["cancelled_rows"])
+
+
+def test_what_waits_is_taken_back_once_and_for_all(node: RunningNode, wire: Wire) -> None:
+    handle = scheduled(node, wire)
+    assert waits(node) == 1
+    answer = recalled(wire, handle)
+    traced = {"MSG_REGION": "DefaultRegion", "TRACE_ON": "true"}  # what a client that traces looks for
+    assert (answer.code, answer.ext) == (0, {"msgId": "AB" * 16} | traced)
+    assert waits(node) == 0
+    assert recalled(wire, handle).code == 0, "to recall twice is to succeed twice"
+
+
+def test_another_topics_message_of_the_same_id_stays(node: RunningNode, wire: Wire) -> None:
+    handle = scheduled(node, wire)
+    scheduled(node, wire, topic="others")
+    assert recalled(wire, handle).code == 0
+    assert waits(node) == 1
+
+
+def test_too_late_is_said(node: RunningNode, wire: Wire) -> None:
+    handle = scheduled(node, wire, ahead_ms=20)
+    eventually(lambda: rows(node), "released")
+    answer = recalled(wire, handle)
+    assert answer.code == ResponseCode.ILLEGAL_OPERATION
+    assert "too late" in str(answer.remark)
+
+
+@pytest.mark.parametrize("what", ["topic", "broker", "key", "garbage", "empty", "version"])
+def test_a_handle_that_names_nothing_here(node: RunningNode, wire: Wire, what: str) -> None:
+    handle = scheduled(node, wire)
+    parts = decode_handle(handle)._asdict()
+    changed = {
+        "topic": encode_handle("others", *list(parts.values())[1:]),
+        "broker": encode_handle(parts["topic"], "elsewhere", parts["timestamp_ms"], parts["unique_key"]),
+        "key": encode_handle(parts["topic"], parts["broker_name"], parts["timestamp_ms"], "nobody"),
+        "garbage": "@@@",
+        "empty": "",
+        "version": "djIgYSBiIDEgYw==",
+    }[what]
+    assert recalled(wire, changed).code == ResponseCode.ILLEGAL_OPERATION
+    assert waits(node) == 1
+
+
+def test_an_unknown_topic(wire: Wire) -> None:
+    assert recalled(wire, "x", topic="nobody").code == ResponseCode.TOPIC_NOT_EXIST
+
+
+def test_a_stock_brokers_answers_when_asked_for(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", recall_answers="rocketmq") as node, Wire.to(node) as wire:
+        handle = scheduled(node, wire)
+        forged = encode_handle("orders", "timeball", decode_handle(handle).timestamp_ms, "nobody")
+        late = encode_handle("orders", "timeball", 5, "nobody")
+        assert [recalled(wire, one).code for one in (forged, handle, handle)] == [0, 0, 0]
+        assert recalled(wire, late).code == ResponseCode.ILLEGAL_OPERATION
+        assert waits(node) == 0

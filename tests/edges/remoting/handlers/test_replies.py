@@ -1,0 +1,87 @@
+"""Replies to requests: handed to who has asked, or refused at once."""
+
+from __future__ import annotations
+
+import pytest
+from tests.accounts import guarded_node
+from tests.edges.remoting.handlers.test_sends import rows, sent
+from tests.edges.remoting.signing import SignedWire
+from tests.edges.remoting.wire import Wire, json_body
+from tests.node_fixture import RunningNode
+
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.model.message import decode_properties, encode_properties
+
+REPLY, REPLY_V2 = RequestCode.SEND_REPLY_MESSAGE, RequestCode.SEND_REPLY_MESSAGE_V2
+PUSHED = RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT
+TOPIC = "DefaultCluster_REPLY_TOPIC"
+BEAT = {"clientID": "asker", "producerDataSet": [{"groupName": "askers"}]}
+PROPERTIES = encode_properties({"REPLY_TO_CLIENT": "asker", "CORRELATION_ID": "7", "MSG_TYPE": "reply"})
+SHORT = {"a": "repliers", "b": TOPIC, "c": "TBW102", "d": 4, "e": 0, "f": 0, "g": 5, "h": 0, "i": PROPERTIES}
+LONG = {
+    "producerGroup": "repliers", "topic": TOPIC, "defaultTopic": "TBW102", "defaultTopicQueueNums": 4, "queueId": 0,
+    "sysFlag": 0, "bornTimestamp": 5, "flag": 0, "properties": PROPERTIES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "header"), [(REPLY, LONG), (REPLY_V2, SHORT)])
+def test_a_reply_goes_to_the_producer_that_has_asked(
+    node: RunningNode, wire: Wire, code: int, header: dict[str, object]
+) -> None:
+    with Wire.to(node) as asker:
+        asker.ask_ok(RequestCode.HEART_BEAT, BEAT)
+        asked = wire.send(code, b"yes", **header)
+        pushed = asker.next_pushed()
+        assert (pushed.code, pushed.body, pushed.is_one_way) == (PUSHED, b"yes", False)
+        known = {name: pushed.ext.pop(name) for name in ("bornHost", "storeHost", "storeTimestamp")}
+        assert known["storeHost"].endswith(str(node.node.remoting_port)) and int(known["storeTimestamp"])
+        assert pushed.ext == {k: str(v) for k, v in LONG.items()} | {
+            "reconsumeTimes": "0",
+            "unitMode": "false",
+        }
+        asker.reply(pushed)
+        answer = wire.answer_to(asked)
+        assert answer.code == ResponseCode.SUCCESS
+        assert {"msgId": "0", "queueId": "0", "queueOffset": "0"}.items() <= answer.ext.items()
+    assert TOPIC not in node.broker.topics(), "it is kept nowhere"
+
+
+def test_what_cannot_be_handed_over_is_refused_at_once(node: RunningNode, wire: Wire) -> None:
+    def refused(**changed: object) -> str:
+        answer = wire.ask(REPLY_V2, b"yes", **(SHORT | changed))
+        assert answer.code != ResponseCode.SUCCESS
+        return str(answer.remark)
+
+    assert "channel of <asker> not found" in refused()
+    assert "REPLY_TO_CLIENT" in refused(i="CORRELATION_ID\x017\x02")
+    assert TOPIC in refused(b="orders")
+    wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "asker", "consumerDataSet": [{"groupName": "g"}]})
+    assert "not found" in refused(), "a consumer waits for no reply"
+    with Wire.to(node) as asker:
+        asker.ask_ok(RequestCode.HEART_BEAT, BEAT)
+        asked = wire.send(REPLY_V2, b"yes", **SHORT)
+        asker.reply(asker.next_pushed(), code=ResponseCode.SYSTEM_ERROR)
+        assert wire.answer_to(asked).code == ResponseCode.SYSTEM_ERROR
+        asked = wire.send(REPLY_V2, b"yes", **SHORT)
+        asker.next_pushed()
+    assert wire.answer_to(asked).code == ResponseCode.SYSTEM_ERROR, "it has gone instead"
+
+
+def test_a_request_names_the_cluster_and_other_messages_do_not(node: RunningNode, wire: Wire) -> None:
+    sent(wire)
+    sent(wire, properties={"REPLY_TO_CLIENT": "asker", "CORRELATION_ID": "7"})
+    sent(wire, properties={"REPLY_TO_CLIENT": "asker", "CLUSTER": "another"})
+    found = [decode_properties(str(row["properties"])).get("CLUSTER") for row in rows(node)]
+    assert found == [None, "DefaultCluster", "another"]
+
+
+def test_the_replies_topic_has_a_route(wire: Wire) -> None:
+    [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=TOPIC))["queueDatas"]
+    assert (queues["writeQueueNums"], queues["perm"]) == (1, 6)
+
+
+def test_a_reply_takes_the_right_to_send_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with guarded_node(tmp_path_factory.mktemp("node")) as node:
+        with SignedWire.of(node, "shop") as shop, SignedWire.of(node, "root") as root:
+            assert shop.ask(REPLY_V2, b"yes", **SHORT).code == ResponseCode.NO_PERMISSION
+            assert root.ask(REPLY_V2, b"yes", **SHORT).code == ResponseCode.SYSTEM_ERROR, "nobody waits"

@@ -1,0 +1,81 @@
+"""Name-server requests, on both ports."""
+
+from __future__ import annotations
+
+import pytest
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.edges.remoting.wire import Wire, json_body
+from tests.node_fixture import RunningNode
+
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import BINARY, JSON
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+def test_a_topic_lives_at_the_address_the_client_came_in_by(node: RunningNode, serialisation: int) -> None:
+    node.run(node.broker.create_topic("orders", 3))
+    for port in (node.node.name_server_port, node.node.remoting_port):
+        with Wire(port, serialisation) as wire:
+            answer = wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="orders")
+            assert answer.serialisation == serialisation
+            route = json_body(answer)
+        [queues], [broker] = route["queueDatas"], route["brokerDatas"]
+        assert (queues["readQueueNums"], queues["writeQueueNums"], queues["perm"]) == (3, 3, 6)
+        assert broker["brokerAddrs"] == {"0": f"127.0.0.1:{node.node.remoting_port}"}
+        assert broker["brokerName"] == queues["brokerName"] == "timeball"
+
+
+def test_an_unknown_topic_has_no_route_but_the_template_has(wire: Wire) -> None:
+    answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="nobody")
+    assert answer.code == ResponseCode.TOPIC_NOT_EXIST
+    assert answer.remark == "No topic route info in name server for the topic: nobody"
+    route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
+    assert route["queueDatas"][0]["perm"] == 7
+
+
+def test_a_retry_topic_has_a_route_before_its_group_is_known(wire: Wire) -> None:
+    """Consumers ask before their first heartbeat, and then not again for long."""
+    route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%nobody"))
+    assert [(q["readQueueNums"], q["perm"]) for q in route["queueDatas"]] == [(1, 6)]
+    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 249).code != 0
+    wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 248)  # of a group and a topic
+
+
+def test_a_name_that_is_none_is_refused(wire: Wire) -> None:
+    for name in ("../../etc", "", "a b", "x" * 128):
+        answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name)
+        assert answer.code == ResponseCode.INVALID_PARAMETER, name
+
+
+def test_cluster_and_broker_have_routes_too(wire: Wire) -> None:
+    for name in ("DefaultCluster", "timeball"):
+        wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name)
+    cluster = json_body(wire.ask_ok(RequestCode.GET_BROKER_CLUSTER_INFO))
+    assert cluster["clusterAddrTable"] == {"DefaultCluster": ["timeball"]}
+    assert cluster["brokerAddrTable"]["timeball"]["brokerAddrs"].keys() == {"0"}
+
+
+@pytest.mark.parametrize("name", ["DefaultCluster", "timeball", "RMQ_SYS_TRACE_TOPIC"])
+@pytest.mark.parametrize("auto_create", [True, False])
+def test_a_standing_topic_has_all_the_queues_that_its_route_tells(
+    node: RunningNode, wire: Wire, name: str, auto_create: bool
+) -> None:
+    """A producer asks for at most 4 queues of a topic that it makes; here it relies on the route instead."""
+    object.__setattr__(node.broker.parts.settings, "auto_create_topics", auto_create)
+    [told] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"]
+    for queue_id in range(told["writeQueueNums"]):
+        assert sent(wire, topic=name, e=queue_id).ext["queueId"] == str(queue_id)
+    assert json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"] == [told]
+    listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER))["topicList"]
+    assert listed.count(name) == 1
+
+
+def test_all_topics(node: RunningNode, wire: Wire) -> None:
+    node.run(node.broker.create_topic("orders"))
+    listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER))["topicList"]
+    assert {"orders", "DefaultCluster"} <= set(listed)
+
+
+def test_a_missing_key_is_not_found(wire: Wire) -> None:
+    answer = wire.ask(RequestCode.GET_KV_CONFIG, namespace="ORDER_TOPIC_CONFIG", key="orders")
+    assert answer.code == ResponseCode.QUERY_NOT_FOUND

@@ -1,0 +1,127 @@
+"""Sends as rows: all of a send or nothing, and a ticket that has what its answer repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.admission import batch_of
+from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.edges.remoting.codec.records import BatchRecord, UniqueKeys, encode_batch
+from timeball.edges.remoting.codec.sends import SendFields, SendHeader
+from timeball.edges.remoting.handlers.send_rows import SendRows, Ticket, with_property
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.message import decode_properties, encode_properties
+
+NOW_MS = 1_800_000_000_000
+
+
+class Sent:
+    """The tickets of sends, and their rows as one batch."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self._rows = SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", frozenset(), "cluster")
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def feed(self, header: SendHeader, body: bytes, queue_id: int) -> None:
+        self.tickets.append(self._rows.ticket("edge", "origin", header, body, 0, "host:1", queue_id, NOW_MS))
+
+    def batch(self) -> pa.RecordBatch:
+        return batch_of([row for ticket in self.tickets for row in ticket.rows])
+
+
+def columns() -> Sent:
+    return Sent()
+
+
+def feed(to: Sent, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, **fields: Any) -> None:
+    properties = encode_properties(fields.pop("properties", {"UNIQ_KEY": "K"}))
+    header = SendHeader(
+        code, SendFields(**{"topic": "t", "properties": properties, **fields}), opaque=len(to)
+    )
+    to.feed(header, body, fields.get("queue_id") or -1)
+
+
+def test_a_send_is_rows_and_a_ticket() -> None:
+    made = columns()
+    feed(made, b"a", properties={"UNIQ_KEY": "K1", "TAGS": "A", "KEYS": "k"}, flag=3, reconsume_times=2)
+    feed(made, b"b", properties={"UNIQ_KEY": "K2"}, born_ms=5)
+    batch, tickets = made.batch(), made.tickets
+    first, second = batch.to_pylist()
+    assert (first["body"], first["tag"], first["keys"], first["flag"]) == (b"a", "A", "k", 3)
+    assert (second["born_ms"], second["tag"], second["unique_key"]) == (5, None, "K2")
+    assert [(t.count, t.unique_key, t.opaque) for t in tickets] == [(1, "K1", 0), (1, "K2", 1)]
+    assert "due_ms" not in batch.schema.names, "columns that say nothing are left out"
+
+
+def test_a_level_and_an_instant() -> None:
+    made = columns()
+    feed(made, properties={"DELAY": "3", "TIMER_DELAY_MS": "5"})
+    feed(made, properties={"TIMER_DELAY_MS": "5"})
+    feed(made, properties={"TIMER_DELIVER_MS": "5"})
+    batch, tickets = made.batch(), made.tickets
+    assert batch.column("delay_level").to_pylist() == [3, None, None]
+    assert batch.column("due_ms").to_pylist() == [None, NOW_MS + 5, 5]
+    assert [ticket.due_ms for ticket in tickets] == [None, NOW_MS + 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"body": bytes(limits.BODY_BYTES_MAX + 1)}, InvalidMessage),
+        ({"properties": {"p": "ü" * 16_400}}, InvalidMessage),
+        ({"properties": {"TAGS": "ü" * 128}}, InvalidMessage),
+        ({"properties": {"UNIQ_KEY": "x" * 256}}, InvalidMessage),
+        ({"properties": {"KEYS": " ".join("k" * (limits.KEYS_PER_MESSAGE_MAX + 1))}}, InvalidMessage),
+        ({"properties": {"DELAY": "x"}}, InvalidDelay),
+        ({"code": RequestCode.SEND_BATCH_MESSAGE, "body": b""}, InvalidMessage),
+        ({"code": RequestCode.SEND_BATCH_MESSAGE, "body": b"nonsense"}, InvalidMessage),
+    ],
+)
+def test_a_refused_send_leaves_nothing(wrong: dict[str, Any], error: type[Exception]) -> None:
+    made = columns()
+    feed(made)
+    with pytest.raises(error):
+        feed(made, **wrong)
+    assert len(made) == 1
+    batch, tickets = made.batch(), made.tickets
+    assert batch.num_rows == len(tickets) == 1
+
+
+def test_the_last_bad_record_refuses_its_whole_batch() -> None:
+    made = columns()
+    records = [BatchRecord(0, b"a", ""), BatchRecord(0, b"b", encode_properties({"TAGS": "x" * 256}))]
+    with pytest.raises(InvalidMessage, match="tag: more than 255"):
+        feed(made, encode_batch(records), RequestCode.SEND_BATCH_MESSAGE)
+    assert len(made) == 0
+
+
+def test_tickets_of_batches() -> None:
+    made = columns()
+    feed(made)
+    feed(
+        made, encode_batch([BatchRecord(7, b"%d" % n, "") for n in range(3)]), RequestCode.SEND_BATCH_MESSAGE
+    )
+    feed(made)
+    batch, tickets = made.batch(), made.tickets
+    assert [t.count for t in tickets] == [1, 3, 1]
+    assert tickets[1].unique_key.split(",") == batch.column("unique_key").to_pylist()[1:4]
+    assert batch.column("flag").to_pylist() == [0, 7, 7, 7, 0]
+
+
+text = st.text(st.characters(codec="utf-8", exclude_characters="\x01\x02"), max_size=8)
+
+
+@given(properties=st.dictionaries(text, text, max_size=5), trailing=st.booleans(), value=text)
+def test_one_more_property(properties: dict[str, str], trailing: bool, value: str) -> None:
+    before = encode_properties(properties)
+    after = with_property(before if trailing else before[:-1], "NEW", value)
+    assert decode_properties(after) == {**properties, "NEW": value}

@@ -1,0 +1,77 @@
+"""A real connection of the edge and the socket at its far end, on the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from typing import Any
+
+from tests.bounds import BOUND_S
+
+from timeball.broker.service import Broker
+from timeball.edges.remoting.calls import Call, Handlers, RemotingContext
+from timeball.edges.remoting.codec.frame import Command, Splitter, decode
+from timeball.edges.remoting.connection import EXPIRY_MS, Connection
+from timeball.edges.remoting.dispatch import failure
+from timeball.edges.shared.sessions import EdgeContext, Sessions
+
+
+def context_of(broker: Broker) -> RemotingContext:
+    settings = dataclasses.replace(broker.parts.settings, advertise="10.0.0.1:10911")
+    return EdgeContext(settings, broker, Sessions(EXPIRY_MS), 10911)
+
+
+class Pair:
+    """`connection` is the broker's end; what it sends is read from the other."""
+
+    def __init__(self, connection: Connection, far: socket.socket) -> None:
+        self.connection, self._far = connection, far
+        self._splitter = Splitter()
+        self._read: list[Command] = []
+
+    @classmethod
+    async def made(cls) -> Pair:
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: Connection(lambda *_: None, set(), loop), sock=near
+        )
+        return cls(connection, far)
+
+    async def read(self) -> Command:
+        """The next command that the broker sends; EOFError when it has closed."""
+        async with asyncio.timeout(BOUND_S):
+            while not self._read:
+                data = await asyncio.get_running_loop().sock_recv(self._far, 1 << 16)
+                if not data:
+                    raise EOFError
+                self._read += [decode(frame) for frame in self._splitter.feed(data)]
+        return self._read.pop(0)
+
+    async def hang_up(self) -> None:
+        """End the connection from the far side; returns when the broker has noticed."""
+        gone = asyncio.get_running_loop().create_future()
+        self.connection.on_close.append(lambda: gone.set_result(None))
+        self._far.close()
+        async with asyncio.timeout(BOUND_S):
+            await gone
+
+    def close(self) -> None:
+        self.connection.close()
+        self._far.close()
+
+    async def ask(
+        self, handlers: Handlers, code: int, body: bytes = b"", *, version: int = 409, **ext: object
+    ) -> Command:
+        """The answer of a room to a request by this connection."""
+        texts = {name: str(value) for name, value in ext.items()}
+        call = Call(self.connection, Command(code, body=body, ext=texts, version=version))
+        try:
+            reply: Any = handlers[code](call)
+            answer = reply if isinstance(reply, Command) else await reply
+        except Exception as error:  # as dispatch answers it
+            return failure(call, error)
+        assert isinstance(answer, Command)
+        return answer

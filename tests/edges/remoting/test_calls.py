@@ -1,0 +1,184 @@
+"""Typed access to a request, and one code for each error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.edges.remoting.wire import Wire, json_body
+from tests.loop_turns import LoopTurns
+from tests.node_fixture import RunningNode, running_node
+
+from timeball.broker.shares import GROUPS_AT_ONCE
+from timeball.edges.remoting.calls import (
+    Call,
+    by_name,
+    by_object,
+    data_version,
+    entries_by_object,
+    response_code,
+    store_host,
+)
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import BINARY, Command
+from timeball.edges.remoting.codec.records import Host
+from timeball.edges.remoting.connection import Connection
+from timeball.edges.shared.error_codes import Refused
+from timeball.model.errors import InvalidDelay, NotFound, OutOfRange, SetupError, StorageError, Unavailable
+
+
+class Fields(msgspec.Struct):
+    topic: str
+    queueId: int = -1  # noqa: N815
+    oway: bool = False
+
+
+def call(**command: object) -> Call:
+    loop = asyncio.new_event_loop()
+    try:
+        return Call(Connection(lambda *_: None, set(), loop), Command(code=10, **command))  # type: ignore[arg-type]
+    finally:
+        loop.close()
+
+
+def test_text_becomes_what_the_field_says() -> None:
+    found = call(ext={"topic": "t", "queueId": "3", "oway": "true", "unknown": "x"}).fields(Fields)
+    assert found == Fields("t", 3, True)
+
+
+@pytest.mark.parametrize("ext", [{}, {"topic": "t", "queueId": "three"}])
+def test_a_bad_field_is_named(ext: dict[str, str]) -> None:
+    with pytest.raises(Refused, match=r"topic|queueId") as error:
+        call(ext=ext).fields(Fields)
+    assert error.value.protocol_code == ResponseCode.INVALID_PARAMETER
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"topic": 7}', b"\xff", b"[" * 100_000])
+def test_a_bad_body_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused, match="code 10: the body"):
+        call(body=body).body(Fields)
+
+
+def test_an_answer_repeats_opaque_and_serialisation() -> None:
+    answer = call(opaque=77, serialisation=BINARY).answer(ext={"a": "b"})
+    assert (answer.opaque, answer.serialisation, answer.is_response, answer.ext) == (
+        77,
+        BINARY,
+        True,
+        {"a": "b"},
+    )
+
+
+def test_errors_have_codes() -> None:
+    assert response_code(NotFound("x")) == ResponseCode.TOPIC_NOT_EXIST
+    assert response_code(InvalidDelay("x")) == ResponseCode.MESSAGE_ILLEGAL
+    assert response_code(OutOfRange("x")) == ResponseCode.INVALID_PARAMETER
+    assert response_code(Unavailable("x")) == ResponseCode.SERVICE_NOT_AVAILABLE
+    assert response_code(StorageError("x")) == response_code(ValueError()) == ResponseCode.SYSTEM_ERROR
+
+
+@pytest.mark.parametrize(
+    ("advertise", "told"),
+    [
+        ("", "127.0.0.1:{port}"),
+        ("10.1.2.3", "10.1.2.3:{port}"),
+        ("10.1.2.3:999", "10.1.2.3:999"),
+        ("[fe80::1]:999", "[fe80::1]:999"),
+        ("fe80::1", "[fe80::1]:{port}"),
+        ("localhost", "localhost:{port}"),
+    ],
+)
+def test_what_is_advertised_is_told(tmp_path: Path, advertise: str, told: str) -> None:
+    with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
+        route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
+        assert route["brokerDatas"][0]["brokerAddrs"]["0"] == told.format(port=node.node.remoting_port)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "address"),
+    [
+        ("10.1.2.3:999", bytes([10, 1, 2, 3])),
+        ("[::1]:999", bytes(15) + b"\x01"),
+        ("localhost:999", bytes([127, 0, 0, 1])),
+    ],
+)
+def test_the_store_host_is_the_same_as_bytes(tmp_path: Path, advertise: str, address: bytes) -> None:
+    with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
+        wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")
+        remoting = node.node.edges.remoting
+        assert remoting is not None
+        [connection] = remoting._connections
+        assert store_host(remoting.context, connection) == Host(address, 999)
+
+
+def test_a_name_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+    running = RunningNode(tmp_path, advertise="no.such.host.invalid:1")
+    with pytest.raises(SetupError, match=r"--advertise no\.such\.host\.invalid:1"):
+        running.start()
+
+
+def test_a_port_that_is_not_there_is_told_nobody(tmp_path: Path) -> None:
+    with running_node(tmp_path, remoting_port=-1) as node:
+        remoting = node.node.edges.remoting
+        assert remoting is not None and node.node.remoting_port == -1
+        with Wire(node.node.name_server_port) as wire:
+            route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
+            told = route["brokerDatas"][0]["brokerAddrs"]["0"]
+            assert told == f"127.0.0.1:{node.node.name_server_port}"
+
+
+def test_a_table_stands_inside_json_as_fastjson_has_it() -> None:
+    queue = {"brokerName": "b0", "queueId": 0, "topic": "t"}
+    table = by_object([(queue, {"maxOffset": 7}), ({**queue, "queueId": 1}, {"maxOffset": 8})])
+    assert msgspec.json.encode({"tps": 0.0, "offsetTable": table}) == (
+        b'{"tps":0.0,"offsetTable":{'
+        b'{"brokerName":"b0","queueId":0,"topic":"t"}:{"maxOffset":7},'
+        b'{"brokerName":"b0","queueId":1,"topic":"t"}:{"maxOffset":8}}}'
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3_000])
+def test_a_table_of_all_groups_or_topics_is_encoded_in_shares(count: int) -> None:
+    turns = LoopTurns()
+
+    def entry(number: int) -> tuple[str, object]:
+        turns.count()
+        return f"t{number}", {"queues": number}
+
+    table, most = asyncio.run(turns.most(by_name(range(count), entry)))
+    assert msgspec.json.decode(msgspec.json.encode({"table": table})) == {
+        "table": {f"t{number}": {"queues": number} for number in range(count)}
+    }
+    assert most == min(count, GROUPS_AT_ONCE)
+
+
+def test_an_empty_table_is_an_empty_object() -> None:
+    assert msgspec.json.encode({"offsetTable": by_object([])}) == b'{"offsetTable":{}}'
+
+
+def read(body: bytes) -> list[tuple[object, int]]:
+    return list(entries_by_object(body, "table"))
+
+
+def test_a_table_that_was_written_is_read_again() -> None:
+    queues = [({"brokerName": "b0", "queueId": n, "topic": "t"}, n * 7 - 1) for n in range(3)]
+    body = msgspec.json.encode({"other": by_object([({"x": 1}, 2)]), "table": by_object(queues)})
+    assert read(body) == queues
+    assert read(body.replace(b":", b" : ").replace(b",", b" ,\n ")) == queues
+    assert read(b'{"table":{}}') == read(b'{"other":{}}') == read(b"") == []
+
+
+@given(st.binary(max_size=40))
+def test_what_is_no_table_ends_it(junk: bytes) -> None:
+    for key, value in read(b'{"table":{{"q":1}:5,' + junk):
+        assert isinstance(key, dict) and isinstance(value, int)
+    assert read(b'{"table":{{"q":1}:5,{\xff}:6}}') == [({"q": 1}, 5)]
+    assert read(b'{"table":{{"q":1}:5,{"q":2}:"x"}}') == [({"q": 1}, 5)]
+
+
+def test_a_version_has_rocketmqs_names() -> None:
+    assert data_version(3, 1_700) == {"stateVersion": 0, "timestamp": 1_700, "counter": 3}

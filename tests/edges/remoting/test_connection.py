@@ -1,0 +1,248 @@
+"""What a client can do to its connection, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.edges.remoting import connection as module
+from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, BadFrame, Command, encode
+from timeball.edges.remoting.connection import Connection
+from timeball.model.errors import Unavailable
+
+ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"})
+
+
+def opened(node: RunningNode) -> set[Connection]:
+    return node.node.edges.remoting._connections  # type: ignore[union-attr]
+
+
+def only(node: RunningNode) -> Connection:
+    eventually(lambda: len(opened(node)) == 1, "connected")
+    return next(iter(opened(node)))
+
+
+def test_frames_in_pieces_and_together(wire: Wire) -> None:
+    data = encode(ROUTE)
+    for at in range(len(data)):
+        wire.send_bytes(data[at : at + 1])
+    assert wire.answer_to(7).code == 0
+    wire.send_bytes(data * 3)
+    assert wire.answer_to(7).code == 0
+
+
+class Recorder(asyncio.Transport):
+    """What a connection writes, each call of its own, while its socket takes everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.closed
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def written(answers: Callable[[Connection, Any], None], frames: int) -> list[bytes]:
+    """What is written of one read that brings so many frames, each handled by `answers`."""
+
+    async def read() -> list[bytes]:
+        def receive(connection: Connection, found: list[Any]) -> None:
+            for frame in found:
+                answers(connection, frame)
+
+        connection = Connection(receive, set(), asyncio.get_running_loop())
+        recorder = Recorder()
+        connection.connection_made(recorder)
+        connection.data_received(encode(ROUTE) * frames)
+        return recorder.writes
+
+    return asyncio.run(read())
+
+
+def test_answers_to_the_requests_of_one_read_are_written_together() -> None:
+    numbers = itertools.count()
+    assert written(lambda connection, _: connection.write(b"%d," % next(numbers)), 5) == [b"0,1,2,3,4,"]
+    assert written(lambda connection, _: connection.write(b"alone"), 1) == [b"alone"]
+    assert written(lambda connection, _: None, 3) == []
+
+
+def test_no_more_is_gathered_than_a_bound() -> None:
+    part = bytes(module.GATHERED_BYTES_MAX // 2)
+    writes = written(lambda connection, _: connection.write(part), 5)
+    assert [len(data) for data in writes] == [2 * len(part), 2 * len(part), len(part)]
+
+
+def test_what_was_answered_before_a_close_or_a_bad_frame_leaves() -> None:
+    def close(connection: Connection, _: object) -> None:
+        connection.write(b"bye,")
+        connection.close()
+
+    def refuse(connection: Connection, _: object) -> None:
+        connection.write(b"one,")
+        raise BadFrame("the second is none")
+
+    assert written(close, 3) == [b"bye,"]
+    assert written(refuse, 3) == [b"one,"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff" + b"x" * 100,
+        b"\x7f\xff\xff\xff\x00\x00\x00\x04",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
+    ],
+)
+def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
+    node: RunningNode, wire: Wire, data: bytes
+) -> None:
+    with Wire.to(node) as bad:
+        bad.send_bytes(data)
+        assert bad.is_closed()
+    wire.send_bytes(encode(ROUTE))
+    assert wire.answer_to(7).code == 0
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+@pytest.mark.parametrize(
+    ("code", "ext", "answer"),
+    [
+        (RequestCode.SEND_MESSAGE_V2, {"i": "x" * HEADER_BYTES_MAX}, ResponseCode.MESSAGE_ILLEGAL),
+        (RequestCode.SEND_MESSAGE_V2, {"e": "three"}, ResponseCode.INVALID_PARAMETER),
+        (RequestCode.SEND_MESSAGE, {"queueId": "three"}, ResponseCode.INVALID_PARAMETER),
+        (RequestCode.HEART_BEAT, {"x": "x" * HEADER_BYTES_MAX}, ResponseCode.MESSAGE_ILLEGAL),
+        (RequestCode.PULL_MESSAGE, {str(n): "" for n in range(300)}, ResponseCode.INVALID_PARAMETER),
+    ],
+)
+def test_a_bad_header_is_answered_and_the_connection_lives(
+    node: RunningNode, serialisation: int, code: int, ext: dict[str, str], answer: int
+) -> None:
+    route = msgspec.structs.replace(ROUTE, serialisation=serialisation)
+    bad = Command(code, 5, ext={"b": "t", "topic": "t", **ext}, serialisation=serialisation)
+    one_way = msgspec.structs.replace(bad, opaque=6, flag=CommandFlag.ONE_WAY)
+    with Wire.to(node, serialisation) as wire:
+        wire.send_bytes(encode(bad) + encode(one_way) + encode(route))
+        assert (wire.answer_to(5).code, wire.answer_to(7).code) == (answer, 0)
+        assert not wire._answers, "one-way requests have no answer"
+
+
+def test_half_a_frame_has_a_deadline(node: RunningNode, wire: Wire) -> None:
+    wire.send_bytes(encode(ROUTE)[:-1])
+    connection = only(node)
+    eventually(lambda: connection._frame_since_s is not None, "half a frame has come")
+    since = connection._frame_since_s
+    assert since is not None
+    node.loop.call_soon_threadsafe(connection.check_deadlines, since + module.HALF_FRAME_S)
+    wire.send_bytes(encode(ROUTE)[-1:])
+    assert wire.answer_to(7).code == 0, "just in time"
+    eventually(lambda: connection._frame_since_s is None, "the frame has ended")
+    wire.send_bytes(encode(ROUTE)[:-1])
+    eventually(lambda: connection._frame_since_s is not None, "half a frame again")
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.HALF_FRAME_S + 1)
+    assert wire.is_closed()
+
+
+def test_bytes_that_trickle_do_not_extend_the_deadline(node: RunningNode, wire: Wire) -> None:
+    data = encode(ROUTE)
+    wire.send_bytes(data[:1])
+    connection = only(node)
+    eventually(lambda: connection._frame_since_s is not None, "it has begun")
+    since = connection._frame_since_s
+    wire.send_bytes(data[1:9])
+    eventually(lambda: connection._splitter.held_bytes == 9, "more has come")
+    assert connection._frame_since_s == since
+
+
+def test_silence_has_an_end(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
+    assert wire.is_closed()
+
+
+def test_who_waits_for_an_answer_is_not_silent(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    connection.calls = 1
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
+    wire.send_bytes(encode(ROUTE))
+    assert wire.answer_to(7).code == 0
+
+
+def test_a_client_that_takes_no_answers_is_cut_off(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    closed = asyncio.run_coroutine_threadsafe(_flood(connection), node.loop)
+    assert closed.result(60)
+    assert not connection.is_open
+
+
+async def _flood(connection: Connection) -> bool:
+    part = bytes(1024 * 1024)
+    for _ in range(module.OUTBOUND_BYTES_MAX // len(part) * 2):
+        connection.write(part)
+    return not connection.is_open
+
+
+def test_who_is_told_goodbye_and_takes_nothing_is_cut_off(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+
+    async def end() -> None:
+        connection.write(b"x" * module.OUTBOUND_BYTES_MAX)
+        connection.close()
+        connection.check_deadlines(node.loop.time() + module.GOODBYE_S - 1)
+
+    node.run(end())
+    assert opened(node) == {connection}, "there is time to take what was written"
+    node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.GOODBYE_S + 1)
+    eventually(lambda: not opened(node), "gone")
+
+
+def test_the_broker_asks_and_is_answered(node: RunningNode, wire: Wire) -> None:
+    asked = asyncio.run_coroutine_threadsafe(only(node).request(Command(code=39), 30), node.loop)
+    wire.reply(wire.next_pushed(), ext="yes")
+    assert asked.result(60).ext == {"ext": "yes"}
+
+
+def test_nobody_answers(node: RunningNode, wire: Wire) -> None:
+    connection = only(node)
+    with pytest.raises(Unavailable, match="did not answer"):
+        asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 0.001), node.loop).result(60)
+    asked = asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop)
+    wire.next_pushed()
+    wire.close()
+    with pytest.raises(Unavailable, match="gone"):
+        asked.result(60)
+    assert not connection._asked
+    eventually(lambda: not opened(node), "forgotten")
+    with pytest.raises(Unavailable, match="gone"):
+        asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop).result(60)
+
+
+def test_one_connection_too_many(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(node)
+    monkeypatch.setattr(module, "CONNECTIONS_MAX", 1)
+    with Wire.to(node) as second:
+        assert second.is_closed()
+    wire.send_bytes(encode(ROUTE))
+    assert wire.answer_to(7).code == 0

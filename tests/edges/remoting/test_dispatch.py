@@ -1,0 +1,69 @@
+"""From a frame to its answer: always one, unless the request was one-way."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode
+
+from timeball.edges.remoting.calls import Call, Reply
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.dispatch import Dispatch
+from timeball.edges.shared.error_codes import Refused
+from timeball.model.errors import InvalidMessage, OverLimit
+
+ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
+
+
+def answered_by(node: RunningNode, handler: object) -> Wire:
+    """A wire whose requests 9000 go to this handler."""
+    node.node.edges.remoting._dispatch._handlers[9000] = handler  # type: ignore[union-attr, assignment]
+    return Wire.to(node)
+
+
+def test_an_unknown_code_is_not_supported(wire: Wire) -> None:
+    answer = wire.ask(9_999)
+    assert answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+    assert "9999" in str(answer.remark)
+    assert wire.ask(ROUTE, topic="TBW102").code == 0, "the connection lives on"
+
+
+def test_one_way_is_never_answered(wire: Wire) -> None:
+    wire.send(9_999, one_way=True)
+    wire.send(ROUTE, topic="nobody", one_way=True)
+    last = wire.send(ROUTE, topic="TBW102")
+    wire.answer_to(last)
+    assert not wire._answers
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Refused(ResponseCode.NO_PERMISSION, "no"), ResponseCode.NO_PERMISSION),
+        (InvalidMessage("bad"), ResponseCode.MESSAGE_ILLEGAL),
+        (OverLimit("full"), ResponseCode.SYSTEM_BUSY),
+        (ValueError("secret"), ResponseCode.SYSTEM_ERROR),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_what_a_handler_raises_is_an_answer(
+    node: RunningNode, error: Exception, code: int, later: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def now(call: Call) -> Reply:
+        raise error
+
+    async def soon(call: Call) -> Reply:
+        raise error
+
+    with caplog.at_level(logging.WARNING), answered_by(node, soon if later else now) as wire:
+        answer = wire.ask(9000)
+    assert answer.code == code
+    assert "secret" not in str(answer.remark), "what we did wrong stands in the log, not on the wire"
+    assert ("secret" in caplog.text) == isinstance(error, ValueError)
+
+
+def test_a_room_may_not_offer_what_another_does() -> None:
+    with pytest.raises(AssertionError, match="two rooms"):
+        Dispatch([{1: lambda call: None}, {1: lambda call: None}])

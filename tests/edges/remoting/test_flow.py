@@ -1,0 +1,174 @@
+"""What all connections together may hold: shared by address, given back whatever happens, and never more."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.edges.remoting import connection as module
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command, encode
+from timeball.edges.remoting.connection import Connection, Room
+
+MIB = 1024 * 1024
+OTHER = "127.0.0.2"
+BODY = bytes(MIB)
+
+
+def room_of(node: RunningNode) -> Room:
+    assert node.node.edges is not None
+    return node.node.edges.remoting._room
+
+
+def connections(node: RunningNode) -> list[Connection]:
+    assert node.node.edges is not None
+    return list(node.node.edges.remoting._connections)
+
+
+def send_frame(opaque: int = 7, body: bytes = BODY) -> bytes:
+    fields = {"a": "p", "b": "t", "c": "TBW102", "d": "1", "e": "0", "f": "0", "h": "0", "i": "", "j": "0"}
+    return encode(Command(code=RequestCode.SEND_MESSAGE_V2, opaque=opaque, ext=fields, body=body))
+
+
+@contextmanager
+def wires(node: RunningNode, count: int, address: str = "127.0.0.1") -> Iterator[list[Wire]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Wire.to(node, source=address)) for _ in range(count)]
+
+
+def small(node: RunningNode, bytes_max: int) -> Room:
+    room = room_of(node)
+    room.received.bytes_max = room.unread.bytes_max = bytes_max
+    room.received._item_bytes_max = 2 * MIB
+    return room
+
+
+def test_frames_that_have_begun_are_bounded_over_all_connections(node: RunningNode) -> None:
+    """Twenty strangers begin a frame of a mebibyte; the address has five of the ten."""
+    room, data = small(node, 10 * MIB), send_frame()
+    with wires(node, 20) as strangers:
+        for wire in strangers:
+            wire.send_bytes(data[: 300 * 1024])
+        eventually(lambda: room.received.waiting == 16, "the others wait")
+        assert room.received.held_bytes <= 5 * MIB
+        with wires(node, 1, OTHER) as [other]:
+            other.send_bytes(data)
+            assert other.answer_to(7).code == ResponseCode.SUCCESS, "another address has its share"
+        for wire in strangers:  # each that was let in ends, and lets in another one
+            wire.send_bytes(data[300 * 1024 :])
+        assert {wire.answer_to(7).code for wire in strangers} == {ResponseCode.SUCCESS}
+    assert room.received.held_bytes <= 5 * MIB
+    eventually(lambda: not room.received.held_bytes, "all is given back")
+
+
+def test_who_goes_away_in_a_frame_or_while_waiting_gives_everything_back(node: RunningNode) -> None:
+    room, data = small(node, 4 * MIB), send_frame()
+    with wires(node, 6) as strangers:
+        for wire in strangers:
+            wire.send_bytes(data[: 300 * 1024])
+        eventually(lambda: room.received.waiting == 5, "they wait")
+    eventually(lambda: not room.received.held_bytes and not room.received.waiting, "nothing is left")
+
+
+def test_who_waits_for_room_is_not_blamed_for_it(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, data = small(node, 4 * MIB), send_frame()
+    with wires(node, 2) as [first, second]:
+        first.send_bytes(data[:-1])
+        eventually(lambda: room.received.held_bytes > MIB, "it has begun")
+        second.send_bytes(data[: 300 * 1024])
+        eventually(lambda: room.received.waiting == 1, "no room")
+        waiting = next(each for each in connections(node) if each.flow.waits)
+        node.loop.call_soon_threadsafe(waiting.check_deadlines, node.loop.time() + 1_000)
+        first.send_bytes(data[-1:])
+        assert first.answer_to(7).code == ResponseCode.SUCCESS
+        second.send_bytes(data[300 * 1024 :])
+        assert second.answer_to(7).code == ResponseCode.SUCCESS
+
+
+def test_too_many_without_room_are_refused(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING_MAX", 2)
+    room, data = small(node, 4 * MIB), send_frame()
+    with wires(node, 6) as strangers:
+        for wire in strangers:
+            wire.send_bytes(data[: 300 * 1024])
+        # All six are open before three are closed, and on the way there are three as well.
+        eventually(lambda: room.received.waiting == 2 and len(connections(node)) == 3, "three are closed")
+
+
+def test_a_large_send_counts_until_it_is_answered_or_refused(node: RunningNode) -> None:
+    room = room_of(node)
+    with wires(node, 1) as [wire]:
+        for body in (BODY, bytes(3 * MIB), bytes(4 * MIB + 1)):
+            most = 0
+            wire.send_bytes(send_frame(body=body))
+            most = max(most, room.received.held_bytes)
+            answer = wire.answer_to(7)
+            assert (answer.code == ResponseCode.SUCCESS) == (len(body) <= 4 * MIB)
+            eventually(lambda: not room.received.held_bytes, "it is given back")
+
+
+def test_answers_that_nobody_takes_are_bounded_over_all_connections(node: RunningNode) -> None:
+    """Each connection alone might keep 64 MiB."""
+    room = small(node, 8 * MIB)
+    with wires(node, 10):
+        eventually(lambda: len(connections(node)) == 10, "connected")
+
+        async def answer_all() -> int:
+            most = 0
+            for _ in range(3):
+                for connection in connections(node):
+                    connection.write(bytes(3 * MIB))
+                    most = max(most, room.unread.held_bytes)
+            return most
+
+        assert node.run(answer_all()) <= 8 * MIB
+        assert room.unread.held_bytes <= 8 * MIB
+    eventually(lambda: not room.unread.held_bytes, "all is given back")
+
+
+def test_an_address_that_does_not_read_is_told_so_and_others_go_on(node: RunningNode) -> None:
+    room = small(node, 8 * MIB)
+    with wires(node, 1) as [lazy], wires(node, 1, OTHER) as [other]:
+        eventually(lambda: len(connections(node)) == 2, "connected")
+        own = next(each for each in connections(node) if each.peer[0] != OTHER)
+
+        async def fill() -> None:
+            room.unread.add("127.0.0.1", 5 * MIB)  # of other connections there
+            own.flow.unread_bytes = 1
+
+        node.run(fill())
+        assert lazy.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SYSTEM_BUSY
+        assert other.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SUCCESS
+
+
+def test_who_has_many_answers_to_take_is_not_read_from_until_then(node: RunningNode) -> None:
+    """A client that asks faster than it reads waits for itself."""
+    with wires(node, 1) as [wire]:
+        eventually(lambda: len(connections(node)) == 1, "connected")
+        [connection] = connections(node)
+
+        async def write() -> bool:
+            connection.write(bytes(module.UNREAD_HIGH_BYTES + 8 * MIB))
+            return connection.flow._is_slow
+
+        assert node.run(write())
+        wire.send_bytes(
+            encode(Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"}))
+        )
+        left = module.UNREAD_HIGH_BYTES + 8 * MIB
+        wire._socket.settimeout(30)
+        while left > 0:
+            left -= len(wire._socket.recv(min(left, MIB)))
+        assert wire.answer_to(7).code == ResponseCode.SUCCESS
+        assert not connection.flow._is_slow
+
+
+def test_a_peer_address_is_loopback() -> None:
+    """The tests above dial from a second one."""
+    with socket.socket() as probe:
+        probe.bind((OTHER, 0))

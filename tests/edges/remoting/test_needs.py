@@ -1,0 +1,372 @@
+"""Signed requests: a real node with an access file, and clients that may this and not that."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.accounts import ACCESS_FILE, access_file, guarded_node
+from tests.edges.remoting.handlers.test_sends import send, sent
+from tests.edges.remoting.signing import SignedWire
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball.edges.remoting import edge as edges
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
+from timeball.edges.remoting.connection import UNSIGNED_S
+from timeball.edges.remoting.handlers.transactions import Transactions
+from timeball.edges.remoting.needs import NEEDS, check, content, signer
+from timeball.model.access import Access, Verb, parse
+from timeball.model.errors import RequestError, Unauthorized
+from timeball.model.message import Kind
+
+DENIED = ResponseCode.NO_PERMISSION
+ACCESS = Access(parse(ACCESS_FILE.encode(), "access.toml"))
+VERSION = 409
+# printf 'shop20orders0hello' | openssl dgst -sha1 -hmac 'shop secret 1' -binary | base64
+FIELDS = {"AccessKey": "shop", "a": "20", "b": "orders", "e": "0"}
+SIGNATURE = "qWZGN1pDVDGk1PiwphENuMc++ac="
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with guarded_node(tmp_path_factory.mktemp("guarded")) as running:
+        yield running
+
+
+@pytest.fixture
+def shop(node: RunningNode) -> Iterator[SignedWire]:
+    with SignedWire.of(node, "shop") as wire:
+        yield wire
+
+
+@pytest.fixture
+def other(node: RunningNode) -> Iterator[SignedWire]:
+    with SignedWire.of(node, "other") as wire:
+        yield wire
+
+
+@pytest.fixture
+def root(node: RunningNode) -> Iterator[SignedWire]:
+    with SignedWire.of(node, "root") as wire:
+        yield wire
+
+
+def request(signature: str = SIGNATURE, body: bytes = b"hello", **changed: str) -> Command:
+    ext = {**FIELDS, "Signature": signature, **changed}
+    return Command(RequestCode.SEND_MESSAGE_V2, ext=ext, body=body, version=VERSION)
+
+
+# ---- the signature ------------------------------------------------------------------------------------------
+
+
+def test_the_signature_is_over_the_values_in_the_order_of_their_names_and_the_body() -> None:
+    assert content(request()) == b"shop20orders0hello"
+    assert signer(ACCESS, request()).name == "shop"
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"body": b"hullo"},
+        {"b": "news"},
+        {"more": "1"},
+        {"AccessKey": "other"},
+        {"AccessKey": ""},
+        {"signature": ""},
+        {"signature": SIGNATURE[:-4]},
+        {"signature": "§"},
+        {"signature": SIGNATURE + " "},
+    ],
+    ids=str,
+)
+def test_a_request_that_was_changed_is_nobody_s(spoilt: dict[str, Any]) -> None:
+    with pytest.raises(Unauthorized):
+        signer(ACCESS, request(**spoilt))
+
+
+def test_clients_up_to_4_9_3_add_a_field_that_they_do_not_sign() -> None:
+    asked = request(_UNIQUE_KEY_QUERY="true")
+    with pytest.raises(Unauthorized):
+        signer(ACCESS, asked)
+    asked.version = 399
+    assert signer(ACCESS, asked).name == "shop"
+
+
+@given(st.dictionaries(st.sampled_from(["AccessKey", "Signature", "b", "topic"]), st.text()), st.binary())
+def test_no_header_does_anything_but_be_refused(ext: dict[str, str], body: bytes) -> None:
+    with pytest.raises(Unauthorized):
+        signer(ACCESS, Command(310, ext=ext, body=body, version=VERSION))
+
+
+@given(
+    st.sampled_from([*NEEDS, 17, 25, 999]),
+    st.dictionaries(st.sampled_from(["b", "topic", "group"]), st.text()),
+)
+def test_a_stranger_to_all_names_may_only_look(code: int, ext: dict[str, str]) -> None:
+    bare = Access(parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f"))
+    who = bare.authenticate({"authorization": "Bearer bare:12345678"}, 0)
+    need = NEEDS.get(code)
+    if need is not None and need.verb is Verb.LOOK and need.topic is None:
+        check(who, Command(code, ext=ext))
+        return
+    with pytest.raises(RequestError):
+        check(who, Command(code, ext=ext))
+
+
+# ---- on a real node -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+def test_who_may_send_sends(node: RunningNode, serialisation: int) -> None:
+    with SignedWire.of(node, "shop", serialisation=serialisation) as wire:
+        answer = sent(wire)
+        assert answer.code == ResponseCode.SUCCESS, answer.remark
+        assert sent(wire, topic="news").code == DENIED
+        assert sent(wire).code == ResponseCode.SUCCESS, "and a refusal harms nothing"
+
+
+@pytest.mark.parametrize("serialisation", [JSON, BINARY])
+@pytest.mark.parametrize(("account", "secret"), [("shop", "wrong"), ("nobody", "x"), ("", "")])
+def test_who_does_not_prove_it_does_nothing(
+    node: RunningNode, serialisation: int, account: str, secret: str
+) -> None:
+    before = node.broker.parts.writer.next_seq
+    with SignedWire.of(node, account, secret, serialisation) as wire:
+        for code in sorted({int(code) for code in RequestCode if code < 1 << 15}):
+            answer = wire.ask(
+                code, b"{}", topic="orders", b="orders", consumerGroup="workers", a="p", group="workers"
+            )
+            assert answer.code == DENIED, (code, answer)
+            assert "access key" in (answer.remark or "")
+    assert node.broker.parts.writer.next_seq == before
+
+
+def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, other: SignedWire) -> None:
+    """Every request the broker knows, about somebody else's topic and group."""
+    remoting = node.node.edges.remoting
+    assert remoting is not None
+    before = node.broker.parts.writer.next_seq
+    let_through = set()
+    for code in [*sorted(remoting._dispatch._handlers), 10, 310, 320]:
+        bodies: dict[int, Any] = {
+            RequestCode.HEART_BEAT: {
+                "clientID": "c", "consumerDataSet": [{"groupName": "workers", "subscriptionDataSet": []}]
+            },
+            RequestCode.LOCK_BATCH_MQ: {"consumerGroup": "workers", "clientId": "c", "mqSet": []},
+            RequestCode.UNLOCK_BATCH_MQ: {"consumerGroup": "workers", "clientId": "c", "mqSet": []},
+            RequestCode.BATCH_ACK_MESSAGE: {
+                "acks": [{"c": "workers", "t": "orders", "so": 0, "q": 0, "pt": 1, "b": ""}]
+            },
+            RequestCode.QUERY_ASSIGNMENT: {"topic": "orders", "consumerGroup": "workers"},
+        }  # fmt: skip
+        answer = other.ask(
+            code, bodies.get(RequestCode(code), b"{}"), topic="orders", b="orders", consumerGroup="workers",
+            a="p", group="workers", offset=0, queueId=0, recallHandle="x", key="k", clientID="c",
+            commitLogOffset=1 << 40, producerGroup="p", commitOrRollback=8, namespace="n",
+        )  # fmt: skip
+        if answer.code != DENIED:
+            let_through.add(RequestCode(code))
+    assert let_through == {
+        RequestCode.GET_ROUTEINFO_BY_TOPIC,
+        RequestCode.GET_BROKER_CLUSTER_INFO,
+        RequestCode.CHECK_CLIENT_CONFIG,
+        RequestCode.GET_KV_CONFIG,
+        RequestCode.GET_KVLIST_BY_NAMESPACE,
+        RequestCode.END_TRANSACTION,  # of no half message that is open
+        RequestCode.VIEW_MESSAGE_BY_ID,  # of no message that there is
+    }
+    assert node.broker.parts.writer.next_seq == before
+    assert "orders_of_nobody" not in node.broker.topics()
+
+
+def test_codes_that_nobody_answers_are_not_called_forbidden(other: SignedWire) -> None:
+    assert other.ask(323).code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+
+
+def test_an_administrator_may(root: SignedWire) -> None:
+    root.ask_ok(
+        RequestCode.UPDATE_AND_CREATE_TOPIC,
+        topic="made", readQueueNums=1, writeQueueNums=1, perm=6, topicFilterType="SINGLE_TAG", defaultTopic="TBW102",
+    )  # fmt: skip
+    assert sent(root, topic="made").code == ResponseCode.SUCCESS
+
+
+def test_a_missing_name_is_no_way_around(shop: SignedWire) -> None:
+    assert shop.ask(RequestCode.GET_MAX_OFFSET, queueId=0).code == ResponseCode.INVALID_PARAMETER
+
+
+def test_one_way_requests_are_not_answered_and_not_done(node: RunningNode, shop: SignedWire) -> None:
+    before = node.broker.parts.writer.next_seq
+    shop.send(310, b"x", one_way=True, a="p", b="news", e=0, f=0, g=1, h=0, i="")
+    assert sent(shop).code == ResponseCode.SUCCESS
+    kept = node.broker.read_log(before, node.broker.parts.writer.next_seq, [Kind.MESSAGE])
+    assert sum(rows.num_rows for rows in kept) == 1  # what the broker notes of topics is no message
+
+
+def test_what_was_checked_is_what_is_done(node: RunningNode) -> None:
+    """A header that two readers could read in two ways: a send for one, a harmless question for the other."""
+    before = node.broker.parts.writer.next_seq
+    header = encode(Command(105, opaque=7, ext={"topic": "TBW102", "b": "news", "a": "p"}))
+    with SignedWire.of(node, "shop") as wire:
+        # Signed as it is read at last; and in front of it a code that would make it a send for who looks no further.
+        wire.send_bytes(header)
+        assert wire.answer_to(7).code == ResponseCode.SUCCESS
+    twice = (
+        b'{"code":310,"opaque":8,"flag":0,"version":409,"extFields":{"AccessKey":"shop","a":"p","b":"orders",'
+    )
+    twice += b'"b":"news","e":"0","f":"0","g":"1","h":"0","i":"","Signature":"%s"},"code":105}'
+    digest = hmac.new(b"shop secret 1", b"shoppnews0010", hashlib.sha1).digest()
+    raw = twice % base64.b64encode(digest)
+    with Wire.to(node) as wire:
+        wire.send_bytes((4 + len(raw)).to_bytes(4, "big") + len(raw).to_bytes(4, "big") + raw)
+        assert wire.answer_to(8).code != DENIED  # it is code 105 for everybody
+    assert node.broker.parts.writer.next_seq == before
+
+
+# ---- what only the body, or a row, says ------------------------------------------------------------------------
+
+
+def test_a_number_of_somebody_else_s_message_opens_nothing(
+    node: RunningNode, shop: SignedWire, other: SignedWire
+) -> None:
+    answer = sent(shop, b"private")
+    seq = int(answer.ext["msgId"][-16:], 16)
+    view = RequestCode.VIEW_MESSAGE_BY_ID
+    assert other.ask(view, offset=seq).code == DENIED
+    assert b"private" in shop.ask_ok(view, offset=seq).body
+    node.broker.parts.groups.ensure("readers")
+    back = RequestCode.CONSUMER_SEND_MSG_BACK
+    assert other.ask(back, offset=seq, group="readers", delayLevel=0, originTopic="news").code == DENIED
+    assert shop.ask(back, offset=seq, group="readers", delayLevel=0).code == DENIED
+    node.broker.parts.groups.ensure("workers")
+    shop.ask_ok(back, offset=seq, group="workers", delayLevel=0)
+
+
+def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
+    node: RunningNode, shop: SignedWire, other: SignedWire
+) -> None:
+    half = sent(shop, b"half", f=4, properties={"TRAN_MSG": "true", "PGROUP": "payers"})
+    seq = int(half.ext["msgId"][-16:], 16)
+    for wire, name in ((other, "b"), (shop, "a")):
+        wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": name, "producerDataSet": [{"groupName": "payers"}]})
+    remoting = node.node.edges.remoting
+    assert remoting is not None
+    found = node.broker.transactions.find_half(seq)
+    assert found is not None
+    assert len(remoting.context.sessions.producers("payers")) == 2
+    [producer] = Transactions(remoting.context)._producers(found)
+    assert producer.caller.name == "shop"
+    ends = {"producerGroup": "payers", "commitLogOffset": seq, "commitOrRollback": 12}
+    assert other.ask(RequestCode.END_TRANSACTION, **ends).code == DENIED
+    shop.ask_ok(RequestCode.END_TRANSACTION, **ends)
+
+
+def test_a_heartbeat_for_another_s_group_or_topic_is_refused(node: RunningNode, other: SignedWire) -> None:
+    def beat(group: str, topic: str) -> int:
+        told = {
+            "groupName": group,
+            "subscriptionDataSet": [{"topic": topic, "subString": "*", "subVersion": 1}],
+        }
+        return other.ask(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [told]}).code
+
+    assert beat("workers", "news") == beat("readers", "orders") == DENIED
+    assert node.node.edges is not None and not node.node.edges.remoting.context.sessions.consumer_ids(
+        "readers"
+    )
+    assert beat("readers", "news") == ResponseCode.SUCCESS
+    assert other.ask(RequestCode.UNREGISTER_CLIENT, clientID="c", consumerGroup="workers").code == DENIED
+
+
+def test_a_delayed_message_is_recalled_by_those_who_may_send_it(shop: SignedWire, other: SignedWire) -> None:
+    later = sent(shop, properties={"UNIQ_KEY": "C" * 32, "TIMER_DELAY_SEC": "3600"})
+    handle = later.ext["recallHandle"]
+    recall = RequestCode.RECALL_MESSAGE
+    assert other.ask(recall, topic="orders", recallHandle=handle).code == DENIED
+    assert other.ask(recall, topic="news", recallHandle=handle).code != ResponseCode.SUCCESS
+    shop.ask_ok(recall, topic="orders", recallHandle=handle)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x7f\xff\xff\xff\x00\x00\x00\x04",
+        b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake to a port that speaks none
+    ],
+)
+def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
+    node: RunningNode, shop: SignedWire, data: bytes
+) -> None:
+    assert sent(shop).code == ResponseCode.SUCCESS
+    with Wire.to(node) as bad:
+        bad.send_bytes(data)
+        assert bad.is_closed()
+    assert sent(shop).code == ResponseCode.SUCCESS
+
+
+@pytest.mark.parametrize("ext", [{"a": "no topic"}, {"b": "orders", "e": "no number"}])
+def test_a_bad_header_is_answered_to_those_who_signed_it(
+    node: RunningNode, shop: SignedWire, ext: dict[str, str]
+) -> None:
+    assert shop.ask(310, b"body", **ext).code == ResponseCode.INVALID_PARAMETER
+    with Wire.to(node) as stranger:
+        assert stranger.ask(310, b"body", **ext).code == DENIED
+        too_large = {"i": "x" * HEADER_BYTES_MAX}
+        assert stranger.ask(310, b"body", **too_large).code == ResponseCode.MESSAGE_ILLEGAL
+    assert sent(shop).code == ResponseCode.SUCCESS
+
+
+def test_an_account_that_goes_is_out_with_its_next_request(tmp_path: Path) -> None:
+    path = access_file(tmp_path)
+    with running_node(tmp_path / "data", access_file=str(path)) as node, SignedWire.of(node, "shop") as wire:
+        assert sent(wire).code == ResponseCode.SUCCESS
+        path.write_text(ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
+        node.loop.call_soon_threadsafe(node.node.security.reload)
+        eventually(lambda: sent(wire).code == DENIED, "the old secret is of no use")
+        wire.secret = "shop secret 9"
+        assert sent(wire).code == ResponseCode.SUCCESS
+
+
+def test_who_signs_nothing_does_not_keep_a_connection(node: RunningNode, shop: SignedWire) -> None:
+    remoting = node.node.edges.remoting
+    assert remoting is not None
+    assert sent(shop).code == ResponseCode.SUCCESS
+    [signed] = remoting._connections
+    with Wire.to(node) as stranger:
+        assert stranger.ask(105, topic="TBW102").code == DENIED
+        [unsigned] = remoting._connections - {signed}
+        for connection in (signed, unsigned):
+            later_s = node.loop.time() + UNSIGNED_S + 1
+            node.loop.call_soon_threadsafe(partial(connection.check_deadlines, later_s, must_sign=True))
+        assert stranger.is_closed()
+    assert sent(shop).code == ResponseCode.SUCCESS
+
+
+# ---- the table ------------------------------------------------------------------------------------------------
+
+
+def test_the_table_names_only_what_there_is(node: RunningNode) -> None:
+    remoting = node.node.edges.remoting
+    assert remoting is not None
+    assert set(NEEDS) <= {int(code) for code in remoting._dispatch._handlers} | {10, 310, 320}
+
+
+def test_without_an_access_file_nobody_looks_at_signatures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hot path of before, and not a longer one."""
+    monkeypatch.setattr(edges.needs, "signer", lambda *_: 1 / 0)
+    with running_node(tmp_path) as node, Wire.to(node) as wire:
+        opaques = [send(wire, properties={"UNIQ_KEY": f"{n:032}"}) for n in range(10)]
+        assert {wire.answer_to(opaque).code for opaque in opaques} == {0}
+        wire.ask_ok(RequestCode.GET_BROKER_CLUSTER_INFO, Signature="nonsense")

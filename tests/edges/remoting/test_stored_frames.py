@@ -1,0 +1,168 @@
+"""Frames as the source of stored messages: the reference's bytes, bounded, and never of a row that is not visible."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+
+from timeball.edges.remoting import stored_frames as module
+from timeball.edges.remoting.codec.implementation import PYTHON, codec_of
+from timeball.edges.remoting.codec.records import Host, encode_each
+from timeball.edges.remoting.stored_frames import StoredFrames
+from timeball.model.errors import Corrupt, OutOfRange
+
+HERE, THERE = Host(bytes([10, 0, 0, 1]), 1), Host(bytes([10, 0, 0, 2]), 2)
+ANY = 1 << 30  # bytes of an answer that takes all
+
+
+def plain(world: World, seqs: list[int], host: Host) -> list[bytes]:
+    """The reference, of the rows read by themselves."""
+    rows = world.broker.parts.reader.read_rows(np.array(seqs, dtype=np.int64))
+    return encode_each(rows, store_host=host)
+
+
+def fitting(records: list[bytes], bytes_max: int) -> tuple[int, bytes]:
+    """How many of these go into an answer, at least one, and their bytes."""
+    count = sum(end <= bytes_max for end in accumulate(map(len, records)))
+    count = max(count, min(1, len(records)))
+    return count, b"".join(records[:count])
+
+
+@pytest.mark.parametrize("codec", ["auto", "python"])
+@given(
+    sends=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    picks=st.lists(
+        st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(1, 3), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    fresh_rows=st.sampled_from([0, 20, 1 << 20]),
+    bytes_max=st.sampled_from([1, 700, 1 << 20]),
+)
+@settings(max_examples=40)
+@on_node(queues_per_topic=1)
+async def test_the_same_bytes(
+    world: World,
+    codec: str,
+    sends: list[int],
+    picks: list[tuple[float, float, int, bool, bool]],
+    fresh_rows: int,
+    bytes_max: int,
+) -> None:
+    """Of neighbours and of every second and third row, while the log grows, for several hosts."""
+    before, module.FRESH_ROWS = module.FRESH_ROWS, fresh_rows
+    try:
+        source = StoredFrames(world.broker.parts, codec_of(codec))  # type: ignore[arg-type]
+        seqs: list[int] = []
+        for rows in sends:
+            accepted = await world.broker.send(batch(rows))
+            seqs += range(accepted.first_seq, accepted.first_seq + rows)
+            for begin, end, step, here, at_once in picks:
+                low, high = sorted((int(begin * len(seqs)), int(end * len(seqs))))
+                wanted, host = seqs[low:high:step], HERE if here else THERE
+                found = source.get_now(wanted, host, bytes_max) if at_once else None
+                if found is None:
+                    assert fresh_rows < 1 << 20 or not at_once
+                    found = await source.get(wanted, host, bytes_max)
+                assert found == fitting(plain(world, wanted, host), bytes_max)
+    finally:
+        module.FRESH_ROWS = before
+
+
+@pytest.mark.parametrize("codec", ["auto", "python"])
+@on_node()
+async def test_what_waits_is_not_there(world: World, codec: str) -> None:
+    later = await world.broker.send(batch(1, delay_ms=[60_000]))
+    source = StoredFrames(world.broker.parts, codec_of(codec))  # type: ignore[arg-type]
+    for seq in (later.first_seq, later.first_seq + 100):
+        with pytest.raises(OutOfRange):
+            source.get_now([seq], HERE, ANY)
+        with pytest.raises(OutOfRange):
+            await source.get([seq], HERE, ANY)
+
+
+@on_node(queues_per_topic=1)
+async def test_the_old_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = (await world.broker.send(batch(3))).first_seq
+    second = (await world.broker.send(batch(3))).first_seq
+    source = StoredFrames(world.broker.parts)
+    monkeypatch.setattr(module, "FRESH_ROWS", 0)
+    assert source.get_now([first], HERE, ANY) is None
+    assert await source.get([first], HERE, ANY) == source.get_now([first], HERE, ANY), "it is open now"
+    assert source.get_now([first, second], HERE, ANY) is not None, "so is what follows"
+
+
+@on_node(queues_per_topic=1)
+async def test_a_large_frame_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = (await world.broker.send(batch(2, body=[b"x" * 600_000] * 2))).first_seq
+    source = StoredFrames(world.broker.parts)
+    assert source.get_now([large], HERE, ANY) is None
+    count, body = await source.get([large, large + 1], HERE, 700_000)
+    assert (count, body) == (1, plain(world, [large], HERE)[0])
+
+
+@on_node(queues_per_topic=1)
+async def test_pulls_that_wait_for_one_stretch_wait_together(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seqs = [(await world.broker.send(batch(2))).first_seq for _ in range(4)]
+    monkeypatch.setattr(module, "FRESH_ROWS", 0)
+    source = StoredFrames(world.broker.parts)
+    gate = threading.Event()
+    world.broker.parts.reader_thread.submit(gate.wait)  # or it is at work before the last of them asks
+    waiting = [asyncio.ensure_future(source.get([seqs[0] + n, seqs[3] + n], HERE, ANY)) for n in (0, 1, 0)]
+    await asyncio.sleep(0)
+    assert len(source._opening) == 1
+    gate.set()
+    waiting[0].cancel()  # its client has gone; the others wait on
+    found = await asyncio.gather(*waiting[1:])
+    for n, (count, body) in zip((1, 0), found, strict=True):
+        assert (count, body) == (2, b"".join(plain(world, [seqs[0] + n, seqs[3] + n], HERE)))
+    assert not source._opening
+
+
+@on_node(queues_per_topic=1)
+async def test_damage_further_on_is_told_to_those_who_ask_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (await world.broker.send(batch(1))).first_seq
+    second = (await world.broker.send(batch(1))).first_seq
+    monkeypatch.setattr(module, "FRESH_ROWS", 0)
+    segment = world.broker.parts.reader.segments.holding(second)
+    world.broker.parts.files.open(segment.name).write_at(segment.frame_position_of(second) + 300, b"rot")
+    source = StoredFrames(world.broker.parts)
+    assert (await source.get([first], HERE, ANY))[0] == 1
+    with pytest.raises(Corrupt, match="restore this file"):
+        await source.get([second], HERE, ANY)
+    assert not source._opening
+
+
+@on_node(queues_per_topic=1)
+async def test_only_so_many_frames_stay_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 2)
+    monkeypatch.setattr(module, "FRESH_ROWS", 0)
+    source = StoredFrames(world.broker.parts, PYTHON)
+    seqs = [(await world.broker.send(batch(1))).first_seq for _ in range(5)]
+    assert (await source.get(seqs, HERE, ANY))[0] == 5
+    assert len(source._frames) == 2
+
+
+@on_node(queues_per_topic=1)
+async def test_the_frame_used_last_goes_with_its_segment(world: World) -> None:
+    source, segments = StoredFrames(world.broker.parts, PYTHON), world.broker.parts.reader.segments
+    seq = (await world.broker.send(batch(1))).first_seq
+    expected = plain(world, [seq], HERE)
+    for _ in range(2):
+        assert source.get_now([seq], HERE, ANY) == (1, expected[0])
+    assert source._last is not None
+    for forget in segments.on_drop:
+        forget([segments.last])
+    assert source._last is None and not len(source._frames)

@@ -1,0 +1,214 @@
+"""IPC messages: what a header says is checked before a body is decoded; what is left comes back as it was."""
+
+import struct
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.edges.arrow_types import STORED, TYPES, column
+
+from timeball.edges.shared import arrow_ipc as ipc
+from timeball.model import flatbuffer as fb
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
+
+SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
+ROWS = pa.RecordBatch.from_arrays([pa.array(["t", None]), pa.array([bytes(2_000), b"x"])], schema=SCHEMA)
+
+
+def messages(batch: pa.RecordBatch, **options: object) -> list[tuple[memoryview, memoryview]]:
+    """Header and body of each message of a stream with this batch, the schema first."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_batch(batch)
+    found = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    return [
+        (memoryview(bytes(memoryview(m.metadata))), memoryview(bytes(m.body or b""))) for m in list(found)
+    ]
+
+
+def test_a_plain_batch_comes_back() -> None:
+    (head, _), (header, body) = messages(ROWS)
+    schema = ipc.schema(head)
+    assert schema == SCHEMA
+    assert ipc.batch(header, body, schema).equals(ROWS)
+    assert ipc.schema(memoryview(bytes(ipc.schema_header(SCHEMA)))) == SCHEMA
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_compressed_body_is_refused_before_it_is_decompressed(codec: str) -> None:
+    _, (header, body) = messages(ROWS, compression=codec)
+    for part in (body, memoryview(b"")):  # the body is not looked at
+        with pytest.raises(InvalidMessage, match="without compression"):
+            ipc.batch(header, part, SCHEMA)
+
+
+def test_another_way_to_say_that_a_body_is_compressed_is_refused() -> None:
+    _, (header, body) = messages(ROWS, metadata_version=pa.ipc.MetadataVersion.V4)
+    with pytest.raises(InvalidMessage, match="version before"):
+        ipc.batch(header, body, SCHEMA)
+
+
+def test_a_dictionary_is_refused() -> None:
+    coded = pa.RecordBatch.from_arrays([pa.array(["t"] * 9).dictionary_encode()], names=["topic"])
+    _, (header, body), _ = messages(coded)
+    with pytest.raises(InvalidMessage, match="dictionary"):
+        ipc.batch(header, body, coded.schema)
+
+
+READ = {
+    "null", "string", "large_string", "binary", "large_binary", "fixed_size_binary[3]", "fixed_size_binary[16]",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+}  # fmt: skip
+
+
+def test_every_type_that_pyarrow_makes_is_tried() -> None:
+    known = {getattr(pa.lib, name) for name in dir(pa.lib) if name.startswith("Type_")}
+    not_made = {pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME}  # pyarrow reads them only
+    assert known - {kind.id for kind in TYPES.values()} == not_made
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_only_listed_types_are_read(name: str) -> None:
+    rows = pa.RecordBatch.from_arrays([column(TYPES[name])], names=["body"])
+    header, _ = messages(rows)[0]
+    stored = STORED.get(name, TYPES[name])  # an extension type stands in the metadata, which is not read
+    if str(stored) in READ:
+        assert ipc.schema(header) == pa.schema([("body", stored)])
+        return
+    with pytest.raises(InvalidMessage, match=r"column 'body' is .*; cast it to string, large_string"):
+        ipc.schema(header)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("string_view", "string_view"),
+        ("binary_view", "binary_view"),
+        ("list_view<item: string>", "list_view"),
+    ],
+)
+def test_a_refusal_says_which_type_it_was(name: str, said: str) -> None:
+    header = ipc.schema_header(pa.schema([("body", TYPES[name])]))
+    with pytest.raises(InvalidMessage, match=f"column 'body' is {said};"):
+        ipc.schema(header)
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=8), st.sampled_from(sorted(READ & TYPES.keys()))), max_size=ipc.COLUMNS_MAX
+    )
+)
+def test_a_schema_is_read_as_arrow_reads_it(columns: list[tuple[str, str]]) -> None:
+    given = pa.schema([(name, TYPES[kind]) for name, kind in columns])
+    assert ipc.schema(ipc.schema_header(given)) == given
+    told = given.with_metadata({"pandas": "{}"})
+    assert ipc.schema(ipc.schema_header(told)).equals(given, check_metadata=True)
+
+
+@given(st.data())
+def test_a_damaged_schema_is_refused_or_read(data: st.DataObject) -> None:
+    header = bytearray(ipc.schema_header(pa.schema([("topic", pa.string()), ("due_ms", pa.int32())])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = ipc.schema(memoryview(bytes(header)))
+    except InvalidMessage:
+        return
+    assert {str(kind).partition("[")[0] for kind in found.types} <= {kind.partition("[")[0] for kind in READ}
+
+
+def test_numbers_of_another_byte_order_are_refused() -> None:
+    header = bytearray(ipc.schema_header(pa.schema([("due_ms", pa.int64())])))
+    table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
+    # The default is not written: the field is given the place of another one, which is not zero.
+    vtable = table - struct.unpack_from("<i", header, table)[0]
+    fields_at = struct.unpack_from("<H", header, vtable + 4 + 2 * fb.SCHEMA_FIELDS)
+    struct.pack_into("<H", header, vtable + 4 + 2 * fb.SCHEMA_ENDIANNESS, *fields_at)
+    with pytest.raises(InvalidMessage, match="big-endian"):
+        ipc.schema(memoryview(bytes(header)))
+
+
+def test_many_columns_are_refused() -> None:
+    with pytest.raises(InvalidMessage, match="more than 64 columns"):
+        ipc.schema(ipc.schema_header(pa.schema([(str(at), pa.null()) for at in range(65)])))
+
+
+@pytest.mark.parametrize("rows", [-1, -(2**63), limits.ROWS_PER_REQUEST_MAX + 1, 2**62])
+def test_more_rows_than_a_request_has_are_refused_undecoded(rows: int) -> None:
+    (head, _), (header, body) = messages(pa.record_batch({"topic": pa.nulls(3)}))
+    claimed = bytes(header).replace(struct.pack("<q", 3), struct.pack("<q", rows))
+    with pytest.raises((InvalidMessage, OverLimit), match=f"{rows} rows"):
+        ipc.batch(memoryview(claimed), body, ipc.schema(head))
+
+
+def test_a_long_schema_is_refused_unread() -> None:
+    wide = pa.schema([pa.field("topic", pa.string(), metadata={"x": "y" * ipc.SCHEMA_BYTES_MAX})])
+    with pytest.raises(OverLimit, match="metadata"):
+        ipc.schema(ipc.schema_header(wide))
+    with pytest.raises(OverLimit, match="header"):
+        ipc.batch(memoryview(bytes(ipc.HEADER_BYTES_MAX + 1)), memoryview(b""), SCHEMA)
+
+
+def test_a_message_of_another_kind_is_refused() -> None:
+    (head, _), (header, body) = messages(ROWS)
+    with pytest.raises(InvalidMessage, match="schema"):
+        ipc.schema(header)
+    with pytest.raises(InvalidMessage, match="not a record batch"):
+        ipc.batch(head, body, SCHEMA)
+
+
+@given(st.data())
+def test_a_damaged_header_is_refused_or_read(data: st.DataObject) -> None:
+    _, (header, body) = messages(ROWS)
+    damaged = bytearray(header)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = ipc.batch(memoryview(bytes(damaged)), body, SCHEMA)
+        found.validate(full=True)
+    except (InvalidMessage, OverLimit, pa.ArrowException):
+        pass
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_header_or_refused(junk: bytes) -> None:
+    with pytest.raises(InvalidMessage):
+        ipc.schema(memoryview(junk))
+
+
+@given(st.integers(0, 40), st.integers(1, 60_000))
+def test_parts_hold_all_rows_and_are_small(rows: int, size_bytes_max: int) -> None:
+    batch = pa.RecordBatch.from_arrays([["t"] * rows, [bytes(1_000)] * rows], schema=SCHEMA)
+    parts = [(bytes(h), bytes(b)) for h, b in ipc.parts(batch, size_bytes_max)]
+    read = [ipc.batch(memoryview(h), memoryview(b), SCHEMA) for h, b in parts]
+    assert pa.Table.from_batches(read, SCHEMA).equals(pa.Table.from_batches([batch], SCHEMA))
+    assert all(part.num_rows == 1 or part.nbytes <= size_bytes_max for part in read if rows)
+
+
+def test_a_header_that_points_elsewhere_is_refused() -> None:
+    _, (header, body) = messages(ROWS)
+    away = bytearray(header)
+    struct.pack_into("<I", away, 0, 0xFFFF_FFF0)
+    with pytest.raises(InvalidMessage, match="cut off"):
+        ipc.batch(memoryview(bytes(away)), body, SCHEMA)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    header = bytes(ipc.schema_header(SCHEMA)).replace(b"topic", b"t\x80pic")
+    with pytest.raises(InvalidMessage, match="does not begin with an Arrow schema"):
+        ipc.schema(memoryview(header))
+
+
+def test_a_stream_is_its_messages_and_a_cut_one_is_refused() -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(ROWS)
+    stream = sink.getvalue().to_pybytes()
+    assert [(bytes(header), bytes(body)) for header, body in ipc.messages(stream)] == [
+        (bytes(header), bytes(body)) for header, body in messages(ROWS)
+    ]
+    for cut in range(1, len(stream) - 8, 7):
+        with pytest.raises(InvalidMessage, match="cut off"):
+            list(ipc.messages(stream[:cut]))

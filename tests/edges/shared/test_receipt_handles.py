@@ -1,0 +1,75 @@
+"""Handles: what is encoded comes back, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Receipt
+from timeball.edges.shared.receipt_handles import CHARACTERS_MAX, ReceiptHandles
+from timeball.model.errors import InvalidReceipt
+
+SECRET = bytes(range(32))
+HANDLES = ReceiptHandles(lambda: SECRET)
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
+INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+NAMES = st.from_regex(r"[%|a-zA-Z0-9_-]{1,20}", fullmatch=True)
+RECEIPTS = st.one_of(
+    st.builds(Receipt, NAMES, NAMES, INT64, INT64),
+    st.builds(PositionReceipt, NAMES, NAMES, INT32, INT64, INT64),
+)
+
+
+def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES) -> None:
+    with pytest.raises(InvalidReceipt) as error:
+        handles.decode(text, group, topic)
+    assert error.value.code == "invalid_receipt"
+
+
+@given(RECEIPTS)
+def test_a_handle_comes_back(receipt: AnyReceipt) -> None:
+    text = HANDLES.encode(receipt)
+    found = HANDLES.decode(text, receipt.group, receipt.topic)
+    assert found == receipt and type(found) is type(receipt)
+    assert len(text) <= CHARACTERS_MAX and text.isascii() and " " not in text
+
+
+@given(RECEIPTS, NAMES, NAMES)
+def test_a_handle_is_for_its_group_and_topic(receipt: AnyReceipt, group: str, topic: str) -> None:
+    if (group, topic) != (receipt.group, receipt.topic):
+        refused(group, topic, HANDLES.encode(receipt))
+
+
+@given(RECEIPTS, st.data())
+def test_no_changed_handle_is_read(receipt: AnyReceipt, data: st.DataObject) -> None:
+    text, names = HANDLES.encode(receipt), (receipt.group, receipt.topic)
+    at = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.sampled_from("ABCxyz019-_=. \n").filter(lambda c: c != text[at]))
+    refused(*names, text[:at] + other + text[at + 1 :])
+    refused(*names, text[:at])
+    refused(*names, text + "A")
+    refused(*names, text + "=")
+
+
+@given(st.one_of(st.text(), st.binary(max_size=80).map(lambda b: base64.urlsafe_b64encode(b).decode())))
+def test_garbage_is_none(text: str) -> None:
+    refused("g", "t", text)
+
+
+def test_another_folders_handle_is_none() -> None:
+    refused("g", "t", ReceiptHandles(lambda: bytes(32)).encode(Receipt("g", "t", 1, 2)))
+
+
+def test_a_kind_cannot_pass_for_the_other() -> None:
+    # A promise's handle is four bytes shorter; with those from the group's name it would be as long as the other.
+    text = HANDLES.encode(Receipt("abcdg", "t", 1, 2))
+    data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    longer = data[:18] + b"abcd" + data[18:]
+    refused("g", "t", base64.urlsafe_b64encode(longer).rstrip(b"=").decode())
+
+
+def test_a_text_of_any_size_is_refused_at_once() -> None:
+    refused("g", "t", "A" * 4_000_000)

@@ -1,0 +1,107 @@
+"""Connections run short: the most silent ones go, of our ports alone, and no more than are needed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.bounds import BOUND_S
+
+from timeball.edges.shared import strangers
+from timeball.edges.shared.strangers import Strangers, connections
+from timeball.io.descriptors import in_use
+
+
+class Door:
+    """A listening socket, connections to it and their far ends."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._server = stack.enter_context(socket.socket())
+        self._server.bind(("127.0.0.1", 0))
+        self._server.listen(64)
+        self.port: int = self._server.getsockname()[1]
+        self.clients: list[socket.socket] = []
+        self.accepted: list[socket.socket] = []
+
+    def dial(self, count: int) -> None:
+        for _ in range(count):
+            client = socket.create_connection(self._server.getsockname(), timeout=BOUND_S)
+            self.clients.append(self._stack.enter_context(client))
+            self.accepted.append(self._stack.enter_context(self._server.accept()[0]))
+
+
+@contextmanager
+def door() -> Iterator[Door]:
+    with ExitStack() as stack:
+        yield Door(stack)
+
+
+def is_closed(client: socket.socket) -> bool:
+    client.settimeout(0.2)
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def limit_with(free: int) -> int:
+    """A limit under which so many descriptors are free, and one more: that of the look itself."""
+    return len(os.listdir("/proc/self/fd")) + free
+
+
+def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
+    with door() as ours, door() as others:
+        ours.dial(3)
+        others.dial(2)
+        for number in (1, 0, 2):
+            ours.clients[number].sendall(b"x")
+            ours.accepted[number].recv(1)
+            time.sleep(0.02)  # the kernel tells silence in milliseconds
+        ours.dial(3)  # and nothing comes by these
+        watch = Strangers(limit_with(strangers.FREE_MIN - 5), [ours.port])
+        assert watch.free_wanted == strangers.FREE_MIN
+        assert watch.close_idle() == 4
+        assert [is_closed(client) for client in ours.clients] == [False, True, False, True, True, True]
+        assert not any(map(is_closed, others.clients))
+
+
+def test_nothing_is_closed_while_there_is_room() -> None:
+    with door() as ours:
+        ours.dial(3)
+        assert Strangers(limit_with(strangers.FREE_MIN), [ours.port]).close_idle() == 0
+        assert not any(map(is_closed, ours.clients))
+
+
+def test_all_who_have_said_nothing_for_a_second_go_when_room_is_short() -> None:
+    """More stand in line behind them; one that has said something stays."""
+    with door() as ours:
+        ours.dial(5)
+        ours.clients[0].sendall(b"x")
+        ours.accepted[0].recv(1)
+        time.sleep(strangers.STRANGER_MS / 1000 + 0.02)
+        assert Strangers(limit_with(strangers.FREE_MIN - 2), [ours.port]).close_idle() == 4
+        assert [is_closed(client) for client in ours.clients] == [False, True, True, True, True]
+
+
+def test_what_listens_or_is_no_socket_is_no_connection() -> None:
+    with door() as ours:
+        ours.dial(2)
+        before = len(os.listdir("/proc/self/fd"))
+        found = list(connections([ours.port], in_use()))
+        assert {each.fd for each in found} == {each.fileno() for each in ours.accepted}
+        assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+
+
+def test_a_descriptor_that_is_another_by_now_is_left_alone() -> None:
+    with door() as ours:
+        ours.dial(1)
+        [found] = connections([ours.port], in_use())
+        assert not strangers._shut_down(found._replace(inode=found.inode + 1))
+        assert not is_closed(ours.clients[0])
+        assert strangers._shut_down(found)
+        assert is_closed(ours.clients[0])
+        assert not strangers._shut_down(found._replace(fd=1 << 20))

@@ -1,0 +1,70 @@
+"""A delayed send whose instant passes on its way is a delayed message all the same: a cancel says `released`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.edges.grpc import wire as grpc_wire
+from tests.edges.grpc.sending import message
+from tests.edges.grpc.sending import sent as sent_by_grpc
+from tests.edges.remoting import wire as remoting_wire
+from tests.edges.remoting.handlers.test_sends import sent
+from tests.node_fixture import RunningNode, eventually, running_node
+
+from timeball import Timeball
+from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+
+LATE_MS = 5
+EDGES = ["flight", "remoting", "grpc"]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with running_node(tmp_path_factory.mktemp("node") / "data", queues_per_topic=1) as running:
+        yield running
+
+
+def send_late(node: RunningNode, edge: str, topic: str) -> tuple[str, str]:
+    """Send a message by this edge whose instant has passed; its id, and the handle to recall it by."""
+    due_ms = node.broker.parts.clock.now_ms() - LATE_MS
+    if edge == "flight":
+        with Timeball(node.endpoint) as ball:
+            return ball.send(topic, b"x", at=due_ms).id, ""
+    if edge == "remoting":
+        with remoting_wire.Wire.to(node) as wire:
+            answer = sent(wire, topic=topic, properties={"TIMER_DELIVER_MS": str(due_ms), "UNIQ_KEY": topic})
+            return topic, answer.ext["recallHandle"]
+    with grpc_wire.Wire.to(node) as wire:
+        [entry] = sent_by_grpc(wire, message(topic=topic, due_ms=due_ms))
+        return entry.message_id, entry.recall_handle
+
+
+def delivered(node: RunningNode, topic: str) -> bool:
+    return topic in node.broker.topics() and node.broker.queues(topic)[0][1] == 1
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_a_cancel_says_released(node: RunningNode, edge: str) -> None:
+    topic = f"late-{edge}"
+    key, handle = send_late(node, edge, topic)
+    eventually(lambda: delivered(node, topic), "it is delivered")
+    with Timeball(node.endpoint) as ball:
+        assert ball.cancel(key).verdict == "released"
+    if edge == "remoting":
+        with remoting_wire.Wire.to(node) as wire:
+            told = wire.ask(RequestCode.RECALL_MESSAGE, producerGroup="p", topic=topic, recallHandle=handle)
+        assert told.code == ResponseCode.ILLEGAL_OPERATION and "too late" in str(told.remark)
+    if edge == "grpc":
+        with grpc_wire.Wire.to(node) as wire:
+            request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
+            status = wire.ask("RecallMessage", request).status
+        assert status.code == d.Code.NOT_FOUND and "too late" in status.message
+
+
+def test_a_message_that_was_for_now_is_no_promise(node: RunningNode) -> None:
+    """Negative control: of this one there is nothing to cancel."""
+    with Timeball(node.endpoint) as ball:
+        assert ball.cancel(ball.send("for-now", b"x").id).verdict == "not_found"

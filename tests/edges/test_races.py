@@ -1,0 +1,237 @@
+"""Cancels, recalls and moves against the due instant, over real connections to a real node.
+
+A thousand promises come due some each few milliseconds, while several clients of each protocol cancel and move them
+around those very instants. Whatever the outcome, all that was told, the log, and what a consumer got must agree; that
+the recorder would notice if they did not is shown below, and by a schedule that hands out and cancels at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.edges.remoting.wire import Wire
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.races import COLUMNS, KINDS, Recorder
+
+from timeball import Timeball
+from timeball.broker.revoking.recall import encode_handle
+from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.model.message import Int64Array, Kind
+from timeball.model.wire import Verdict
+from timeball.schedule.scheduler import Scheduler
+
+TOPIC = "races"
+AHEAD_MS, SPREAD_MS, MOVED_MS = 300, 600, 350
+CLIENTS = 3  # of each protocol
+ROUND, ROUNDS_MIN, ROUNDS_MAX = 250, 4, 16
+
+Act = Callable[[str, int], None]
+
+
+class Race:
+    """One node, its clients and what they were told."""
+
+    def __init__(self, node: RunningNode, seed: int) -> None:
+        self.node, self.recorder, self.rng = node, Recorder(), np.random.default_rng(seed)
+        self._nap = threading.Event()
+        self._lead_ms = 0  # how much too late the clients' calls were so far: a slow machine aims ahead
+        self._late_ms: list[int] = []
+
+    def now_ms(self) -> int:
+        return self.node.broker.parts.clock.now_ms()
+
+    def cancel(self, ball: Timeball, key: str, due_ms: int) -> None:
+        with self.recorder.call(key) as call:
+            said = ball.cancel(key)
+            call.told(said.verdict, said.seq, said.at_ms)
+
+    def move(self, ball: Timeball, key: str, due_ms: int) -> None:
+        with self.recorder.call(key) as call:
+            said: Verdict = ball.reschedule(key, at=due_ms + MOVED_MS)
+            call.told(said.verdict, said.seq, said.at_ms, said.due_ms)
+
+    def recall(self, wire: Wire, key: str, due_ms: int) -> None:
+        handle = encode_handle(TOPIC, "timeball", due_ms, key)
+        with self.recorder.call(key) as call:
+            said = wire.ask(RequestCode.RECALL_MESSAGE, producerGroup="p", topic=TOPIC, recallHandle=handle)
+            late, _, at_ms = str(said.remark).rpartition("delivered at ")
+            call.told("recalled" if said.code == 0 else "released" if late else str(said.remark),
+                      at_ms=int(at_ms) if late else None)  # fmt: skip
+
+    def round(self, number: int) -> None:
+        """Send, and ask twice or thrice about each around its instant, and once where it would have been moved to."""
+        keys = [f"{number}-{i}" for i in range(ROUND)]
+        due_ms = self.now_ms() + AHEAD_MS + np.sort(self.rng.integers(0, SPREAD_MS, ROUND))
+        with Timeball(self.node.endpoint) as ball:
+            rows = pa.table({"unique_key": keys, "due_ms": due_ms, "body": [b"x"] * ROUND})
+            first_seq, _ = ball.send_many(rows, topic=TOPIC, batch_rows=ROUND).ranges[0]
+        self.recorder.first_seq |= {key: first_seq + i for i, key in enumerate(keys)}
+        plans: list[list[tuple[int, int, str, int]]] = [[] for _ in range(2 * CLIENTS)]
+        for key, due in zip(keys, due_ms.tolist(), strict=True):
+            for client in self.rng.choice(2 * CLIENTS, self.rng.integers(2, 4), replace=False).tolist():
+                what = "recall" if client >= CLIENTS else ("cancel", "move")[int(self.rng.integers(2))]
+                plans[client].append((due + int(self.rng.integers(-6, 7)), client, what, keys.index(key)))
+            again = int(self.rng.integers(2 * CLIENTS))
+            what = "recall" if again >= CLIENTS else "cancel"
+            plans[again].append(
+                (due + MOVED_MS + int(self.rng.integers(-6, 7)), again, what, keys.index(key))
+            )
+        with ThreadPoolExecutor(2 * CLIENTS) as pool:
+            for done in [pool.submit(self._follow, sorted(plan), keys, due_ms.tolist()) for plan in plans]:
+                done.result()
+        self._lead_ms += int(np.median(self._late_ms))
+        self._late_ms.clear()
+
+    def _follow(self, plan: list[tuple[int, int, str, int]], keys: list[str], due_ms: list[int]) -> None:
+        with Timeball(self.node.endpoint) as ball, Wire.to(self.node) as wire:
+            for at_ms, _, what, i in plan:
+                self._nap.wait(max(0, at_ms - self._lead_ms - self.now_ms()) / 1000)
+                client = wire if what == "recall" else ball
+                getattr(self, what)(client, keys[i], due_ms[i])
+                self._late_ms.append(self.now_ms() - at_ms)
+
+    def finish(self) -> list[str]:
+        """When all is settled: what does not agree."""
+        end_ms = self.now_ms() + MOVED_MS
+        eventually(lambda: self.node.broker.parts.scheduler.settled_before_ms > end_ms, "all is settled")
+        with Timeball(self.node.endpoint) as ball:
+            while messages := ball.browse(TOPIC, wait="0.2s"):  # by offset: a lease is a promise of its own
+                self.recorder.delivered.update(str(message.id) for message in messages)
+            next_seq = ball.status()["log"]["durable_seq"]
+            log = ball.read_log(1, next_seq, kinds=KINDS, columns=COLUMNS).read_all().to_pylist()
+        return self.recorder.faults(log)
+
+
+@pytest.mark.slow
+def test_a_thousand_races_around_the_due_instant(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data") as node:
+        race = Race(node, seed=6)
+        for number in range(ROUNDS_MAX):
+            race.round(number)
+            won = race.recorder.verdicts()
+            if (
+                number + 1 >= ROUNDS_MIN
+                and min(won[v] for v in ("cancelled", "recalled", "released", "rescheduled")) > 20
+            ):
+                break
+        assert race.finish() == []
+    assert len(race.recorder.first_seq) >= 1_000
+    assert won.keys() == {"cancelled", "already_cancelled", "recalled", "released", "rescheduled"}, (
+        "both sides won some"
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["hour_log", *(pytest.param(name, marks=pytest.mark.slow) for name in ("timer_wheel", "level_cascade"))],
+)
+def test_some_races_of_each_strategy(tmp_path: Path, schedule: str) -> None:
+    with running_node(tmp_path / "data", strategy=schedule) as node:
+        race = Race(node, seed=8)
+        race.round(0)
+        assert race.finish() == []
+
+
+# ---- controls --------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_that_cancels_what_it_hands_out_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+        return np.ones(len(seq), dtype=np.bool_)
+
+    with running_node(tmp_path / "data") as node:
+        race = Race(node, seed=7)
+        monkeypatch.setattr(Scheduler, "cancel", careless)
+        for number in range(ROUNDS_MAX):  # a slow machine aims better each time
+            race.round(number)
+            if any("ends" in fault for fault in race.finish()):
+                return
+        raise AssertionError("went unnoticed")
+
+
+PROMISED = {"kind": Kind.PROMISE, "due_ms": 50, "store_ms": 1}
+ENDED = {"due_ms": 50, "store_ms": 60, "version_seq": None}
+
+
+def small() -> tuple[Recorder, list[dict[str, object]]]:
+    """One was cancelled, one released, one moved and then released."""
+    recorder = Recorder()
+    recorder.first_seq = {"a": 1, "b": 2, "c": 3}
+    for key, told in (
+        ("a", ("cancelled", 1, 60)), ("a", ("already_cancelled", 1, 60)), ("a", ("recalled",)),
+        ("b", ("released", 2, 60)), ("c", ("rescheduled", 3, 60, 70)), ("c", ("released", 3, 80)),
+    ):  # fmt: skip
+        with recorder.call(key) as call:
+            call.told(*told)  # type: ignore[arg-type]
+    recorder.delivered.update(["b", "c"])
+    log: list[dict[str, object]] = [
+        *({**PROMISED, "seq": seq, "unique_key": key} for key, seq in recorder.first_seq.items()),
+        {**ENDED, "kind": Kind.CANCEL, "seq": 4, "unique_key": "a", "source_seq": 1},
+        {**ENDED, "kind": Kind.RELEASE, "seq": 5, "unique_key": "b", "source_seq": 2},
+        {**ENDED, "kind": Kind.MOVED, "seq": 6, "unique_key": "c", "source_seq": 3, "from_due_ms": 50, "due_ms": 70},
+        {**ENDED, "kind": Kind.RELEASE, "seq": 7, "unique_key": "c", "source_seq": 3, "version_seq": 6,
+         "due_ms": 70, "store_ms": 80},
+    ]  # fmt: skip
+    return recorder, log
+
+
+def test_the_recorder_has_nothing_to_say_where_all_agrees() -> None:
+    recorder, log = small()
+    assert recorder.faults(log) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "lie"),
+    [
+        (0, ("released",)), (0, ("not_found",)), (0, ("cancelled", 1, 61)), (1, ("cancelled", 1, 60)),
+        (2, ("released",)), (3, ("cancelled",)), (3, ("recalled",)), (3, ("expired",)), (3, ("released", 2, 61)),
+        (3, ("rescheduled", 2, 60, 50)), (4, ("rescheduled", 3, 60, 71)), (4, ("cancelled",)), (4, ("released",)),
+        (5, ("already_cancelled",)), (5, ("rescheduled", 3, 60, 70)),
+    ],
+)  # fmt: skip
+def test_a_wrong_verdict_is_noticed(call: int, lie: tuple[str, int]) -> None:
+    recorder, log = small()
+    recorder.calls[call].told(*lie)
+    assert recorder.faults(log)
+
+
+def test_a_wrong_log_is_noticed() -> None:
+    recorder, log = small()
+    for without in (3, 4, 5, 6):
+        assert recorder.faults(log[:without] + log[without + 1 :]), without
+    assert recorder.faults([*log, {**log[4], "seq": 9}]), "released twice"
+    assert recorder.faults([*log, {**log[4], "seq": 9, "source_seq": 1}]), "cancelled and released"
+    early = deepcopy(log)
+    early[-1]["store_ms"] = 69
+    assert recorder.faults(early)
+
+
+def test_what_came_twice_or_not_or_though_it_was_cancelled_is_noticed() -> None:
+    for key in "abc":
+        recorder, log = small()
+        recorder.delivered[key] += 1
+        assert recorder.faults(log)
+    recorder, log = small()
+    recorder.delivered["b"] = 0
+    assert recorder.faults(log)
+
+
+def test_answers_in_another_order_than_the_log_are_noticed() -> None:
+    recorder, log = small()
+    moved, released = recorder.calls[4:]
+    moved.began, moved.ended, released.began, released.ended = (
+        released.began,
+        released.ended,
+        moved.began,
+        moved.ended,
+    )
+    assert recorder.faults(log) == ["c: rescheduled came after released, and stands before it in the log"]
