@@ -31,7 +31,7 @@ from benchmarks.report import Report
 from timeball import Timeball
 from timeball.model.errors import SetupError, TimeballError
 from timeball.model.message import TABLE_SCHEMA, Kind
-from timeball.pipeline.endpoint import Endpoint
+from timeball.spark.endpoint import Endpoint
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 

@@ -24,9 +24,9 @@ import pyarrow as pa
 from benchmarks.harness import TOPIC, Server, messages, now_ms, releases, serving, wait_until
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.source import promise_columns
-from timeball.pipeline.table_store import Store
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.source import promise_columns
+from timeball.spark.table_store import Store
 from timeball.table.attachment import Attachment, FileEntry
 
 HOUR_MS = 3_600_000

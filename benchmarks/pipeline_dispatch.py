@@ -18,7 +18,7 @@ import numpy.typing as npt
 from benchmarks.harness import Server, now_ms, quantiles, releases, send_promises, serving, wait_until
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.pipeline.run.job_status import read_statuses
+from timeball.spark.run.job_status import read_statuses
 
 START_S = 120.0
 LATE_S = 60.0

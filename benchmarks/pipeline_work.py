@@ -15,12 +15,12 @@ import psutil
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
-from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import bulk, ledger
-from timeball.pipeline.jobs.bulk_input import Columns
-from timeball.pipeline.run.on_spark import OnSpark
-from timeball.pipeline.run.session import build_session
-from timeball.pipeline.table_store import sibling
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import bulk, ledger
+from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import build_session
+from timeball.spark.table_store import sibling
 
 MIB = 1024 * 1024
 HOUR_MS = 3_600_000

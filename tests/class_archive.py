@@ -15,7 +15,7 @@ from tests.java_options import FAST_START
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.pipeline.run.session import build_session
+from timeball.spark.run.session import build_session
 
 
 def write(path: Path) -> None:

@@ -264,7 +264,7 @@ def test_a_faulty_figure_is_noticed() -> None:
 def test_a_process_is_known_by_its_command_and_its_parents() -> None:
     java, up = ["/usr/bin/java", "-cp"], ["python", "-m", "timeball", "up"]
     run = ["python", "-m", "timeball", "pipeline", "run"]
-    daemon = ["python", "-m", "timeball.pipeline.run.worker_daemon", "pyspark.worker"]
+    daemon = ["python", "-m", "timeball.spark.run.worker_daemon", "pyspark.worker"]
     assert kind_of(up, is_root=True, parents=[["bash"]]) == "broker"
     assert kind_of(run, is_root=False, parents=[up]) == "pipeline"
     assert kind_of(java, is_root=False, parents=[run, up]) == "JVM"

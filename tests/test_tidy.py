@@ -38,7 +38,7 @@ ALLOWED: list[tuple[str, str, str]] = [
     ("touches_disk", "edges/http/dashboard.py", "the installed package's own files, and no data"),
     ("touches_disk", "client/dialing.py", "the roots that its user names, where no broker runs"),
     ("touches_disk", "edges/kafka/undeliverable.py", "the file that its user names, where no broker runs"),
-    ("touches_disk", "pipeline/", "jobs write reports and wrappers where no broker runs"),
+    ("touches_disk", "spark/", "jobs write reports and wrappers where no broker runs"),
 ]
 
 

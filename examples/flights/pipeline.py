@@ -18,13 +18,13 @@ from rich.table import Table
 
 from timeball.cli.audit import balance
 from timeball.cli.spark import open_session
-from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.jobs import audit, bulk
-from timeball.pipeline.jobs.bulk import BulkReport
-from timeball.pipeline.jobs.bulk_input import Columns
-from timeball.pipeline.jobs.campaign import Campaign
-from timeball.pipeline.views.duckdb_session import SqlSession
-from timeball.pipeline.views.forecast import report
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import audit, bulk
+from timeball.spark.jobs.bulk import BulkReport
+from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs.campaign import Campaign
+from timeball.spark.views.duckdb_session import SqlSession
+from timeball.spark.views.forecast import report
 
 # Beside the pipeline's own Spark and the broker, on a machine that may have two cores.
 CONF = {"spark.driver.memory": "512m"}

@@ -16,12 +16,12 @@ import pytest
 from deltalake import DeltaTable
 from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, eventually
-from tests.pipeline.due_rows import attach
-from tests.pipeline.traffic import visible
 from tests.rounds import rounds
 from tests.s3_fixtures import proxy as proxy
 from tests.s3_fixtures import server as server
 from tests.s3_server import BUCKET, FaultyStore
+from tests.spark.due_rows import attach
+from tests.spark.traffic import visible
 
 from timeball import Timeball
 from timeball.broker import components, stored_table
@@ -30,8 +30,8 @@ from timeball.model import storage_uris
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import SetupError, TimeballError, Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
-from timeball.pipeline.endpoint import Endpoint
-from timeball.pipeline.table_store import open_table
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.table_store import open_table
 from timeball.table import object_store, stored_catalog
 from timeball.table.attachment import Attachment
 from timeball.table.file_cache import FileCache

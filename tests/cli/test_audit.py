@@ -1,4 +1,4 @@
-"""`timeball audit`: the verdict as lines, as JSON and as an exit code. Its reckoning: tests/pipeline/jobs."""
+"""`timeball audit`: the verdict as lines, as JSON and as an exit code. Its reckoning: tests/spark/jobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from timeball.cli.audit import OFFENDERS_SHOWN, describe
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.jobs.audit import AuditReport, Scope, add_up
-from timeball.pipeline.table_store import sibling
+from timeball.spark.jobs.audit import AuditReport, Scope, add_up
+from timeball.spark.table_store import sibling
 
 SCOPE = Scope(since=1, first=1, end=9_000, ledger_end=50, watermark=20, version=3, now_ms=10_000)
 COUNTS = {"accepted": 5_000, "released": 4_000, "cancelled": 700, "expired": 0, "pending": 300}

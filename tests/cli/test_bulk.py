@@ -1,4 +1,4 @@
-"""`timeball bulk`: what is read, what is refused, what is told. What it does: tests/pipeline/jobs/test_bulk.py."""
+"""`timeball bulk`: what is read, what is refused, what is told. What it does: tests/spark/jobs/test_bulk.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from timeball.model.limits import DAY_MS
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.jobs.bulk import BulkReport
-from timeball.pipeline.views.due_histogram import Load
+from timeball.spark.jobs.bulk import BulkReport
+from timeball.spark.views.due_histogram import Load
 
 
 def report(**more: object) -> BulkReport:

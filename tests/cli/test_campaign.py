@@ -1,4 +1,4 @@
-"""`timeball campaign`: what each command says. What they do: tests/pipeline/jobs/test_campaign.py."""
+"""`timeball campaign`: what each command says. What they do: tests/spark/jobs/test_campaign.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import running_node
-from tests.pipeline.campaigning import attach, campaign_of
-from tests.pipeline.two_groups import two_groups
+from tests.spark.campaigning import attach, campaign_of
+from tests.spark.two_groups import two_groups
 
 COMMANDS = ("status", "pause", "resume", "cancel")
 

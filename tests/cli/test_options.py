@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from timeball.cli.options import SparkOptions, build_settings, connect, settings_options, spark_options
 from timeball.model.config import Settings
 from timeball.model.errors import NotFound, RequestError, SetupError, Unavailable
-from timeball.pipeline.run import SUBMITTED
+from timeball.spark.run import SUBMITTED
 
 
 def test_every_setting_has_an_option() -> None:

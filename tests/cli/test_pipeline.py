@@ -1,4 +1,4 @@
-"""`timeball pipeline run`: what is asked of which job. What the jobs do: tests/pipeline/jobs."""
+"""`timeball pipeline run`: what is asked of which job. What the jobs do: tests/spark/jobs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.cli.in_process import run_here
 from tests.cli.processes import SRC, serving, timeball
 from tests.cli.unreachable import NOWHERE
 from tests.node_fixture import BOUND_S, running_node
-from tests.pipeline.traffic import send
+from tests.spark.traffic import send
 
 from timeball import Timeball
 from timeball.cli.pipeline import Job, _stop_on_eof, parse_job_options
 from timeball.io.clock import SystemClock
 from timeball.model.errors import RequestError
-from timeball.pipeline.run.job_status import Board, Epoch, JobStatus
+from timeball.spark.run.job_status import Board, Epoch, JobStatus
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.run.runner import JOBS
+from timeball.spark.run.runner import JOBS
 
 BOTH = [Job.COMPACT, Job.LEDGER]
 

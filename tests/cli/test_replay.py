@@ -1,4 +1,4 @@
-"""`timeball replay`: what is asked before anything is scheduled. What is scheduled: tests/pipeline/jobs."""
+"""`timeball replay`: what is asked before anything is scheduled. What is scheduled: tests/spark/jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timeball.model.limits import DAY_MS, HOUR_MS
 
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
-from timeball.pipeline.jobs.replay import ReplayPlan, ReplayReport
+from timeball.spark.jobs.replay import ReplayPlan, ReplayReport
 
 NOON_MS = 1_900_000_000_000 // DAY_MS * DAY_MS + 12 * HOUR_MS
 WINDOW = ["--from", "2030-01-01T09:00Z", "--until", "2030-01-01T10:00Z"]

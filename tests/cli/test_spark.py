@@ -19,8 +19,8 @@ from timeball.model.errors import SetupError
 def no_pyspark(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine where only the broker is installed."""
     before = {name: sys.modules.pop(name) for name in _of_spark()}
-    # A new import also replaces the attribute `timeball.pipeline`. Restore it, so that later tests get the original.
-    monkeypatch.setattr(timeball, "pipeline", getattr(timeball, "pipeline", None), raising=False)
+    # A new import also replaces the attribute `timeball.spark`. Restore it, so that later tests get the original.
+    monkeypatch.setattr(timeball, "spark", getattr(timeball, "spark", None), raising=False)
     sys.modules["pyspark"] = None  # type: ignore[assignment]  # makes `import pyspark` raise ImportError
     yield
     for name in _of_spark():
@@ -29,7 +29,7 @@ def no_pyspark(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _of_spark() -> list[str]:
-    return [name for name in sys.modules if name.startswith(("timeball.pipeline", "pyspark"))]
+    return [name for name in sys.modules if name.startswith(("timeball.spark", "pyspark"))]
 
 
 @pytest.mark.usefixtures("no_pyspark")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from timeball import AsyncTimeball, Timeball, Worker
-from timeball.pipeline.endpoint import Endpoint
+from timeball.spark.endpoint import Endpoint
 
 TIMEOUT_MS = 2_000
 

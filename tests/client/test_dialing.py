@@ -14,7 +14,7 @@ from timeball import Timeball
 from timeball.client.calls import RETRY_PAUSES_S
 from timeball.client.dialing import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS, Credentials, credentials
 from timeball.model.errors import RequestError, Unauthorized, Unavailable
-from timeball.pipeline.endpoint import Endpoint
+from timeball.spark.endpoint import Endpoint
 
 
 @pytest.fixture(autouse=True)

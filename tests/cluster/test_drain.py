@@ -20,7 +20,7 @@ from tests.edges.remoting.wire import Wire
 from timeball import Timeball, Unavailable
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model.errors import TimeballError
-from timeball.pipeline.endpoint import Endpoint
+from timeball.spark.endpoint import Endpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("etcd")]
 Groups = dict[str, Cluster]

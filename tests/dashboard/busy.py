@@ -25,8 +25,8 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from timeball.io.clock import SystemClock
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
-from timeball.pipeline.jobs.audit import AuditReport, Scope
-from timeball.pipeline.run.job_status import Board, Epoch, JobStatus
+from timeball.spark.jobs.audit import AuditReport, Scope
+from timeball.spark.run.job_status import Board, Epoch, JobStatus
 
 TOPICS = ("orders", "reminders", "invoices")
 BATCH = 1_000

@@ -10,7 +10,7 @@ from examples.flights.pipeline import CAMPAIGN, CalledOff, Spark, answer_table, 
 from rich.console import Console
 from tests.cli.unreachable import NOWHERE
 from tests.node_fixture import running_node
-from tests.pipeline.campaigning import attach, campaign_of
+from tests.spark.campaigning import attach, campaign_of
 
 from timeball import Timeball
 from timeball.model.errors import Unavailable

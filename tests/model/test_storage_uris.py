@@ -19,7 +19,7 @@ OWN_SERVER = {
 }
 # What only storage_uris.py may say: how a library is told where something lies.
 _TOLD = re.compile(r"from_uri\(|S3FileSystem|\bDeltaTable\(|\bDeltaTable\.create\(|AWS_|fs\.s3a")
-_MAY = ("model/storage_uris.py", "pipeline/table_store.py", "table/delta_rs.py")
+_MAY = ("model/storage_uris.py", "spark/table_store.py", "table/delta_rs.py")
 
 
 def test_a_folder_is_handed_on_as_it_is(tmp_path: Path) -> None:

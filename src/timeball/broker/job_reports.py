@@ -1,6 +1,6 @@
 """Read the status files of the pipeline's jobs and the result of the last audit.
 
-    pipeline/status/<job>.json    written by each job every few seconds (pipeline/run/job_status.py)
+    pipeline/status/<job>.json    written by each job every few seconds (spark/run/job_status.py)
     pipeline/audit.json           written by `timeball audit`
 
 Jobs with another folder for their checkpoints, or with a table in an object store, write elsewhere and are not visible

@@ -1,6 +1,6 @@
 """`timeball audit`: check that every accepted message is accounted for.
 
-A batch job on Spark (pipeline/jobs/audit.py) reads the ledger, the pending table and the log. It compares the number of
+A batch job on Spark (spark/jobs/audit.py) reads the ledger, the pending table and the log. It compares the number of
 accepted messages with the numbers of released, cancelled, expired and pending ones. This module prints its report, and
 turns its verdict into the exit code.
 """
@@ -26,7 +26,7 @@ from timeball.cli.options import (
 from timeball.cli.output import show
 
 if TYPE_CHECKING:
-    from timeball.pipeline.jobs.audit import AuditReport
+    from timeball.spark.jobs.audit import AuditReport
 
 OFFENDERS_SHOWN = 10
 
@@ -62,9 +62,9 @@ def audit(
 
     reach(endpoint)
     with spark_session(spark, "timeball-audit") as session:
-        from timeball.pipeline.jobs import audit as job
-        from timeball.pipeline.run.job_status import Board
-        from timeball.pipeline.run.runner import default_folder
+        from timeball.spark.jobs import audit as job
+        from timeball.spark.run.job_status import Board
+        from timeball.spark.run.runner import default_folder
 
         report = job.run(session, endpoint, ledger_uri=ledger)
         # The status file gets the counts alone: the lists of messages may be long, and are printed below.

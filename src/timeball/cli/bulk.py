@@ -38,7 +38,7 @@ from timeball.model.errors import NotFound, RequestError, SetupError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from timeball.pipeline.jobs.bulk import BulkReport
+    from timeball.spark.jobs.bulk import BulkReport
 
 PEAKS_SHOWN = 3
 LOOK_EVERY_S = 0.2
@@ -175,8 +175,8 @@ def _run(
     *,
     quiet: bool,
 ) -> BulkReport:
-    from timeball.pipeline.jobs import bulk as job
-    from timeball.pipeline.jobs.bulk_input import Columns
+    from timeball.spark.jobs import bulk as job
+    from timeball.spark.jobs.bulk_input import Columns
 
     with _progress(spark, quiet=quiet) as tell:
         frame = _read(spark, source)
@@ -250,7 +250,7 @@ def campaign_id(source: Source, meaning: Mapping[str, str | None]) -> str:
 
 
 def _read(spark: SparkSession, source: Source) -> DataFrame:
-    from timeball.pipeline.spark_errors import spark_errors
+    from timeball.spark.spark_errors import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)
     try:
@@ -306,7 +306,7 @@ def document(report: BulkReport) -> dict[str, Any]:
 
 def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
     """Find the unit of time of a bar, and count the messages by the name of the bar in which they are due."""
-    from timeball.pipeline.views.due_histogram import bar_name
+    from timeball.spark.views.due_histogram import bar_name
 
     found = report.load.curve()
     starts_ms = (found.start_s * 1_000).tolist()

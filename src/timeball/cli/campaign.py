@@ -1,7 +1,7 @@
 """`timeball campaign`: list, count, pause, resume and cancel the scheduled messages of one bulk write.
 
 The broker carries out the changes. This process requests them, and counts without Spark and Java
-(pipeline/jobs/campaign.py). Each command may be interrupted and run again.
+(spark/jobs/campaign.py). Each command may be interrupted and run again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from timeball.cli.output import err, print_json, print_line, show
 from timeball.cli.units import show_instant, show_ms
 
 if TYPE_CHECKING:
-    from timeball.pipeline.jobs.campaign import Progress
-    from timeball.pipeline.jobs.campaign_groups import CampaignParts
+    from timeball.spark.jobs.campaign import Progress
+    from timeball.spark.jobs.campaign_groups import CampaignParts
 
 app = typer.Typer(help="Look at bulk writes, pause, resume and cancel them.", no_args_is_help=True)
 
@@ -47,7 +47,7 @@ def list_(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fal
       timeball campaign list
       timeball campaign list --json | jq -r 'select(.state == "paused").campaign'
     """
-    from timeball.pipeline.endpoint import Endpoint, read_groups
+    from timeball.spark.endpoint import Endpoint, read_groups
 
     reach(endpoint)
     groups, found = read_groups(endpoint), []
@@ -173,7 +173,7 @@ def describe(progress: Progress) -> Iterator[str]:
 
 @contextmanager
 def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[CampaignParts]:
-    from timeball.pipeline.jobs.campaign_groups import CampaignParts, open_parts
+    from timeball.spark.jobs.campaign_groups import CampaignParts, open_parts
 
     reach(endpoint)
     with open_parts(endpoint, campaign, table_uri) as parts:

@@ -65,7 +65,7 @@ def drain(
       timeball cluster drain --group g2 --to g1 --endpoint grpc://10.0.0.1:7400,10.0.0.2:7400
       timeball cluster drain --group g2 --to g1 --json | jq .moved
     """
-    from timeball.pipeline.endpoint import Endpoint
+    from timeball.spark.endpoint import Endpoint
 
     reach(endpoint)
     clock = SystemClock()

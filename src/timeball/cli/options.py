@@ -245,7 +245,7 @@ def build_spark_options(
     """
     settings = dict(pair("--conf", each) for each in conf or [])
     if packages:
-        from timeball.pipeline.run import SUBMITTED
+        from timeball.spark.run import SUBMITTED
 
         if SUBMITTED in os.environ:
             raise RequestError("--packages: Spark runs already; give them to spark-submit")

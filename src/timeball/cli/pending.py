@@ -1,7 +1,7 @@
 """`timeball pending`: count the pending messages by due time.
 
 The SQL that counts runs in this process, not in the broker. It reads the pending table from its Parquet files, and the
-log's tail over Flight, both of one version (pipeline/views/snapshot.py). A promise that is due after the broker's "now"
+log's tail over Flight, both of one version (spark/views/snapshot.py). A promise that is due after the broker's "now"
 cannot have been released. Those due earlier count as being delivered.
 """
 
@@ -102,7 +102,7 @@ def pending(
 
 def count_waiting(endpoint: str) -> Waiting:
     """Count all promises that are due after the broker's "now" and not cancelled."""
-    from timeball.pipeline.views.duckdb_session import SqlSession
+    from timeball.spark.views.duckdb_session import SqlSession
 
     with SqlSession(endpoint, upcoming=True, bodies=False) as session:
         found = Waiting(now_ms=session.version.now_ms)

@@ -37,7 +37,7 @@ from timeball.model.config import LogFormat, LogLevel
 from timeball.model.errors import RequestError, Unavailable
 
 if TYPE_CHECKING:
-    from timeball.pipeline.run.job_status import JobStatus
+    from timeball.spark.run.job_status import JobStatus
 
 
 app = typer.Typer(help="Run Spark jobs on the log and on what waits.", no_args_is_help=True)
@@ -118,7 +118,7 @@ def run(
     if no_spark:
         runner.run(names, with_spark=False, **asked)
         return
-    from timeball.pipeline.run.session import continuous
+    from timeball.spark.run.session import continuous
 
     chosen_spark = SparkOptions(spark.master, tuple(continuous(spark.master, dict(spark.conf)).items()))
     with spark_session(chosen_spark, "timeball " + " ".join(names)) as session:
@@ -179,7 +179,7 @@ def status(
       timeball pipeline status --checkpoint s3://bucket/checkpoints --endpoint grpc://broker:7400
     """
     from timeball.io.clock import SystemClock
-    from timeball.pipeline.run.job_status import read_statuses
+    from timeball.spark.run.job_status import read_statuses
 
     broker = _ask(endpoint, needed=checkpoint is None)
     folder = checkpoint or broker["table"]["uri"].rstrip("/").rpartition("/")[0] + "/pipeline"

@@ -1,6 +1,6 @@
 """`timeball replay`: schedule the messages of a past window again, later, slower or faster.
 
-The command first shows the outcome (a batch query on Spark, pipeline/jobs/replay.py), and schedules only when that is
+The command first shows the outcome (a batch query on Spark, spark/jobs/replay.py), and schedules only when that is
 confirmed. The same arguments identify the same replay: run the command again after an interruption, or if its outcome
 is unknown.
 """
@@ -37,7 +37,7 @@ from timeball.model.time_parsing import instant_ms
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from timeball.pipeline.jobs.replay import ReplayPlan, ReplayReport, Window
+    from timeball.spark.jobs.replay import ReplayPlan, ReplayReport, Window
 
 TOPICS_SHOWN = 10
 
@@ -123,7 +123,7 @@ def replay(
             check_campaign(job_id)
     reach(endpoint)
     with spark_session(spark, "timeball-replay") as session:
-        from timeball.pipeline.jobs import replay as job
+        from timeball.spark.jobs import replay as job
 
         window = job.Window(
             from_ms=from_ms,
@@ -152,7 +152,7 @@ class Wish:
 
 def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) -> None:
     """Show the plan of a replay and, if it is confirmed, carry it out. With --json, print one document."""
-    from timeball.pipeline.jobs import replay_groups as job
+    from timeball.spark.jobs import replay_groups as job
 
     window.check()
     places = {"archive_uri": wish.archive, "table_uri": wish.table_uri}

@@ -34,7 +34,7 @@ def load_runner(*, with_spark: bool = True) -> ModuleType:
     try:
         if with_spark:
             import pyspark  # noqa: F401 - only a check: it is used when a session is built
-        from timeball.pipeline.run import runner
+        from timeball.spark.run import runner
     except ModuleNotFoundError as error:
         raise not_installed(error, SPARK if with_spark else BROKER) from error
     return runner
@@ -49,7 +49,7 @@ def open_session(
     is a file without a name, which is deleted with the session.
     """
     try:
-        from timeball.pipeline.run.session import build_session
+        from timeball.spark.run.session import build_session
     except ModuleNotFoundError as error:
         raise not_installed(error, SPARK) from error
     with _children_write_to(log), no_child_left_behind():
@@ -63,7 +63,7 @@ def spark_session(chosen: SparkOptions, name: str) -> Iterator[SparkSession]:
     try:
         yield spark
     finally:
-        from timeball.pipeline.run.session import close
+        from timeball.spark.run.session import close
 
         close(spark)
 

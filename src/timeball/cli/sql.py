@@ -1,6 +1,6 @@
 """`timeball sql`: query pending messages, events and past messages, with DuckDB in this process.
 
-The engine and its views are in pipeline/views/duckdb_session.py. This module prints the rows as a table, CSV or JSON.
+The engine and its views are in spark/views/duckdb_session.py. This module prints the rows as a table, CSV or JSON.
 Each answer names its version: on stderr for people, in the document with --json.
 """
 
@@ -32,7 +32,7 @@ from timeball.model.errors import SetupError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from timeball.pipeline.views.snapshot import Version
+    from timeball.spark.views.snapshot import Version
 
 ROWS_SHOWN = 50
 CELL_WIDTH = 60
@@ -75,7 +75,7 @@ def sql(
     Views: pending, pending_table, promises, ledger, archive, log. Each query
     reads one consistent version. It runs on DuckDB, without Spark or Java,
     where the pending table can be read. Spark has the same views:
-    timeball.pipeline.views.spark_views.register(spark, endpoint).
+    timeball.spark.views.spark_views.register(spark, endpoint).
 
     \b
     Examples:
@@ -91,7 +91,7 @@ def sql(
     if text is None:
         _show_views(as_json)
         return
-    from timeball.pipeline.views.duckdb_session import SqlSession
+    from timeball.spark.views.duckdb_session import SqlSession
 
     with connect(addresses_of(endpoint)):
         session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
@@ -206,7 +206,7 @@ def _print_json(version: Version, reader: pa.RecordBatchReader) -> None:
 
 def _show_views(as_json: bool) -> None:
     """Print the views and their columns, which come from the tables' schemas alone."""
-    from timeball.pipeline.views.duckdb_session import view_columns
+    from timeball.spark.views.duckdb_session import view_columns
 
     views = view_columns()
     if as_json:

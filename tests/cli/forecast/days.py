@@ -8,8 +8,8 @@ import pyarrow as pa
 from timeball.cli.forecast.options import Asked, Extra, Moment
 from timeball.cli.forecast.report import Answer, Counted, answer
 from timeball.model.limits import HOUR_MS
-from timeball.pipeline.table_store import Due
-from timeball.pipeline.views.due_histogram import from_due_ms
+from timeball.spark.table_store import Due
+from timeball.spark.views.due_histogram import from_due_ms
 
 EIGHT_MS = 1_896_076_800_000  # 2030-01-31T08:00:00Z
 NINE_MS, TEN_MS = EIGHT_MS + HOUR_MS, EIGHT_MS + 2 * HOUR_MS

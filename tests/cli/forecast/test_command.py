@@ -12,7 +12,7 @@ import pytest
 from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import RunningNode, running_node
-from tests.pipeline.traffic import send
+from tests.spark.traffic import send
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_settings_of_spark_say_nothing_where_this_process_counts() -> None:
 def test_other_commands_do_not_wait_for_its_modules() -> None:
     code = (
         "import sys, timeball.cli.forecast.command;"
-        "print([m for m in ('timeball.pipeline', 'deltalake', 'pyspark', 'matplotlib') if m in sys.modules])"
+        "print([m for m in ('timeball.spark', 'deltalake', 'pyspark', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -8,7 +8,7 @@ import pytest
 
 from timeball.cli.forecast.options import THE_OTHERS, Bars, Extra, Moment, Window, parse_moment, parse_rates
 from timeball.model.errors import RequestError
-from timeball.pipeline.views import consumer_model, due_histogram
+from timeball.spark.views import consumer_model, due_histogram
 
 
 def test_the_light_copies_say_what_the_pipeline_says() -> None:

@@ -10,15 +10,15 @@ from tests.cli.forecast.days import EIGHT_MS, EXTRA, NINE_MS, TEN_MS, answered, 
 from tests.cli.forecast.days import NO_EXTRA as NONE
 from tests.cli.unreachable import NOWHERE
 from tests.node_fixture import running_node
-from tests.pipeline.traffic import send
-from tests.pipeline.two_groups import two_groups
+from tests.spark.traffic import send
+from tests.spark.two_groups import two_groups
 
 from timeball.cli.forecast.options import Extra, Moment, Window
 from timeball.cli.forecast.report import answer, count, describe, show_span
 from timeball.model.errors import NotFound, RequestError, Unavailable
 from timeball.model.limits import DAY_MS
-from timeball.pipeline.views.due_histogram import Peak
-from timeball.pipeline.views.forecast import Bar
+from timeball.spark.views.due_histogram import Peak
+from timeball.spark.views.forecast import Bar
 
 
 def test_what_waits_in_bars_peaks_and_topics() -> None:

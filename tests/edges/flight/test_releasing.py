@@ -12,7 +12,7 @@ import pyarrow.flight as flight
 import pytest
 from tests.edges.flight.test_exchange import answers
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
-from tests.pipeline.due_rows import status
+from tests.spark.due_rows import status
 
 from timeball.edges.shared.arrow_columns import ReleaseColumns
 from timeball.model import limits

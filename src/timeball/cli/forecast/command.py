@@ -149,7 +149,7 @@ def forecast(
 
 def counted_by(spark: SparkOptions) -> SparkOptions | None:
     """Choose Spark's options if Spark counts. None if this process counts."""
-    from timeball.pipeline.run import SUBMITTED
+    from timeball.spark.run import SUBMITTED
 
     if spark.master is not None or SUBMITTED in os.environ:
         return spark

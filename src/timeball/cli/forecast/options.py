@@ -13,14 +13,16 @@ from timeball.model.errors import RequestError
 from timeball.model.time_parsing import instant_ms
 
 if TYPE_CHECKING:
-    from timeball.pipeline.table_store import Due
-    from timeball.pipeline.views.due_histogram import Load
+    from timeball.spark.table_store import Due
+    from timeball.spark.views.due_histogram import Load
 
-THE_OTHERS = "*"  # equal to pipeline/views/consumer_model.py's, which is not imported here: other commands start sooner
+THE_OTHERS = (
+    "*"  # equal to spark/views/consumer_model.py's, which is not imported here: other commands start sooner
+)
 
 
 class Bars(StrEnum):
-    """The width of a bar: the units of pipeline/views/due_histogram.py."""
+    """The width of a bar: the units of spark/views/due_histogram.py."""
 
     AUTO = "auto"
     SECOND = "second"
@@ -145,9 +147,9 @@ class Extra:
 
     def load(self, now_ms: int) -> Load:
         """Build the load of the extra rows, each in its second."""
-        from timeball.pipeline.views.consumer_model import spread
-        from timeball.pipeline.views.due_histogram import ALL_TOPICS, merge
-        from timeball.pipeline.views.forecast import load_of_file
+        from timeball.spark.views.consumer_model import spread
+        from timeball.spark.views.due_histogram import ALL_TOPICS, merge
+        from timeball.spark.views.forecast import load_of_file
 
         parts = []
         if self.rows is not None and self.at is not None:

@@ -15,8 +15,8 @@ from timeball.cli.extras import PICTURE, not_installed
 from timeball.cli.forecast.options import THE_OTHERS
 from timeball.cli.forecast.report import Answer, show_version
 from timeball.model.errors import RequestError, SetupError
-from timeball.pipeline.views.consumer_model import FloatArray
-from timeball.pipeline.views.due_histogram import UNIT_S, Load, Unit, merge
+from timeball.spark.views.consumer_model import FloatArray
+from timeball.spark.views.due_histogram import UNIT_S, Load, Unit, merge
 
 KINDS = (".png", ".svg", ".pdf")
 TOPICS_SHOWN = 5

@@ -18,13 +18,13 @@ from timeball.cli.options import SparkOptions, reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms
 from timeball.model.limits import SECOND_MS
-from timeball.pipeline.endpoint import Endpoint, read_groups
-from timeball.pipeline.jobs.campaign import held
-from timeball.pipeline.table_store import Due
-from timeball.pipeline.views.consumer_model import Outcome, Queue, WhatIf, queues, rate_needed, serve
-from timeball.pipeline.views.due_histogram import BARS_MAX, UNIT_S, Load, Peak, Unit, bar_name, merge
-from timeball.pipeline.views.forecast import Check, Report, check, released_since, report, version_at
-from timeball.pipeline.views.snapshot import Snapshot, check_version
+from timeball.spark.endpoint import Endpoint, read_groups
+from timeball.spark.jobs.campaign import held
+from timeball.spark.table_store import Due
+from timeball.spark.views.consumer_model import Outcome, Queue, WhatIf, queues, rate_needed, serve
+from timeball.spark.views.due_histogram import BARS_MAX, UNIT_S, Load, Peak, Unit, bar_name, merge
+from timeball.spark.views.forecast import Check, Report, check, released_since, report, version_at
+from timeball.spark.views.snapshot import Snapshot, check_version
 
 # ---- counting -----------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ def _count_group(endpoint: str, window: Window, counting: Count, by_topic: bool)
 def _counting(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
     """Open the engine that counts: DuckDB in this process, or Spark."""
     if spark is None:
-        from timeball.pipeline.views.duckdb_session import SqlSession
+        from timeball.spark.views.duckdb_session import SqlSession
 
         def count_here(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
             with SqlSession(endpoint, snapshot=shot, bodies=False, due=due) as session:
@@ -122,7 +122,7 @@ def _counting(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
     from timeball.cli.spark import spark_session
 
     with spark_session(spark, "timeball-forecast") as session:
-        from timeball.pipeline.views import spark_views
+        from timeball.spark.views import spark_views
 
         def count_there(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
             return spark_views.due_load(session, endpoint, shot, by_topic=by_topic, due=due)

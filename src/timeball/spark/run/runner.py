@@ -1,0 +1,402 @@
+"""Run the continuous jobs, several in one Spark session, until they are done or stopped.
+
+    start     start each job; the mark in its sink decides which rows are left to do
+    watch     write one log line per epoch (rows of the log, rows/s, lag behind the log's end) and a status file
+    restart   start a failed job again, with growing pauses, while the other jobs continue
+    end       end a job that has nothing to do for this broker, before it starts or when the broker refuses its work
+    give up   if Spark itself is lost, for example because its JVM was killed: `timeball up` starts a new process.
+              With `once` also on an error that does not pass by itself, and after TRIES_ONCE failures
+    stop      on SIGTERM or SIGINT, after the current epoch, or during it if it takes more than 20 s: both are safe
+
+compact, ledger and archive are loops (jobs/marked.py) whose tasks an engine runs: Spark, or with `with_spark=False`
+this process, which then needs neither Java nor pyspark. dispatch is a streaming query of Spark. Code that concerns both
+calls either of them a query.
+
+No message is late if Spark lags or dies. The broker serves pending messages from the log's tail, and compacts by itself
+when the lease of the job has expired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from timeball.io.clock import Clock, SystemClock
+from timeball.model import storage_uris
+from timeball.model.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
+from timeball.spark.endpoint import Endpoint, read_groups
+from timeball.spark.groups import query_name
+from timeball.spark.jobs import archive, compact, ledger
+from timeball.spark.jobs.engine import Engine, InProcess
+from timeball.spark.jobs.marked import MarkedJob, Query
+from timeball.spark.run.job_status import Board, Epoch, JobStatus, State, epoch_of
+from timeball.spark.table_store import sibling
+
+if TYPE_CHECKING:  # a run without Spark imports none of it
+    from pyspark.sql import SparkSession
+
+LOG = logging.getLogger("timeball.spark")
+
+# Errors that can pass by themselves: the broker or Spark comes back, the epoch is planned again from the new mark, or
+# the disk gets more space.
+PASSING = (Unavailable, OutOfRange, OverLimit)
+PAUSE_S = (1.0, 30.0)  # before a restart: after the first failure, and at most
+HEALTHY_S = 60.0  # a query that has run for longer is restarted after the shortest pause
+TRIES_ONCE = 5
+WATCH_EVERY_S = 0.25
+STOP_PATIENCE_S = 20.0
+STOP_LOOK_S = 0.02
+LOST = "Spark's JVM has ended or was killed: it needs a new process"
+
+DISPATCH = "dispatch"
+LOOPS: dict[str, MarkedJob] = {job.name: job for job in (compact.JOB, ledger.JOB, archive.JOB)}
+JOBS = (*LOOPS, DISPATCH)
+SUPERFLUOUS = {compact.NAME: compact.superfluous}
+BY_GROUP = (compact.NAME, DISPATCH)  # one query per group; the other jobs read all groups in one loop
+
+
+@dataclass
+class Job:
+    """One continuous job, over all restarts of its query. Used by the thread of `run` only."""
+
+    name: str  # with the group, if the job has a query for each group
+    start: Callable[[], Query]
+    query: Query | None = None  # None before the start, after a failure and at the end
+    last_epoch: int = -1  # the latest epoch of this query that was reported
+    failures: int = 0  # in succession
+    started_ns: int = 0
+    wake_ns: int = 0  # no start before this time
+    done: bool = False
+    report: Callable[[str], None] = field(default=LOG.info)
+    hold_lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None = None
+    superfluous: Callable[[], str | None] = lambda: None  # the reason why the job has nothing to do, if any
+    spark_lives: Callable[[], bool] = lambda: True
+    last: Epoch | None = None
+    last_ms: int | None = None
+    epochs: int = 0
+    rows: int = 0
+    error: str | None = None  # of the latest failure
+    ended: State | None = None  # set by the runner at its end
+
+    @property
+    def running(self) -> bool:
+        """True while a query is active."""
+        return self.query is not None and bool(self.query.isActive)
+
+    def tick(self, now_ns: int, *, once: bool) -> None:
+        """Start the query, report its new epochs, or restart it. Call it often.
+
+        Raises Unavailable if Spark is lost. With `once`, also raises errors that do not pass.
+        """
+        if self.done:
+            return
+        if self.query is None:
+            if now_ns >= self.wake_ns:
+                self._begin(now_ns, once)
+            return
+        if not self.spark_lives():  # a loop that waits for new rows does not notice a lost JVM
+            raise Unavailable(LOST)
+        self._report()
+        if self.query.isActive:
+            return
+        failure = self.query.exception()
+        self.query = None
+        if failure is not None:
+            self._failed(_told(failure), failure, now_ns, once)
+        elif once:
+            self.done = True
+        else:
+            self._failed(Unavailable("the query ended by itself"), None, now_ns, once)
+
+    def _begin(self, now_ns: int, once: bool) -> None:
+        self.last_epoch, self.started_ns = -1, now_ns
+        try:
+            with _spark_errors():
+                if not self._end_if_superfluous():
+                    self.query = self.start()
+        except TimeballError as error:
+            self._failed(error, error, now_ns, once)
+
+    def _failed(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
+        if now_ns - self.started_ns > HEALTHY_S * 1e9:
+            self.failures = 0
+        self.failures += 1
+        self.error = str(error)
+        if isinstance(error, RequestError) and not isinstance(error, PASSING):
+            # The broker may have been restarted with another strategy, for which the job has nothing to do.
+            with contextlib.suppress(TimeballError):
+                if self._end_if_superfluous():
+                    return
+        gives_up = once and (not isinstance(error, PASSING) or self.failures >= TRIES_ONCE)
+        if gives_up or not self.spark_lives():
+            raise error from cause
+        pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
+        self.wake_ns = now_ns + int(pause_s * 1e9)
+        LOG.warning(
+            "job failed, it is started again job=%s failed=%d restart_s=%.0f reason=%s",
+            self.name,
+            self.failures,
+            pause_s,
+            error,
+        )
+
+    def _end_if_superfluous(self) -> bool:
+        reason = self.superfluous()
+        if reason is not None:
+            self.done = True
+            LOG.warning("job ended job=%s reason=%s", self.name, reason)
+        return self.done
+
+    def _report(self) -> None:
+        assert self.query is not None
+        newest = self.query.lastProgress
+        if newest is None or newest["batchId"] <= self.last_epoch:
+            return
+        for progress in self.query.recentProgress:
+            if progress["batchId"] > self.last_epoch:
+                self.last_epoch = progress["batchId"]
+                epoch = epoch_of(progress)
+                if epoch is not None:
+                    self._note(epoch)
+                    self.report(epoch.line(self.name))
+
+    def _note(self, epoch: Epoch) -> None:
+        self.last, self.last_ms, self.epochs = epoch, SystemClock().wall_ms(), self.epochs + 1
+        self.rows += epoch.rows or 0
+
+    def status(self, started_ms: int) -> JobStatus:
+        """Build the status of the job for its file. `started_ms`: the start of the runner."""
+        return JobStatus(
+            job=self.name,
+            state=self.state,
+            updated_ms=SystemClock().wall_ms(),
+            started_ms=started_ms,
+            epochs=self.epochs,
+            rows=self.rows,
+            last=self.last,
+            last_ms=self.last_ms,
+            failures=self.failures,
+            error=self.error,
+        )
+
+    @property
+    def state(self) -> State:
+        """The current state of the job. Only the runner sets `stopped` and `failed`, by `ended`."""
+        if self.ended is not None:
+            return self.ended
+        if self.done:
+            return "done"
+        return "running" if self.running else "waiting" if self.failures else "starting"
+
+
+def run(
+    jobs: Sequence[str],
+    *,
+    master: str | None = None,
+    endpoint: str = "grpc://127.0.0.1:7400",
+    once: bool = False,
+    checkpoint: str | None = None,
+    conf: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, str]] | None = None,
+    stop: threading.Event | None = None,
+    spark: SparkSession | None = None,
+    with_spark: bool = True,
+    clock: Clock | None = None,
+) -> None:
+    """Run jobs, given by name, until SIGTERM, SIGINT or `stop`. With `once`, until all present rows are processed.
+
+    `checkpoint`: folder for the status files and the checkpoint of dispatch, by default `pipeline` beside the pending
+    table. `options`: name of a job -> its options. `spark`: a session to use, which is left running. Without
+    `with_spark`, this process runs the tasks. Raises the error that made a job give up.
+    """
+    check_names(jobs, with_spark=with_spark)
+    stop = stop or threading.Event()
+    # py4j logs each failure of an epoch with the stacks of Java and Python. The runner reports it in one line.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    folder = checkpoint or default_folder(endpoint)  # first: without a broker, fail before Spark starts
+    if checkpoint is None and DISPATCH in jobs and storage_uris.in_object_store(folder):
+        raise SetupError(
+            f"--checkpoint: dispatch keeps a checkpoint of Spark's, which would be at {folder}; name a folder for it"
+        )
+    with _engine(jobs, spark, master, conf, with_spark=with_spark) as engine, _signals(stop), _spark_errors():
+        running = [
+            _job(name, engine, where, folder, once, (options or {}).get(name))
+            for name in jobs
+            for where in job_endpoints(name, endpoint)
+        ]
+        _watch(running, stop, once, clock or SystemClock(), Board(folder))
+
+
+@contextlib.contextmanager
+def _engine(
+    jobs: Sequence[str],
+    spark: SparkSession | None,
+    master: str | None,
+    conf: Mapping[str, str] | None,
+    *,
+    with_spark: bool,
+) -> Iterator[Engine]:
+    """Choose the engine for the tasks: this process, a given session, or a new one that is closed after the block."""
+    if not with_spark:
+        yield InProcess()
+        return
+    from timeball.spark.run.on_spark import OnSpark
+    from timeball.spark.run.session import LOCAL_MASTER, build_session, close, continuous, make_active
+
+    chosen = master or LOCAL_MASTER
+    session = spark or build_session(chosen, "timeball " + " ".join(jobs), continuous(chosen, conf))
+    try:
+        if DISPATCH in jobs:
+            make_active(session)
+        yield OnSpark(session)
+    finally:
+        if spark is None:
+            close(session)
+
+
+def check_names(jobs: Sequence[str], *, with_spark: bool = True) -> None:
+    """Raise SetupError if there is no job, or for a name that is unknown, repeated, or needs Spark without Spark."""
+    for name in jobs:
+        if name not in JOBS:
+            raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
+    if not jobs or len(set(jobs)) != len(jobs):
+        raise SetupError("name at least one job, each once")
+    if DISPATCH in jobs and not with_spark:
+        raise SetupError(
+            "dispatch is a query of Spark's: leave --no-spark out, or the job; the broker does its work"
+        )
+
+
+def job_endpoints(name: str, endpoint: str) -> list[str]:
+    """List the endpoints of a job's queries: one for each group if the job is in BY_GROUP, else one for all groups."""
+    groups = read_groups(endpoint) if name in BY_GROUP else []
+    return [group.endpoint for group in groups] if len(groups) > 1 else [endpoint]
+
+
+def default_folder(endpoint: str) -> str:
+    """Find the default folder for checkpoints, beside the pending table. Raises Forbidden and Unavailable."""
+    with Endpoint(endpoint) as broker:
+        # This call changes nothing and needs the permission that jobs need. So a missing permission shows at once.
+        broker.starts(0, 0)
+        return sibling(broker.status().table.uri, "pipeline")
+
+
+def _job(
+    name: str, engine: Engine, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
+) -> Job:
+    label = query_name(name, endpoint) if name in BY_GROUP else name
+    reason = SUPERFLUOUS.get(name, lambda _: None)
+    start: Callable[[], Query]
+    lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None
+    if name == DISPATCH:
+        from timeball.spark.dispatch import job as dispatch
+        from timeball.spark.run.on_spark import OnSpark
+
+        assert isinstance(engine, OnSpark)
+        place = f"{folder.rstrip('/')}/{label}"
+        start = partial(
+            dispatch.start, engine.session, endpoint, place, once=once, options=dict(options or {})
+        )
+        lease = partial(dispatch.lease, endpoint)
+    else:
+        start = partial(LOOPS[name].start, engine, endpoint, once=once, options=options)
+        lease = partial(compact.lease, endpoint) if name == compact.NAME else None
+    return Job(label, start, hold_lease=lease, superfluous=lambda: reason(endpoint), spark_lives=engine.lives)
+
+
+def _spark_errors() -> contextlib.AbstractContextManager[None]:
+    """Make a context that raises Spark's failures as Timeball's errors. It does not import Spark."""
+    if "pyspark" not in sys.modules:
+        return contextlib.nullcontext()
+    from timeball.spark.spark_errors import spark_errors
+
+    return spark_errors()
+
+
+def _told(failure: Exception) -> TimeballError:
+    """Convert the failure of a query to one of Timeball's errors."""
+    if isinstance(failure, TimeballError):
+        return failure
+    from timeball.spark.spark_errors import plain
+
+    return plain(failure)
+
+
+def _finish(job: Job, query: Query) -> None:
+    """Stop the query of a job. An error is only logged, because a lost JVM has been reported before."""
+    try:
+        with _spark_errors():
+            finish(query)
+        LOG.info("job stopped job=%s", job.name)
+    except TimeballError as error:
+        LOG.warning("job not stopped job=%s reason=%s", job.name, error)
+
+
+def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, board: Board) -> None:
+    # Runs the jobs until `stop` is set, all are done, or one gives up. Then stops all queries.
+    started_ms = clock.wall_ms()
+    with contextlib.ExitStack() as leases:
+        for job in jobs:
+            if job.hold_lease is not None:
+                leases.enter_context(job.hold_lease(partial(attrgetter("running"), job)))
+        try:
+            while not stop.is_set() and not all(job.done for job in jobs):
+                for job in jobs:
+                    with _spark_errors():
+                        job.tick(clock.monotonic_ns(), once=once)
+                    board.write_status(job.status(started_ms), clock.monotonic_ns())
+                stop.wait(WATCH_EVERY_S)
+        except TimeballError as error:
+            lost = not job.spark_lives()
+            told = Unavailable(LOST) if lost else error
+            for each in jobs if lost else [job]:
+                each.ended, each.error = "failed", str(told)
+            raise told from error
+        finally:
+            for job in jobs:
+                if job.query is not None:
+                    _finish(job, job.query)
+                job.ended = job.ended or ("done" if job.done else "stopped")
+                board.write_status(job.status(started_ms), clock.monotonic_ns())
+
+
+def finish(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
+    """Stop a query between two epochs, or after `patience_s` seconds during one, which is safe but may log errors."""
+    if not query.isActive:
+        return
+    pause = threading.Event()
+    for _ in range(int(patience_s / STOP_LOOK_S)):
+        if not query.isActive or not query.status["isTriggerActive"]:
+            break
+        pause.wait(STOP_LOOK_S)
+    query.stop()
+
+
+@contextlib.contextmanager
+def _signals(stop: threading.Event) -> Iterator[None]:
+    """Make SIGTERM and SIGINT set `stop` within the block, if this is the main thread.
+
+    Enter it after Spark has installed its own handler, which would replace these.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(_: int, __: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

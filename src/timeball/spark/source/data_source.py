@@ -1,0 +1,141 @@
+"""The data source `timeball`: reads log, topics, pending table and ledger, and writes a DataFrame as promises.
+
+    spark.read.format("timeball").option("endpoint", "grpc://host:7400").load()
+    spark.readStream.format("timeball").option("read", "queue").option("topic", "orders").load()
+    df.write.format("timeball").mode("append").save()
+
+Executors fetch rows as Arrow batches, over Flight or from the table's files, so rows enter the JVM column by column.
+Spark has no column pruning for Python sources. To fetch only some columns, give a schema of these columns, or the
+option `columns`. Filter pushdown reduces the number of fetched rows. Spark applies every filter again, so pushdown may
+keep too many rows, but never too few.
+
+    read     batch   stream   rows                                        filters pushed down on
+    log      yes     yes      READ_SCHEMA                                 seq, kind, topic, due_ms
+    queue    yes     yes      READ_SCHEMA, of one topic                   queue_id, queue_offset, seq, due_ms
+    pending  yes     -        TABLE_SCHEMA, of one version of the table   due_ms, seq, topic
+    ledger   yes     -        EVENT_SCHEMA, of one version of it          first_seq, topic, due_ms, at_ms, event_seq
+    events   yes     -        EVENT_SCHEMA, of rows of the log            none
+    history  yes     -        HISTORY_SCHEMA: versions of the table       -
+    ranges   yes     yes      (from_seq, to_seq): pieces of the log       -
+
+In a cluster, all groups are read, each from its own leader. The column `group`, if the option `columns` names it,
+contains each row's group. Schemas do not depend on the number of groups, so a stream continues when a group is added.
+
+This module chooses the reader or writer. Each reader and writer is in a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.types import StructType
+
+from timeball.model.errors import SetupError
+from timeball.spark.endpoint import read_groups
+from timeball.spark.groups import GROUP, split_endpoint
+from timeball.spark.source.log_reader import LogReader, LogStream
+from timeball.spark.source.options import (
+    SCHEMAS,
+    ReadOptions,
+    WriteOptions,
+    arrow_schema,
+    check_batch,
+    read_options,
+    write_options,
+)
+from timeball.spark.source.queue_reader import QueueReader, QueueStream
+from timeball.spark.source.spark_api import DataSourceStreamArrowWriter, check_streams, spark_schema
+from timeball.spark.source.table_reader import HistoryReader, TableReader
+
+READERS: dict[str, type[LogReader | QueueReader | TableReader | HistoryReader]] = {
+    "log": LogReader,
+    "events": LogReader,
+    "ranges": LogReader,
+    "queue": QueueReader,
+    "pending": TableReader,
+    "ledger": TableReader,
+    "history": HistoryReader,
+}
+
+
+class TimeballDataSource(DataSource):
+    """The entry point of `format("timeball")`, which Spark calls. `options.describe` documents the options."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of the format, as DataSource requires."""
+        return "timeball"
+
+    def schema(self) -> StructType:
+        """Return the schema of a read, reduced to the option `columns`."""
+        return spark_schema(arrow_schema(read_options(self.options)))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Build the reader of a batch read. `schema` may have some of the columns only."""
+        options = reduced_to(schema, self.options)
+        check_batch(options)
+        return READERS[options.read](options)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """Build the reader of a stream. `schema` may have some of the columns only."""
+        check_streams()
+        options = reduced_to(schema, self.options)
+        return QueueStream(options) if options.read == "queue" else LogStream(options)
+
+    # In a cluster, a write goes to one group: tasks must reserve sequence numbers at the broker where the driver
+    # attaches the files.
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        """Build the writer of a batch, which turns the DataFrame's rows into promises."""
+        from timeball.spark.source.promise_writer import PromiseWriter
+
+        if overwrite:
+            raise SetupError(
+                "mode overwrite: scheduled messages cannot be overwritten; use mode append, and cancel by key"
+            )
+        return PromiseWriter(schema, in_one_group(write_options(self.options)))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
+        """Build the writer of a stream, which turns the stream's rows into promises."""
+        from timeball.spark.source.promise_writer import PromiseStreamWriter
+
+        check_streams()
+        return PromiseStreamWriter(schema, in_one_group(write_options(self.options)))
+
+
+def in_one_group(options: WriteOptions) -> WriteOptions:
+    """Confine a write to the group that the endpoint names, by default to the group of the node at the endpoint."""
+    groups = [] if split_endpoint(options.endpoint)[1] else read_groups(options.endpoint)
+    return msgspec.structs.replace(options, endpoint=groups[0].endpoint) if len(groups) > 1 else options
+
+
+def reduced_to(schema: StructType, given_options: Mapping[str, str]) -> ReadOptions:
+    """Return the options reduced to the columns of `schema`, which the user may have given by `.schema(...)`.
+
+    Raises SetupError for columns or types that the read cannot supply.
+    """
+    options = read_options(given_options)
+    given = [(field.name, field.dataType) for field in schema.fields]
+    every = arrow_schema(msgspec.structs.replace(options, columns=(*SCHEMAS[options.read].names, GROUP)))
+    known = {field.name: field.dataType for field in spark_schema(every).fields}
+    wrong = [name for name, kind in given if known.get(name) != kind]
+    names = tuple(name for name, _ in given)
+    if not given_options and names != tuple(arrow_schema(options).names):
+        # A query of a table in Spark's catalog also arrives like this. Spark passes none of the table's options, so the
+        # query would read the default endpoint instead of the table's.
+        raise SetupError(
+            ".schema(...) without an option: name the endpoint; in SQL write CREATE TEMPORARY VIEW"
+        )
+    if wrong or (options.columns is not None and options.columns != names):
+        ours = spark_schema(every if options.columns is None else arrow_schema(options))
+        raise SetupError(
+            f".schema(...){f', column {wrong[0]}' if wrong else ''}: name some of these columns, with their types, or "
+            f"leave it out: {ours.simpleString()}"
+        )
+    return (
+        options
+        if names == tuple(arrow_schema(options).names)
+        else msgspec.structs.replace(options, columns=names)
+    )

@@ -1,0 +1,301 @@
+"""Read the log as a batch or as a stream: rows from_seq <= seq < to_seq in even partitions, fetched over Flight.
+
+    read=log      the rows; the broker filters kinds and columns, the task filters topics and due times in Arrow
+    read=events   the events of promises in these rows (log_events.py)
+    read=ranges   (from_seq, to_seq) of each partition, for writers that fetch the rows themselves
+
+A range that retention has removed, or that is not durable yet, is refused, because a shorter answer would look
+complete.
+
+When the broker restarts during a read, the read resumes after the last row (endpoint.retrying_read).
+
+The stream's offset has a sequence number for each group of a cluster: {"g1": 17, "g2": 4}. For a broker that is in no
+cluster it is {"seq": 17}. If that broker later joins a cluster, {"seq": 17} is the offset of the group of the named
+node. A group that is not in an offset is read from its first row.
+
+A micro-batch starts when there are `min_rows_per_batch` new rows, or `few_rows` new rows after `max_trigger_delay_ms`.
+Until then `latestOffset` returns the start offset, and Spark starts no micro-batch. Without this rule, a query that
+itself appends to the log would trigger itself for ever. Compaction is such a query: it appends one TABLE row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from timeball.io.clock import Clock
+from timeball.model.errors import OutOfRange, SetupError
+from timeball.model.message import READ_SCHEMA
+from timeball.model.wire import Status
+from timeball.spark.endpoint import Endpoint, behind_last_seq, group_statuses, retrying_read
+from timeball.spark.groups import GROUP, Group
+from timeball.spark.log_events import read_events
+from timeball.spark.source.options import GROUP_FIELD, ReadOptions
+from timeball.spark.source.pacing import share, split_range
+from timeball.spark.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
+from timeball.spark.source.spark_api import Filter, ReadLimit
+from timeball.spark.source.streams import Offset, PacedStream, check_known
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass
+class LogPart(InputPartition):
+    """Rows from_seq <= seq < to_seq of a group. Without a group: of the endpoint in the options."""
+
+    from_seq: int
+    to_seq: int
+    group: Group | None = None
+
+
+def piece_rows(rows: int, options: ReadOptions) -> int:
+    """Compute the rows per task of a read of `rows` rows, from rows_per_partition and min_partitions."""
+    return max(1, min(options.rows_per_partition, -(-rows // options.min_partitions)))
+
+
+def log_parts(
+    begin: int, end: int, options: ReadOptions, group: Group | None = None, total: int | None = None
+) -> list[LogPart]:
+    """Cut begin <= seq < end into the pieces that tasks read.
+
+    `total`: rows of the whole read, if this range is only a part of it (one group of several).
+    """
+    rows = piece_rows(end - begin if total is None else total, options)
+    return [LogPart(*piece, group) for piece in split_range(begin, end, rows)]
+
+
+def start_seq(position: int | str | None, status: Status, otherwise: str) -> int:
+    """Resolve a position (a number or a name, `otherwise` for None) to a sequence number."""
+    named = {
+        "first": status.log.first_seq,
+        "latest": status.log.durable_seq,
+        "watermark": status.watermark,
+    }
+    chosen = otherwise if position is None else position
+    return named[chosen] if isinstance(chosen, str) else chosen
+
+
+def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
+    """Raise OutOfRange for a range that retention has removed, or that is not durable yet."""
+    if from_seq < status.log.first_seq:
+        raise OutOfRange(
+            f"from_seq {from_seq}: retention has removed rows below {status.log.first_seq}; start at 'first'"
+        )
+    if to_seq > status.log.durable_seq:
+        raise OutOfRange(f"to_seq {to_seq}: the log ends at {status.log.durable_seq}")
+
+
+def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.RecordBatch]:
+    """Read one piece: the requested rows, with the requested columns."""
+    if options.read == "ranges":
+        row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
+        yield select(row, options, part.group)
+        return
+    if options.read == "events":
+        with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
+            for batch in read_events(endpoint, part.from_seq, part.to_seq):
+                yield select(batch, options, part.group)
+        return
+    with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
+        columns = needed(options, rows)
+
+        def read(begin: int) -> Iterator[pa.RecordBatch]:
+            return endpoint.read_log(
+                begin, part.to_seq, options.kinds, columns=columns, placed=options.placed
+            )
+
+        for batch in retrying_read(endpoint, read, part.from_seq, behind_last_seq):
+            kept = rows.keep(batch)
+            if kept.num_rows:
+                yield shape(kept, options, part.group)
+
+
+def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
+    """Return the columns to fetch: the requested ones, and those by which rows are filtered. None means all."""
+    if options.columns is None:
+        return None
+    names = {"seq", *options.columns, *rows.columns}
+    if options.body_kinds is not None and "body" in names:
+        names.add("kind")
+    return [name for name in READ_SCHEMA.names if name in names]
+
+
+def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = None) -> pa.RecordBatch:
+    """Apply the options `body_kinds` and `columns`, before the rows are copied into the JVM."""
+    if options.body_kinds is not None and (options.columns is None or "body" in options.columns):
+        with_body = pc.is_in(batch.column("kind"), pa.array(options.body_kinds, pa.int8()))
+        body = pc.if_else(with_body, batch.column("body"), pa.scalar(None, pa.binary()))
+        batch = batch.set_column(batch.schema.get_field_index("body"), "body", body)
+    return select(batch, options, group)
+
+
+def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> pa.RecordBatch:
+    """Select the requested columns. The column `group` is filled with the group's name."""
+    if options.columns is None:
+        return batch
+    if GROUP in options.columns:
+        name = pa.scalar(group.name or None if group is not None else None, GROUP_FIELD.type)
+        batch = batch.append_column(GROUP_FIELD, pa.repeat(name, batch.num_rows))
+    return batch.select(list(options.columns))
+
+
+def check_one_log(options: ReadOptions, groups: int) -> None:
+    """Refuse row numbers in a read of several groups, because each group has its own numbers. Raises SetupError."""
+    given = [
+        name
+        for name, value in (("from_seq", options.from_seq), ("to_seq", options.to_seq))
+        if isinstance(value, int)
+    ]
+    if groups > 1 and given:
+        raise SetupError(
+            f"option {given[0]}: each of the {groups} groups has numbers of its own; name one: group"
+        )
+
+
+class LogReader(DataSourceReader):
+    """A batch read of from_seq <= seq < to_seq. Without to_seq it ends at the durable end when Spark plans the read."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.options = options
+        self.seqs = OPEN
+        self.rows = wanted((), options.topic, []) if options.read == "log" else Wanted()
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Narrow the range, the kinds and the rows. Returns every filter, so that Spark applies them again."""
+        if self.options.read == "log":
+            self.seqs = bounds(filters, "seq")
+            self.rows = wanted(("due_ms",), self.options.topic, filters)
+            self.options = msgspec.structs.replace(self.options, kinds=kinds(self.options.kinds, filters))
+        return filters
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Plan the read on the driver: check the range of each group and cut it into pieces."""
+        options = self.options
+        found = group_statuses(options.endpoint)
+        check_one_log(options, len(found))
+        spans: list[tuple[Group, int, int]] = []
+        for group, status in found:
+            begin = start_seq(options.from_seq, status, "first")
+            end = status.log.durable_seq if options.to_seq is None else options.to_seq
+            check_kept(begin, end, status)
+            spans.append((group, *self.seqs.clip(begin, end)))
+        if options.kinds == ():
+            return []
+        total = sum(max(0, end - begin) for _, begin, end in spans)
+        return [part for group, low, high in spans for part in log_parts(low, high, options, group, total)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read one piece, in a task."""
+        # If the plan has no partitions, Spark still calls this once, with None.
+        return read_part(self.options, partition, self.rows) if isinstance(partition, LogPart) else iter(())
+
+
+# ---- as a stream ----------------------------------------------------------------------------------------------
+
+ALONE = "seq"  # the only key in the offset of a broker that is in no cluster
+Seqs = dict[str, int]  # group -> row
+
+
+class LogStream(PacedStream):
+    """The log (read=log), or ranges of it (read=ranges), as a stream."""
+
+    def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
+        super().__init__(options, clock)
+        # Spark pushes no filters into a stream, so only the option `topic` filters rows.
+        self._rows = Wanted() if options.read == "ranges" else wanted((), options.topic, [])
+        self._final: Seqs | None = None
+        self._latest: Seqs | None = None
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
+        """Return the start of a new query: from_seq, by default the first row that retention has kept."""
+        found = self.statuses()
+        check_one_log(self.options, len(found))
+        return to_json(
+            {group.name: start_seq(self.options.from_seq, status, "first") for group, status in found}
+        )
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        """Return the end of the next micro-batch, or `start` when there should be none."""
+        found = self.statuses()
+        begin = from_json(start, found)
+        self._latest = durable_seqs(found)
+        check_same(begin, self._latest)
+        ends = self._latest
+        if self._final is not None:  # with availableNow, a group that was added since is left to the next run
+            final = self._final
+            ends = {name: max(begin[name], min(end, final.get(name, 0))) for name, end in ends.items()}
+        lag = {name: end - begin[name] for name, end in ends.items()}
+        total, rows_max = sum(lag.values()), self.rows_max(limit)
+        rows = total if rows_max is None else min(total, rows_max)
+        if not rows or (self._final is None and not self.worth(rows)):
+            return start
+        self.begin_batch()
+        taken = share(lag, rows)
+        return to_json({name: begin[name] + taken[name] for name in begin})
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Make the query stop at the current durable end of each log."""
+        self._final = durable_seqs(self.statuses())
+
+    def reportLatestOffset(self) -> Offset | None:  # noqa: N802
+        """Return the end of the log at the last check. Spark shows the query's lag from it."""
+        return None if self._latest is None else to_json(self._latest)
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        """Cut a micro-batch into pieces. Raises OutOfRange when retention has removed a part of it."""
+        found = self.statuses()
+        begin = from_json(start, found)
+        stop = {name: seq for name, seq in from_json(end, found).items() if begin[name] < seq}
+        total = sum(seq - begin[name] for name, seq in stop.items())
+        parts = []
+        for group, status in found:
+            if group.name in stop:
+                span = begin[group.name], stop[group.name]
+                check_kept(*span, status)
+                parts += log_parts(*span, self.options, group, total)
+        return parts
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read one piece, in a task."""
+        return read_part(self.options, partition, self._rows) if isinstance(partition, LogPart) else iter(())
+
+
+def check_same(begin: Seqs, durable: Seqs) -> None:
+    """Refuse an offset beyond the end of a log: the checkpoint belongs to another log. Raises SetupError."""
+    for name, seq in begin.items():
+        if durable[name] < seq:
+            whose = f"the log of group {name}" if name else "the broker's log"
+            raise SetupError(
+                f"the checkpoint stands at row {seq} but {whose} ends at {durable[name]}: it belongs to another "
+                "log; remove the checkpoint folder of this query"
+            )
+
+
+def durable_seqs(found: Sequence[tuple[Group, Status]]) -> Seqs:
+    """Return the durable end of each group's log."""
+    return {group.name: status.log.durable_seq for group, status in found}
+
+
+def to_json(seqs: Mapping[str, int]) -> Offset:
+    """Encode an offset, with the groups in order, so that equal offsets have equal texts."""
+    return {name or ALONE: seqs[name] for name in sorted(seqs)}
+
+
+def from_json(offset: Offset, found: Sequence[tuple[Group, Status]]) -> Seqs:
+    """Decode an offset to a row number for each group. A group that is not in the offset starts at its first row.
+
+    An offset from before the broker joined a cluster is the offset of the named node's group, which is first in
+    `found`. Raises SetupError if the offset has a group that no longer exists.
+    """
+    kept = {group.name: status for group, status in found}
+    if set(offset) == {ALONE} and ALONE not in kept:
+        offset = {found[0][0].name: offset[ALONE]}
+    check_known(offset, kept)
+    return {name: int(offset.get(name, status.log.first_seq)) for name, status in kept.items()}

@@ -1,0 +1,306 @@
+"""Options of the data source `timeball`: parse and check them, with errors that name the option.
+
+Spark passes options as text under lower-case names, whether they come from `.option(...)` or from `.load(path)`. An
+unknown option is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect. An option that does
+not apply to the read, such as `kinds` with read=pending, is refused, too.
+
+Option names of Kafka's and Delta's sources are accepted in place of ours. `ALIASES` is the only list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from timeball.model import limits
+from timeball.model.errors import SetupError
+from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.spark.groups import GROUP, pin, split_endpoint
+from timeball.spark.log_events import EVENT_SCHEMA
+from timeball.spark.source import option_values as values
+from timeball.spark.source.option_values import Offsets
+
+DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
+RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])
+# A version of the pending table: when it became current, and the job that made it (compact, bulk, rewrite).
+HISTORY_SCHEMA = pa.schema(
+    [("version", pa.int64()), ("at_ms", pa.int64()), ("job", pa.string()), ("watermark", pa.int64())]
+)
+# Value of the option `read` -> the columns of the read.
+SCHEMAS = {
+    "log": READ_SCHEMA,
+    "queue": READ_SCHEMA,
+    "pending": TABLE_SCHEMA,
+    "ledger": EVENT_SCHEMA,
+    "events": EVENT_SCHEMA,
+    "history": HISTORY_SCHEMA,
+    "ranges": RANGE_SCHEMA,
+}
+GROUP_FIELD = pa.field(GROUP, pa.string())  # in any read, if `columns` names it
+ALL_COLUMNS = "*"
+STREAMED = ("log", "queue", "ranges")  # reads that also work as a stream
+STARTS = ("first", "latest", "watermark")
+OFFSET_STARTS = ("first", "latest")
+# Options that Spark's catalog adds when a table is created, and its prefix before the names of the user's options.
+CATALOG_OPTIONS = ("provider", "location", "owner")
+CATALOG_PREFIX = "option."
+# Spark's own options, which it passes on to the sink of a stream.
+SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
+# Option names of Kafka's and Delta's sources -> ours. In lower case, because Spark may pass them on like that.
+ALIASES = {
+    "subscribe": "topic",
+    "startingoffsets": "from_offset",
+    "endingoffsets": "to_offset",
+    "maxoffsetspertrigger": "max_rows_per_batch",
+    "maxrowspertrigger": "max_rows_per_batch",
+    "minoffsetspertrigger": "min_rows_per_batch",
+    "minpartitions": "min_partitions",
+    "versionasof": "version",
+    "timestampasof": "timestamp",
+}
+# Kafka's option for a topic as consumers see it. It implies read=queue, unless `read` is given.
+SUBSCRIBED = "subscribe"
+IN_LOG = {"from_offset": "from_seq", "to_offset": "to_seq"}  # in the log, an offset is a row number
+
+
+class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a read. `describe` documents each of them."""
+
+    endpoint: str = DEFAULT_ENDPOINT
+    group: str | None = None
+    read: str = "log"
+    columns: tuple[str, ...] | None = None
+    topic: str | None = None
+    from_seq: int | str | None = None
+    to_seq: int | None = None
+    kinds: tuple[int, ...] | None = None
+    body_kinds: tuple[int, ...] | None = None
+    placed: bool | None = None
+    queue_id: int | None = None
+    from_offset: int | str | Offsets = "first"
+    to_offset: int | str | Offsets = "latest"
+    version: int | None = None
+    timestamp: int | None = None
+    table_uri: str | None = None
+    ledger_uri: str | None = None
+    rows_per_partition: int = 500_000
+    min_partitions: int = 1
+    max_rows_per_batch: int = 1_000_000
+    min_rows_per_batch: int = 1
+    max_trigger_delay_ms: int = 0
+    few_rows: int = 1
+
+
+class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a write. `describe` documents each of them."""
+
+    endpoint: str = DEFAULT_ENDPOINT
+    group: str | None = None
+    on_invalid: str = "fail"
+    as_stored: bool = False
+    job_id: str | None = None
+    epoch: int = 0
+    on_repeat: str = "fail"
+    table_uri: str | None = None
+
+
+# Option -> the values of `read` to which it applies. An option that is not listed applies to all of them.
+FITS: dict[str, tuple[str, ...]] = {
+    "topic": ("log", "queue", "pending", "ledger"),
+    "from_seq": ("log", "events", "ranges"),
+    "to_seq": ("log", "events", "ranges"),
+    "kinds": ("log",),
+    "body_kinds": ("log",),
+    "placed": ("log",),
+    "queue_id": ("queue",),
+    "from_offset": ("queue",),
+    "to_offset": ("queue",),
+    "version": ("pending", "ledger"),
+    "timestamp": ("pending", "ledger"),
+    "table_uri": ("pending", "ledger", "history"),
+    "ledger_uri": ("ledger",),
+    "max_rows_per_batch": STREAMED,
+    "min_rows_per_batch": STREAMED,
+    "max_trigger_delay_ms": STREAMED,
+    "few_rows": STREAMED,
+}
+ONLY_BATCH = ("to_seq", "to_offset", "version", "timestamp")
+ONLY_STREAM = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms", "few_rows")
+
+
+def describe() -> dict[str, str]:
+    """Return {option: description}, for help texts and documentation."""
+    return {
+        "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
+        "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
+        "read": "log, queue, pending, ledger, events (of the log), history (versions), or ranges of the log (log)",
+        "columns": "only these columns, in this order; of the log, the broker sends no others. * is all; group is more",
+        "topic": "only rows of this topic; required with read=queue",
+        "from_seq": "first row to read: a number, or first, latest, watermark",
+        "to_seq": "row to stop before; latest: everything durable (latest)",
+        "kinds": "only these kinds of rows, filtered by the broker: promise,release or 2,4",
+        "body_kinds": "only rows of these kinds keep their body; null for the others",
+        "placed": "true: only rows that have a place in a queue; false: only those that have none",
+        "queue_id": "only this queue of the topic",
+        "from_offset": "where to begin in each queue: first, latest, an offset, or 0=100,1=250",
+        "to_offset": "where to stop before in each queue (batch): latest, an offset, or 0=100,1=250",
+        "version": "version of the Delta table (default: the current one)",
+        "timestamp": "the version that was current then: 2030-01-31T09:00:00Z, or milliseconds since 1970",
+        "table_uri": "where executors reach the pending table, if not where the broker says; {group}: the group's name",
+        "ledger_uri": "where the ledger lies, if not beside the pending table; {group}: the group's name",
+        "rows_per_partition": "rows that one task reads, at most (500000)",
+        "min_partitions": "cut into so many tasks or more, even when they are small: the number of cores (1)",
+        "max_rows_per_batch": "rows in one micro-batch, at most; of the log, rows of all kinds (1000000)",
+        "min_rows_per_batch": "wait for so many new rows before a micro-batch starts (1)",
+        "max_trigger_delay_ms": "but start after this time with few_rows or more; 0 waits for ever (0)",
+        "few_rows": "see max_trigger_delay_ms (1)",
+        "on_invalid": "fail: one invalid row fails the write; drop: leave invalid rows out and count them (fail)",
+        "as_stored": "true: tags, ids and keys are texts as a read gives them, keys with blanks between them (false)",
+        "job_id": "name of a batch write: a second write of its rows changes nothing; of a stream, for log lines",
+        "epoch": "with job_id: the how many-th write of that name, such as the batch id in foreachBatch (0)",
+        "on_repeat": "a known write has other rows now. fail: the write fails; skip: it changes nothing (fail)",
+    }
+
+
+def read_options(options: Mapping[str, str]) -> ReadOptions:
+    """Parse and check the options of a read. Raises SetupError for the first bad one."""
+    _check_no_catalog(options)
+    given = {key.lower(): text for key, text in options.items()}
+    if SUBSCRIBED in given and "read" not in given:
+        options = {"read": "queue", **options}
+    names = aliases(options)
+    parsed = values.parse(options, ReadOptions, _PARSERS, aliases=names)
+    parsed = msgspec.structs.replace(
+        parsed, endpoint=confined(parsed.endpoint, parsed.group), columns=_chosen(parsed)
+    )
+    for key in options:
+        fits = FITS.get(names.get(key.lower(), key.lower()), tuple(SCHEMAS))
+        if parsed.read not in fits:
+            raise SetupError(f"option {key}: only with read={' or '.join(fits)}, not with read={parsed.read}")
+    if parsed.read == "queue" and parsed.topic is None:
+        raise SetupError("option topic: missing; read=queue needs it")
+    _check_topic_of_offsets(options, parsed)
+    if parsed.version is not None and parsed.timestamp is not None:
+        raise SetupError("options version and timestamp: give one of them")
+    arrow_schema(parsed)
+    return parsed
+
+
+def aliases(options: Mapping[str, str]) -> dict[str, str]:
+    """Return {Kafka's or Delta's name in lower case: our option} for this read. Offsets are row numbers in the log."""
+    read = next((text.strip().lower() for key, text in options.items() if key.lower() == "read"), None)
+    if read == "queue":
+        return ALIASES
+    return {name: IN_LOG.get(option, option) for name, option in ALIASES.items()}
+
+
+def _check_no_catalog(options: Mapping[str, str]) -> None:
+    """Refuse tables in Spark's catalog: their queries would have no options, and so read the default endpoint."""
+    for key in options:
+        if key.startswith(CATALOG_PREFIX) or key.lower() in CATALOG_OPTIONS:
+            raise SetupError(
+                "CREATE TABLE … USING timeball: Spark hands no option of such a table to a source in Python; write "
+                "CREATE TEMPORARY VIEW … USING timeball OPTIONS (…)"
+            )
+
+
+def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> None:
+    """Refuse offsets in Kafka's JSON that are of another topic than the option `topic`."""
+    for key, text in options.items():
+        is_kafkas = ALIASES.get(key.lower(), key) in IN_LOG and text.lstrip().startswith("{")
+        if is_kafkas and {*values.kafka_topics(text)} != {parsed.topic}:
+            raise SetupError(f"option {key}={text!r}: the topic that is read is {parsed.topic!r}")
+
+
+def _chosen(options: ReadOptions) -> tuple[str, ...] | None:
+    """Return the option `columns`, with `*` replaced by all columns of the read."""
+    if options.columns is None or ALL_COLUMNS not in options.columns:
+        return options.columns
+    at = options.columns.index(ALL_COLUMNS)
+    columns = (*options.columns[:at], *SCHEMAS[options.read].names, *options.columns[at + 1 :])
+    if len(set(columns)) != len(columns):
+        raise SetupError("option columns: each once; * is all but group")
+    return columns
+
+
+def confined(endpoint: str, group: str | None) -> str:
+    """Confine an endpoint to the group of the option `group`. Raises SetupError if it is confined to another one."""
+    if group is None:
+        return endpoint
+    _, named = split_endpoint(endpoint)
+    if named not in ("", group):
+        raise SetupError(f"option group={group!r}: the endpoint is confined to the group {named!r}")
+    return pin(endpoint, group)
+
+
+def arrow_schema(options: ReadOptions) -> pa.Schema:
+    """Return the schema of a read with these options. Raises SetupError for an unknown column."""
+    known = SCHEMAS[options.read]
+    for name in options.columns or ():
+        if name not in (*known.names, GROUP):
+            raise SetupError(
+                f"option columns: no column {name!r} when read={options.read}; there are {', '.join(known.names)}, "
+                f"and {GROUP}"
+            )
+    if options.columns is not None and GROUP in options.columns:
+        known = known.append(GROUP_FIELD)
+    return known if options.columns is None else pa.schema([known.field(name) for name in options.columns])
+
+
+def check_batch(options: ReadOptions) -> None:
+    """Refuse options that only streams have. Raises SetupError."""
+    for name in ONLY_STREAM:
+        if getattr(options, name) != getattr(ReadOptions(), name):
+            raise SetupError(f"option {name}: only for streams; a batch reads everything at once")
+
+
+def check_stream(options: ReadOptions) -> None:
+    """Refuse reads and options that only batches have. Raises SetupError."""
+    if options.read not in STREAMED:
+        raise SetupError(f"option read={options.read}: a batch source; use spark.read")
+    for name in ONLY_BATCH:
+        if getattr(options, name) != getattr(ReadOptions(), name):
+            raise SetupError(f"option {name}: only for batch reads; a stream has no end")
+
+
+def write_options(options: Mapping[str, str]) -> WriteOptions:
+    """Parse and check the options of a write. Raises SetupError for the first bad one."""
+    parsed = values.parse(options, WriteOptions, _PARSERS, ignored=SPARK_OPTIONS)
+    if parsed.epoch and parsed.job_id is None:
+        raise SetupError("option epoch: only with job_id, the name of the writes that it counts")
+    return msgspec.structs.replace(parsed, endpoint=confined(parsed.endpoint, parsed.group))
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "endpoint": values.endpoint,
+    "group": values.text,
+    "read": values.one_of(*SCHEMAS),
+    "columns": values.names,
+    "topic": values.text,
+    "from_seq": values.position(*STARTS),
+    "to_seq": values.end_seq,
+    "kinds": values.kinds,
+    "body_kinds": values.kinds,
+    "placed": values.flag,
+    "queue_id": values.queue_id,
+    "from_offset": values.offsets(*OFFSET_STARTS),
+    "to_offset": values.offsets("latest", rest="latest"),
+    "version": values.count(0),
+    "timestamp": values.instant_ms,
+    "table_uri": values.text,
+    "ledger_uri": values.text,
+    "rows_per_partition": values.count(1),
+    "min_partitions": values.count(1, 100_000),
+    "max_rows_per_batch": values.count(1),
+    "min_rows_per_batch": values.count(1),
+    "max_trigger_delay_ms": values.count(0, limits.DAY_MS),
+    "few_rows": values.count(1),
+    "on_invalid": values.one_of("fail", "drop"),
+    "as_stored": values.flag,
+    "job_id": values.text,
+    "epoch": values.count(0),
+    "on_repeat": values.one_of("fail", "skip"),
+}

@@ -1,0 +1,289 @@
+"""Read and write files of the pending table from any process, such as a Spark executor.
+
+An executor may run on another machine, so the table is named by a URI, and all access goes through Arrow's file systems
+(model/storage_uris.py). A file belongs to the table only after the broker has attached it. So writing needs no
+protocol, and a task that dies leaves only unused files, which the broker deletes later. The broker makes files durable:
+it syncs them when it attaches them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError, TableNotFoundError
+
+from timeball.model import storage_uris
+from timeball.model.errors import NotFound, OutOfRange, SetupError, StorageError, Unavailable
+from timeball.model.limits import SECOND_MS
+from timeball.model.message import TABLE_SCHEMA
+from timeball.model.wire import Status
+from timeball.spark.groups import place_of
+from timeball.table.attachment import FileEntry
+from timeball.table.file_keys import FileKeys, run_path
+from timeball.table.layout import cut_files
+
+LOG = logging.getLogger("timeball.spark")
+
+Due = tuple[int | None, int | None]  # low <= due_ms < high; None means no bound
+ALWAYS: Due = (None, None)
+FILE_TIME_MS = 1_000  # `as_of`: the time in a commit may be this much later than the time of its file
+CHUNK_ROWS = 1_000_000
+CHUNK_BYTES = 256 * 1024 * 1024  # with the sorted copy and the encoder's pages, a worker needs less than 1 GB
+
+
+class Store:
+    """The folder of a table. Operating system errors become StorageError with the file's name."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._files, self._root = storage_uris.arrow(uri)
+        self._has_folders = not storage_uris.in_object_store(uri)
+        self._folders: set[str] = set()
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write one file. `path` is relative to the table's folder."""
+        target = f"{self._root}/{path}"
+        folder = target.rpartition("/")[0]
+        try:
+            if self._has_folders and folder not in self._folders:
+                self._files.create_dir(folder, recursive=True)
+                self._folders.add(folder)
+            with self._files.open_output_stream(target) as stream:
+                stream.write(data)
+        except OSError as error:
+            raise StorageError(f"cannot write {path} of {self.uri}: {error}") from error
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Delete files that were never attached. A failure is only logged: the file wastes space, but does no harm."""
+        for path in paths:
+            try:
+                self._files.delete_file(f"{self._root}/{path}")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                LOG.warning("file not removed file=%s reason=%s", path, error)
+
+    def put_rows(self, rows: pa.Table, now_ms: int) -> Iterator[FileEntry]:
+        """Cut sorted rows of TABLE_SCHEMA into files, write them, and yield each file's entry after it is written.
+
+        After the last file it writes their key run, with which the broker finds messages by key (table/key_index.py).
+        """
+        keys = FileKeys()
+        for entry, data in cut_files(rows, now_ms, keys):
+            self.put(entry.path, data)
+            yield entry
+        if keys.has_files:
+            self.put(run_path(), keys.run().data.to_pybytes())
+
+
+# ---- a version of the table --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """One file of the pending table: its path below the table's URI, and its statistics in the Delta log.
+
+    A bound is None when the statistics do not contain it.
+    """
+
+    path: str
+    rows: int
+    size_bytes: int
+    min_due_ms: int | None
+    max_due_ms: int | None
+    min_seq: int | None = None
+    max_seq: int | None = None
+
+    def may_hold(self, due: Due) -> bool:
+        """Check whether the file can contain rows due within these bounds. Missing statistics count as yes."""
+        low, high = due
+        above = low is not None and self.max_due_ms is not None and self.max_due_ms < low
+        below = high is not None and self.min_due_ms is not None and self.min_due_ms >= high
+        return not (above or below)
+
+
+def open_version(uri: str, version: int | None = None) -> DeltaTable:
+    """Open one version of the pending table, by default the newest.
+
+    Raises NotFound for an unknown version, and SetupError when this process cannot reach the table.
+    """
+    try:
+        return open_table(uri, version)
+    except NotFound as error:
+        if str(error).startswith("no version"):
+            raise
+        raise SetupError(
+            f"cannot read the pending table at {uri}: run this where the broker's data folder is"
+        ) from error
+
+
+def table_files(uri: str, version: int) -> list[TableFile]:
+    """List the files of one version of the pending table. Raises the errors of `open_version`."""
+    if version == 0:
+        return []  # the broker creates the table empty, as version 0
+    actions = pa.table(open_version(uri, version).get_add_actions(flatten=True))
+    return [
+        TableFile(
+            path=action["path"],
+            rows=action["num_records"] or 0,
+            size_bytes=action["size_bytes"],
+            min_due_ms=action.get("min.due_ms"),
+            max_due_ms=action.get("max.due_ms"),
+            min_seq=action.get("min.seq"),
+            max_seq=action.get("max.seq"),
+        )
+        for action in actions.to_pylist()
+    ]
+
+
+def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
+    """Open files of the pending table as one Arrow dataset, which may be empty. Raises OutOfRange if one is deleted."""
+    if not paths:
+        return ds.dataset(TABLE_SCHEMA.empty_table())
+    files, root = storage_uris.arrow(uri)
+    found = [f"{root}/{path}" for path in paths]
+    try:
+        return ds.dataset(found, TABLE_SCHEMA, format="parquet", filesystem=files)
+    except FileNotFoundError as error:
+        raise files_gone(uri, error) from error
+
+
+def read_files(
+    uri: str, paths: Sequence[str], columns: Sequence[str], rows: ds.Expression
+) -> Iterator[pa.RecordBatch]:
+    """Read the rows that match a filter from files of the table. Skips row groups that cannot match.
+
+    Raises OutOfRange for a deleted file, StorageError for other failures.
+    """
+    if not paths:
+        return
+    try:
+        # Small read-ahead limits the memory: bodies may be large, and a file may have a whole day's promises.
+        yield from files_dataset(uri, paths).to_batches(
+            columns=list(columns), filter=rows, batch_size=65_536, batch_readahead=4, fragment_readahead=2
+        )
+    except FileNotFoundError as error:
+        raise files_gone(uri, error) from error
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"cannot read the pending table at {uri}: {error}") from error
+
+
+def files_gone(uri: str, error: Exception) -> OutOfRange:
+    """Build the error for a file that the broker has deleted since the version was listed."""
+    return OutOfRange(
+        f"a file of the pending table at {uri} has gone meanwhile, or this version was cleaned up: {error}"
+    )
+
+
+def open_table(uri: str, version: int | None = None) -> DeltaTable:
+    """Open the Delta table at `uri`. Raises NotFound if there is no table or no such version.
+
+    Raises Unavailable for a negative version, which the broker's status has while its object store does not answer.
+    """
+    if version is not None and version < 0:
+        raise Unavailable(
+            f"the pending table at {uri} is behind the broker's log until its object store answers"
+        )
+    place, options = storage_uris.delta(uri)
+    try:
+        return DeltaTable(place, version=version, storage_options=options)
+    except TableNotFoundError as error:
+        raise NotFound(f"no Delta table at {uri}") from error
+    except DeltaError as error:
+        if version is None:  # the store does not answer, so it is unknown whether the table exists
+            raise StorageError(f"cannot read the Delta table at {uri}: {error}") from error
+        raise NotFound(f"no version {version} of the Delta table at {uri}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read the Delta table at {uri}: {error}") from error
+
+
+def create_table(uri: str, schema: pa.Schema, **how: Any) -> DeltaTable:
+    """Create a Delta table at `uri`. `how` is passed on to DeltaTable.create. Raises StorageError."""
+    place, options = storage_uris.delta(uri)
+    try:
+        return DeltaTable.create(place, schema, storage_options=options, **how)
+    except OSError as error:
+        raise StorageError(f"cannot create a Delta table at {uri}: {error}") from error
+
+
+def as_of(table: DeltaTable, instant_ms: int) -> DeltaTable:
+    """Load the version that was current at `instant_ms` into `table`, and return it.
+
+    Raises NotFound when the table is younger, or when its log no longer reaches back so far.
+    """
+    table.load_as_version(datetime.fromtimestamp(instant_ms / SECOND_MS, UTC))
+    made_ms = int(table.history(1)[0]["timestamp"])
+    # For a time before the oldest version, delta-rs loads the oldest version. It compares the file's modification time,
+    # which may be some milliseconds before the time stored in the file.
+    if made_ms > instant_ms + FILE_TIME_MS:
+        oldest = datetime.fromtimestamp(made_ms / SECOND_MS, UTC).isoformat(timespec="milliseconds")
+        raise NotFound(
+            f"the Delta table at {table.table_uri} has no version so old: the first is of {oldest}"
+        )
+    return table
+
+
+def as_dataset(table: DeltaTable, schema: pa.Schema) -> ds.Dataset:
+    """Open one version as an Arrow dataset with the columns of `schema`, partition columns included.
+
+    Arrow's file system reads the files: threads of delta-rs's own file system may abort a process that ends.
+    """
+    return dataset_of(table.file_uris(), schema, table.metadata().partition_columns)
+
+
+def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequence[str]) -> ds.Dataset:
+    """Open some files of a Delta table as an Arrow dataset. Hive-style folder names supply the partition columns."""
+    if not uris:
+        return ds.dataset(schema.empty_table())
+    files, paths = storage_uris.arrow_all(uris)
+    columns = pa.schema([schema.field(name) for name in partition_columns])
+    folders = ds.partitioning(columns, flavor="hive") if partition_columns else None
+    return ds.dataset(paths, schema, format="parquet", filesystem=files, partitioning=folders)
+
+
+def sibling(uri: str, name: str) -> str:
+    """Return the URI of a folder next to the table. Ledger, archive and the jobs' checkpoints are such folders."""
+    return uri.rstrip("/").rpartition("/")[0] + "/" + name
+
+
+def beside(name: str, table_uri: str, status: Status) -> str:
+    """Return the default URI of the ledger or the archive (`name`) of the group that answered `status`.
+
+    The environment variables TIMEBALL_LEDGER and TIMEBALL_ARCHIVE set it for every command and for Spark's readers.
+    Without them it is the folder next to the table.
+    """
+    variable = f"TIMEBALL_{name.upper()}"
+    named = place_of(variable, os.environ.get(variable) or None, status.group, len(status.groups or ()))
+    return named or sibling(table_uri, name)
+
+
+# ---- as much as a task holds ----------------------------------------------------------------------------------
+
+
+def chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Gather batches into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes.
+
+    The number of a task's batches has no bound, so they cannot all be held. But a file should have as many sorted rows
+    as memory allows.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for whole in batches:
+        for begin in range(0, whole.num_rows, CHUNK_ROWS):
+            batch = whole.slice(begin, CHUNK_ROWS)
+            if held and (rows + batch.num_rows > CHUNK_ROWS or size + batch.nbytes > CHUNK_BYTES):
+                yield pa.Table.from_batches(held)
+                held, rows, size = [], 0, 0
+            held.append(batch)
+            rows += batch.num_rows
+            size += batch.nbytes
+    if held:
+        yield pa.Table.from_batches(held)

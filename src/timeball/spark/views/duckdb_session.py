@@ -1,0 +1,224 @@
+"""Queries on the views with DuckDB in this process, without Spark and Java.
+
+In a cluster, a view has the rows of all groups. With several groups it has a column "group". The name needs quotes,
+because GROUP is a keyword of SQL.
+
+A query sees one version of each group: one snapshot of the pending messages (snapshot.py), the ledger and archive as of
+then, and no row of the log after the snapshot's end. `Version` describes it. The views are those of view_sql.py. A view
+is prepared when the first query names it. The view of the ledger adds the events up to the end of the log. So it is
+complete even without the ledger job, as far back as the log is kept.
+
+Sessions are read-only: one SELECT (or EXPLAIN) at a time, on a database in memory without access to files or the
+network. All other statements are refused. `memory_bytes` limits DuckDB's memory. Beyond it, DuckDB uses a temporary
+folder where it can.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self, TypeVar
+
+import duckdb
+import msgspec
+import pyarrow as pa
+
+from timeball.model.errors import OverLimit, RequestError, TimeballError
+from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.groups import Group, groups_of, place_of
+from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA
+from timeball.spark.table_store import ALWAYS, Due, files_gone
+from timeball.spark.views import view_sql
+from timeball.spark.views.duckdb_relations import Chosen, Relations, united
+from timeball.spark.views.due_histogram import Load, count_due
+from timeball.spark.views.snapshot import Snapshot, Version, all_versions, check_version
+
+T = TypeVar("T")
+
+MEMORY_BYTES = 1 << 30
+LOG_ROWS = 100_000  # default number of rows, from the log's end, in the view `log`
+BATCH_ROWS = 8_192
+INTERRUPT_S = 0.1  # time between attempts to interrupt a query
+_WAITING_SCHEMA = pa.schema(
+    [*(TABLE_SCHEMA.field(name) for name in view_sql.PENDING_COLUMNS), pa.field("place", pa.string())]
+)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The result of a query. The rows can be read once, while the session is open."""
+
+    version: Version
+    rows: pa.RecordBatchReader
+
+
+def view_columns() -> dict[str, list[str]]:
+    """Return {view: columns}, without the columns that the ledger and archive jobs add to their tables."""
+    bases = {
+        "waiting_rows": _WAITING_SCHEMA,
+        "table_rows": TABLE_SCHEMA,
+        "ledger_events": EVENT_SCHEMA,
+        "archive_rows": ARCHIVE_SCHEMA,
+        "log_rows": READ_SCHEMA,
+    }
+    with tempfile.TemporaryDirectory() as scratch, _open_database(Path(scratch), MEMORY_BYTES) as database:
+        for base, schema in bases.items():
+            database.register(base, schema.empty_table())
+        texts = view_sql.definitions("duckdb", {base: schema.names for base, schema in bases.items()})
+        return {view: list(database.sql(texts[view]).columns) for view in view_sql.VIEWS}
+
+
+class SqlSession:
+    """A session of queries on one version. Use it as a context manager.
+
+    The caller gives a snapshot, or chooses one by `version`, `upcoming` and `table_uri` (Snapshot.pin). The view
+    `pending` has only promises with a due time within `due`. Without `bodies` it has no column `body`, and no bodies
+    are fetched for it.
+
+    DuckDB runs on a thread of the session's own.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        snapshot: Snapshot | None = None,
+        version: int | None = None,
+        upcoming: bool = False,
+        table_uri: str | None = None,
+        bodies: bool = True,
+        due: Due = ALWAYS,
+        memory_bytes: int = MEMORY_BYTES,
+        log_rows: int = LOG_ROWS,
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        columns = tuple(name for name in view_sql.PENDING_COLUMNS if bodies or name != "body")
+        chosen = Chosen(columns, due, log_rows)
+        with ExitStack() as opened:
+            scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
+            self._database = opened.enter_context(_open_database(scratch, memory_bytes))
+            self._worker = opened.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
+            broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
+            groups = [Group("", endpoint)] if snapshot else groups_of(broker.status(), endpoint)
+            check_version(version, len(groups))
+            self._groups: list[Relations] = []
+            for number, group in enumerate(groups):
+                if len(groups) > 1:
+                    broker = opened.enter_context(Endpoint(group.endpoint, patience_s=0))
+                uri = place_of("--table-uri", table_uri, group.name, len(groups))
+                shot = snapshot or Snapshot.pin(broker, version=version, upcoming=upcoming, table_uri=uri)
+                place = number if len(groups) > 1 else None
+                self._groups.append(Relations(self._database, scratch, broker, group, shot, chosen, place))
+            self._opened = opened.pop_all()
+        self.version = all_versions({each.group.name: each.version for each in self._groups})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the database and the connections. Rows that are not read yet are lost."""
+        self._opened.close()
+
+    def run(self, text: str) -> Answer:
+        """Run one SELECT.
+
+        Raises RequestError for a bad query (with the list of views, if it names an unknown one), OutOfRange when a file
+        of the version has been deleted, and OverLimit when the memory is not enough.
+        """
+        try:
+            self._check(text)
+            self._prepare(view_sql.named(text))
+            rows = self._work(lambda: self._database.sql(text).to_arrow_reader(BATCH_ROWS))
+        except duckdb.Error as error:
+            raise self._plain(error) from error
+        return Answer(self.version, pa.RecordBatchReader.from_batches(rows.schema, self._read(rows)))
+
+    def due_load(self, *, by_topic: bool = False) -> Load:
+        """Count the pending messages by the second in which they are due."""
+        return count_due(lambda text: self.run(text).rows.read_all(), by_topic=by_topic)
+
+    def _read(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        """Read the batches. DuckDB computes them during this, so its errors may appear only here."""
+        try:
+            while (batch := self._work(lambda: next(rows, None))) is not None:
+                yield batch
+        except (duckdb.Error, OSError, pa.ArrowException) as error:
+            raise self._plain(error) from error
+
+    def _work(self, call: Callable[[], T]) -> T:
+        """Run a call on DuckDB's thread. So Ctrl-C reaches the caller's thread at once, which interrupts the query."""
+        future = self._worker.submit(call)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            while not future.done():  # again and again: an interrupt before the query has begun has no effect
+                self._database.interrupt()
+                wait([future], INTERRUPT_S)
+            raise
+
+    def _check(self, text: str) -> None:
+        statements = self._database.extract_statements(text)
+        if len(statements) != 1:
+            raise RequestError(f"{len(statements)} statements: one query at a time")
+        allowed = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+        if statements[0].type not in allowed:
+            raise RequestError(
+                f"only SELECT: the views cannot be changed ({statements[0].type.name} refused)"
+            )
+
+    def _plain(self, error: Exception) -> TimeballError:
+        text = str(error)
+        if "FileNotFoundError" in text or isinstance(error, FileNotFoundError):
+            return files_gone(" or ".join(each.snapshot.uri for each in self._groups), error)
+        if "Out of Memory" in text:
+            return OverLimit(
+                f"the query needs more than {self._memory_bytes:,} bytes of memory: allow more, or ask for less"
+            )
+        sentence = " ".join(line.strip() for line in text.split("\n\n")[0].splitlines() if line.strip())
+        views = f"; views: {', '.join(view_sql.VIEWS)}" if "Catalog Error" in text else ""
+        return RequestError(f"SQL: {sentence}{views}")
+
+    def _prepare(self, names: list[str]) -> None:
+        """Make these views and their base relations."""
+        for relations in self._groups:
+            relations.make(view_sql.needed_bases(names))
+        self.version = all_versions({each.group.name: each.version for each in self._groups})
+        for view, query in self._views().items():
+            self._database.execute(f"create or replace view {view} as {query}")
+
+    def _views(self) -> dict[str, str]:
+        """Return {view: query}. With several groups, a view has the rows of all of them and a column `group`."""
+        if len(self._groups) == 1:
+            return self._groups[0].views()
+        found = {each.group.name: each.views() for each in self._groups}
+        names = next(iter(found.values()))
+        return {view: united({group: views[view] for group, views in found.items()}) for view in names}
+
+
+def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:
+    """Open an empty database in memory, without access to files or the network."""
+    database = duckdb.connect(
+        ":memory:",
+        config={
+            "memory_limit": f"{memory_bytes}B",
+            "temp_directory": str(scratch / "spill"),
+            "python_enable_replacements": False,  # otherwise a query could read this program's variables
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        },
+    )
+    database.execute("set timezone = 'UTC'")
+    for macro in view_sql.DUCKDB_MACROS:
+        database.execute(macro)
+    # DuckDB does not know the number of rows of an Arrow relation. So it might hold all pending messages in memory to
+    # join them with the few that were moved. Without this optimizer it holds the right side of each join.
+    database.execute("set disabled_optimizers = 'build_side_probe_side'")
+    database.execute("set enable_external_access = false")
+    database.execute("set lock_configuration = true")
+    return database

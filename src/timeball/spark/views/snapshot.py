@@ -1,0 +1,227 @@
+"""Snapshots of the pending messages: one version of the table, and the end of the log that belongs to it.
+
+As of one `status` of the broker, a promise is pending if it is stored in one of three places, and if no RELEASE or
+CANCEL row of the kept log settles it:
+
+    table   a row of the pending table, at the version of that status, due at settled_before_ms or later
+    tail    a PROMISE row of the log from the watermark on, or the newest MOVED row of the promise
+    level   a PROMISE row with a queue position, anywhere in the kept log: it stays there until it is settled
+
+The rule itself is SQL (view_sql.py). This module determines the rows to which it is applied. Version and end of the log
+belong to the same status, so a compaction at the same time neither hides a promise nor counts it twice. The commit in
+the Delta log follows some milliseconds after its TABLE row in the broker's log, and contains that row's number.
+`settled_status` waits until the table has caught up.
+
+A snapshot of an older version has the messages that were pending when the version was made. Its TABLE row is the end of
+the log, and messages that were due by then do not count as pending. An `upcoming` snapshot applies the same rule to
+now: messages that are due after the broker's current time cannot be released yet. So only CANCEL rows are read, which
+saves reading the RELEASE rows of days.
+
+A cancelled promise remains in the table for a while, maybe longer than retention keeps its CANCEL row. The ledger, if
+there is one, still has the cancel. Without a ledger such a promise counts as pending again.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+from deltalake import DeltaTable
+from msgspec import UNSET, UnsetType
+
+from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.model.message import Kind
+from timeball.model.wire import Status
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.table_store import beside, open_table, open_version
+from timeball.table import attachment as att
+
+# Application id of the broker's mark in its Delta table. The mark is the number of the TABLE row that made the version.
+_TABLE_APP_ID = "timeball"
+_TRIES = 50
+_PAUSE_S = 0.1  # between two tries
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that a query saw: versions of the tables, and the end of the log."""
+
+    now_ms: int
+    table: int | None = None
+    log_end: int | None = None
+    ledger: int | None = None  # None if the query did not read it
+    archive: int | None = None  # None if the query did not read it
+    # False for an older version if retention has removed some of the messages that were pending then.
+    is_whole: bool = True
+    # With several groups: the version of each group, which has its own table and log. The four fields above are None.
+    groups: dict[str, Version] | UnsetType = UNSET
+
+
+def all_versions(groups: dict[str, Version]) -> Version:
+    """Combine the versions of all groups to one."""
+    if len(groups) == 1:
+        [only] = groups.values()
+        return only
+    return Version(
+        now_ms=min(each.now_ms for each in groups.values()),
+        is_whole=all(each.is_whole for each in groups.values()),
+        groups=groups,
+    )
+
+
+def check_version(version: int | None, groups: int) -> None:
+    """Refuse a version number in a read of several groups, because each has its own. Raises RequestError."""
+    if version is not None and groups > 1:
+        raise RequestError(
+            f"version {version}: each of the {groups} groups has its own; confine the endpoint to one: grpc://host:port#g1"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The bounds of one version. Rows first_seq <= seq < end_seq of the log belong to it."""
+
+    uri: str
+    ledger_uri: str
+    archive_uri: str
+    now_ms: int
+    version: int
+    first_seq: int
+    end_seq: int
+    watermark: int  # the tail begins at this row
+    due_from_ms: int  # messages due earlier are settled, except those of delay levels
+    only_cancels: bool = False  # no message of the snapshot can be released yet, so RELEASE rows are not read
+    is_whole: bool = True
+    # Ranges that paused campaigns hold back now: (first_seq, end_seq, due from from_ms on). Empty for older versions.
+    held: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def pin(
+        cls,
+        broker: Endpoint,
+        *,
+        version: int | None = None,
+        upcoming: bool = False,
+        table_uri: str | None = None,
+    ) -> Snapshot:
+        """Take a snapshot of the messages pending now, or of those pending when `version` of the table was made.
+
+        `table_uri`: the table's URI for this process, if it differs from the broker's. Raises NotFound for a version
+        that does not exist, and SetupError if this process cannot reach the table.
+        """
+        status = settled_status(broker, table_uri)
+        uri = table_uri or status.table.uri
+        if version is not None:  # the newest, too: a version number must always give the same snapshot
+            then, is_whole = status_of_version(broker, status, uri, version)
+            return cls.of(then, uri, then.now_ms + 1, only_cancels=True, is_whole=is_whole)
+        due_from_ms = status.now_ms + 1 if upcoming else status.settled_before_ms
+        return replace(cls.of(status, uri, due_from_ms, only_cancels=upcoming), held=held_ranges(broker))
+
+    @classmethod
+    def of(
+        cls, status: Status, uri: str, due_from_ms: int, *, only_cancels: bool = False, is_whole: bool = True
+    ) -> Snapshot:
+        """Build the snapshot of one status."""
+        return cls(
+            uri=uri,
+            ledger_uri=beside("ledger", uri, status),
+            archive_uri=beside("archive", uri, status),
+            now_ms=status.now_ms,
+            version=status.table.version,
+            first_seq=status.log.first_seq,
+            end_seq=status.log.durable_seq,
+            watermark=status.watermark,
+            due_from_ms=due_from_ms,
+            only_cancels=only_cancels,
+            is_whole=is_whole,
+        )
+
+    def log_range(self, from_seq: int = 0) -> tuple[int, int]:
+        """Return the snapshot's rows of the kept log from `from_seq` on, as begin <= seq < end."""
+        # An older version may end before the kept log begins.
+        end = max(self.end_seq, self.first_seq)
+        return min(max(from_seq, self.first_seq), end), end
+
+    def shown(self) -> Version:
+        """Return the version to show to the user of a query on this snapshot."""
+        return Version(now_ms=self.now_ms, table=self.version, log_end=self.end_seq, is_whole=self.is_whole)
+
+    def open_beside(self, name: Literal["ledger", "archive"]) -> DeltaTable | None:
+        """Open the ledger or the archive. Returns None if it does not exist."""
+        try:
+            return open_table(self.ledger_uri if name == "ledger" else self.archive_uri)
+        except NotFound:
+            return None
+
+
+def held_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
+    """Read the ranges that paused campaigns hold back, as in Snapshot.held."""
+    return tuple(
+        (first_seq, first_seq + rows, each.held_from_ms)
+        for paused in broker.campaigns()
+        if paused.held_from_ms is not None
+        for each in broker.campaigns(paused.campaign)
+        if each.held_from_ms is not None  # it may have been resumed meanwhile
+        for first_seq, rows in each.ranges
+    )
+
+
+# ---- which version belongs to which end of the log ----------------------------------------------------------
+
+
+def settled_status(broker: Endpoint, table_uri: str | None = None) -> Status:
+    """Ask for the status until its table version contains all attaches of its log.
+
+    Raises Unavailable after _TRIES tries.
+    """
+    for _ in range(_TRIES):
+        status = broker.status()
+        begin = max(
+            attach_mark(table_uri or status.table.uri, status.table.version) + 1, status.log.first_seq
+        )
+        if begin >= status.log.durable_seq:
+            return status
+        behind = broker.read_log(begin, status.log.durable_seq, [Kind.TABLE], columns=["body"])
+        if not any(_is_attach(body) for batch in behind for body in batch.column("body").to_pylist()):
+            return status
+        threading.Event().wait(_PAUSE_S)
+    raise Unavailable("the pending table lags behind the broker's log; try again when less is being attached")
+
+
+def attach_mark(uri: str, version: int) -> int:
+    """Return the number of the TABLE row that made a version of the pending table. 0 for the empty table."""
+    mark = None if version == 0 else open_version(uri, version).transaction_version(_TABLE_APP_ID)
+    return int(mark or 0)
+
+
+def status_of_version(broker: Endpoint, now: Status, uri: str, version: int) -> tuple[Status, bool]:
+    """Reconstruct the status of the time when an older version was made. Also returns whether its whole tail is kept.
+
+    Raises NotFound for a version that does not exist.
+    """
+    if not 0 <= version <= now.table.version:
+        raise NotFound(f"no version {version} of the pending table: there are 0 to {now.table.version}")
+    first, end = now.log.first_seq, attach_mark(uri, version) + 1
+    watermark, made_ms = None, None
+    batches = broker.read_log(first, end, [Kind.TABLE], columns=["body", "store_ms"])
+    for batch in batches if first < end else ():
+        for row in batch.to_pylist():  # few rows: one per change of the table
+            change = att.decode_change(row["body"])
+            if isinstance(change, att.Attachment):
+                made_ms = row["store_ms"]
+                watermark = change.to_seq if change.job == "compact" else watermark
+    if made_ms is None:
+        made_ms = 0 if version == 0 else int(open_version(uri, version).history(1)[0]["timestamp"])
+    then = msgspec.structs.replace(
+        now,
+        now_ms=made_ms,
+        watermark=watermark or first,
+        log=msgspec.structs.replace(now.log, durable_seq=end, next_seq=end),
+        table=msgspec.structs.replace(now.table, version=version),
+    )
+    return then, watermark is not None or first == 1
+
+
+def _is_attach(body: bytes) -> bool:
+    return isinstance(att.decode_change(body), att.Attachment)

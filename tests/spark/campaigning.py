@@ -1,0 +1,64 @@
+"""Campaigns for tests, attached without Spark, and what has become of their promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+from tests.node_fixture import RunningNode
+
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Kind
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs.campaign import Campaign
+from timeball.spark.source import promise_columns
+from timeball.spark.table_store import Store
+from timeball.spark.views.duckdb_session import SqlSession
+from timeball.table.attachment import Attachment
+
+TOPIC = "mail"
+
+
+def attach(
+    campaign: Campaign, rows: int, parts: int = 2, after_ms: int = HOUR_MS, step_ms: int = 1_000
+) -> None:
+    """What a bulk write does: numbered rows in `parts` ranges, keys k0, k1, …, `step_ms` apart."""
+    broker = campaign.broker
+    now_ms = broker.status().now_ms
+    campaign.plan(rows, now_ms)
+    files, ranges = [], []
+    for numbers in np.array_split(np.arange(rows), parts):
+        table = pa.table(
+            {
+                "topic": pa.array([TOPIC] * len(numbers)),
+                "body": pa.array([f"dear {n}" for n in numbers]),
+                "keys": pa.array([f"k{n}" for n in numbers]),
+                "due_ms": pa.array(now_ms + after_ms + numbers * step_ms),
+            }
+        )
+        shaped = promise_columns.with_unique_keys(promise_columns.normalise(table, now_ms))
+        first_seq = broker.reserve(len(numbers))
+        files += Store(campaign.table_uri).put_rows(promise_columns.numbered(shaped, first_seq), now_ms)
+        ranges.append((first_seq, len(numbers)))
+    broker.attach(Attachment(job="bulk", job_id=campaign.id, epoch=0, files=files, ranges=ranges))
+
+
+def released(broker: Endpoint) -> Counter[str]:
+    """How often each key was released, as far as the log is kept."""
+    log = broker.status().log
+    rows = broker.read_log(log.first_seq, log.durable_seq, [Kind.RELEASE], columns=["keys"])
+    return Counter(key for batch in rows for key in batch.column("keys").to_pylist())
+
+
+def waiting(broker: Endpoint) -> dict[str, int]:
+    """Key and due instant of everything that waits; each key once, or the test fails."""
+    with SqlSession(broker.uri, bodies=False) as session:
+        found = session.run("select keys, due_ms from pending").rows.read_all().to_pylist()
+    assert len({row["keys"] for row in found}) == len(found), "a promise waits twice"
+    return {row["keys"]: row["due_ms"] for row in found}
+
+
+def campaign_of(node: RunningNode, name: str = "spring") -> Campaign:
+    """A campaign on a connection that the test need not close."""
+    return Campaign(Endpoint(node.endpoint, patience_s=5), name)

@@ -1,0 +1,43 @@
+"""One Spark session for the whole run: it takes seconds to start. Brokers are real nodes on free ports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode, running_node
+
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import build_session
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    # What Spark reports we assert on; py4j would print it a second time.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    session = build_session(app_name="timeball-tests", conf={"spark.driver.memory": "512m"})
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def engine(spark: SparkSession) -> OnSpark:
+    """The session, as the one who runs the tasks of jobs."""
+    return OnSpark(spark)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[RunningNode]:
+    """A broker that leaves compaction to the test."""
+    with running_node(tmp_path / "data", compact_self=False, grpc_port=-1) as running:
+        yield running
+
+
+@pytest.fixture
+def broker(node: RunningNode) -> Iterator[Endpoint]:
+    with Endpoint(node.endpoint, patience_s=5) as endpoint:
+        yield endpoint

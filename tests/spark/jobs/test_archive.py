@@ -1,0 +1,196 @@
+"""Tests of timeball.spark.jobs.archive."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode
+from tests.spark.traffic import send, send_due_now
+
+from timeball import Timeball
+from timeball.model.errors import OutOfRange, StorageError
+from timeball.model.message import Kind
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import archive, archive_writer
+from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
+from timeball.spark.jobs.engine import Engine
+from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.source.pushdown import Bounds
+from timeball.spark.table_store import sibling
+
+
+def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+    archive.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
+
+
+def opened(broker: Endpoint) -> DeltaTable:
+    return DeltaTable(sibling(broker.status().table.uri, "archive"))
+
+
+def archived(broker: Endpoint) -> list[dict[str, object]]:
+    rows = opened(broker).to_pyarrow_table().to_pylist()
+    return sorted(rows, key=lambda row: row["seq"])
+
+
+def passed(broker: Endpoint) -> list[dict[str, object]]:
+    """What the log has of it."""
+    end = broker.status().log.durable_seq
+    batches = broker.read_log(1, end, [Kind.MESSAGE, Kind.RELEASE])
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def traffic(node: RunningNode) -> None:
+    """Released, sent at once, cancelled, waiting: the first two pass."""
+    send(node.endpoint, 20)
+    send_due_now(node.endpoint, 5)
+    with Timeball(node.endpoint) as ball:
+        for n in range(3):
+            ball.send("news", f"at once {n}")
+        ball.cancel(ball.send("orders", b"x", after="1d").id)
+
+
+@pytest.mark.spark
+def test_everything_that_passed_is_there_once_over_restarts(
+    engine: OnSpark, node: RunningNode, broker: Endpoint
+) -> None:
+    traffic(node)
+    drain(engine, node, max_rows_per_batch="25", rows_per_partition="9")
+    drain(engine, node)  # nothing is left to do
+    send_due_now(node.endpoint, 2, "late")
+    drain(engine, node)
+    found, expected = archived(broker), passed(broker)
+    assert len(expected) == 10
+    assert {row.pop("day") for row in found} <= {day(row["store_ms"]) for row in expected}
+    assert found == expected
+    assert archive.reach(opened(broker)) == archive.Reach(1, 0, broker.status().log.durable_seq)
+
+
+def day(at_ms: object) -> datetime.date:
+    assert isinstance(at_ms, int)
+    return datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC).date()
+
+
+@pytest.mark.spark
+def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    traffic(node)
+    drain(OnSpark(spark), node, uri=str(tmp_path / "elsewhere"))
+    table = DeltaTable(str(tmp_path / "elsewhere"))
+    rows = archive.read_archive(spark, table).orderBy("seq").collect()
+    found = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
+    assert [row.asDict() for row in rows] == found and len(found) == 8
+    nothing = archive.read_archive(spark, table, [])
+    assert (nothing.count(), nothing.columns) == (0, table.to_pyarrow_table().schema.names)
+
+
+@pytest.mark.spark
+def test_an_epoch_that_somebody_else_has_done_meanwhile_is_refused(
+    engine: OnSpark, node: RunningNode, broker: Endpoint
+) -> None:
+    """Two jobs from the same mark to different ends: the second may not add the first one's rows again."""
+    traffic(node)
+    end = broker.status().log.durable_seq
+    uri = sibling(broker.status().table.uri, "archive")
+    archive.extend(engine, node.endpoint, uri, end - 5)
+    written = archive_writer.write_piece(node.endpoint, uri, (1, end))
+    with pytest.raises(OutOfRange, match="another archive job was at work"):
+        archive_writer.commit_epoch(uri, 1, end, written)
+    repeated = archive_writer.write_piece(node.endpoint, uri, (1, end - 5))
+    archive_writer.commit_epoch(uri, 1, end - 5, repeated)
+    archive.extend(engine, node.endpoint, uri, end)
+    assert [row["seq"] for row in archived(broker)] == [row["seq"] for row in passed(broker)]
+
+
+def test_another_delta_table_is_not_taken_for_an_archive(tmp_path: Path) -> None:
+    table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
+    with pytest.raises(StorageError, match="is not an archive"):
+        archive.reach(table)
+
+
+@pytest.mark.spark
+def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    uri = sibling(broker.status().table.uri, "archive")
+    for topic in ("a", "b", "c"):
+        with Timeball(node.endpoint) as ball:
+            ball.send(topic, "x")
+        archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    table = opened(broker)
+    at = {row["topic"]: row["store_ms"] for row in archived(broker)}
+    assert len(archive.files(table, Bounds())) == 3
+    assert len(archive.files(table, Bounds(), topics=["b"])) == 1
+    assert len(archive.files(table, Bounds(), topics=["b", "c"])) == 2
+    assert (
+        archive.files(table, Bounds(high=at["a"] - 1)) == archive.files(table, Bounds(low=at["c"] + 1)) == []
+    )
+    assert len(archive.files(table, Bounds(at["a"], at["a"]))) >= 1
+
+    def read(**asked: object) -> list[str]:
+        return sorted(row.topic for row in archive.messages(spark, node.endpoint, **asked).collect())
+
+    assert read() == ["a", "b", "c"]
+    assert read(topics=["a", "c"]) == ["a", "c"]
+    assert read(from_ms=at["c"] + 1) == read(until_ms=at["a"]) == []
+    assert read(until_ms=at["c"] + 1, from_ms=at["c"], topics=["c"]) == ["c"]
+
+
+@pytest.mark.spark
+def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    uri = sibling(broker.status().table.uri, "archive")
+    for n in range(4):
+        send_due_now(node.endpoint, 2, f"topic{3 - n}")
+        archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    table, before = opened(broker), archived(broker)
+    old = archive.read_archive(spark, table)
+    mark = archive.reach(table)
+    days = {row["day"] for row in before}
+    assert archive.join(table) == 4
+    assert len(archive.files(opened(broker), Bounds())) == len(days)
+    assert archived(broker) == before and archive.reach(opened(broker)) == mark
+    assert old.count() == len(before)
+    assert archive.join(opened(broker)) == 0, "nothing left to join"
+
+
+def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNode, broker: Endpoint) -> None:
+    table = archive.open_archive(str(tmp_path / "archive"), broker)
+    for mark in (2, 3, 4):
+        archive_writer.add(table, [], mark)
+        table.update_incremental()
+    entries = tmp_path / "archive/_delta_log"
+    archive.tidy(str(tmp_path / "archive"))
+    assert not list(entries.glob("*.checkpoint*"))
+    archive.tidy(str(tmp_path / "archive"), every=4)
+    assert list(entries.glob("*.checkpoint*"))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, JOINED_ROWS // 2), st.integers(1, JOINED_BYTES // 2))
+    )
+)
+def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int, int, int]]) -> None:
+    small = [Small(str(i), f"day{d}", rows, size, i) for i, (d, rows, size) in enumerate(sorted(drawn))]
+    groups = list(neighbours(small))
+    assert all(len(group) > 1 and len({each.day for each in group}) == 1 for group in groups)
+    assert all(sum(each.rows for each in group) <= JOINED_ROWS for group in groups)
+    assert all(sum(each.size_bytes for each in group) <= JOINED_BYTES for group in groups)
+    joined = [each.first_seq for group in groups for each in group]
+    assert joined == sorted(set(joined))
+    # Nothing is left lying that would still have gone into the group before it.
+    for group in groups:
+        last = group[-1].first_seq
+        for after in small[last + 1 : last + 2]:
+            too_many = sum(each.rows for each in group) + after.rows > JOINED_ROWS
+            too_large = sum(each.size_bytes for each in group) + after.size_bytes > JOINED_BYTES
+            assert after.day != group[0].day or too_many or too_large

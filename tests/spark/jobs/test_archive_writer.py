@@ -1,0 +1,146 @@
+"""Tests of timeball.spark.jobs.archive_writer: rows to files, and what the archive's mark decides at commit."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.node_fixture import RunningNode
+from tests.spark.traffic import log_rows, send_due_now
+
+from timeball.model.errors import OutOfRange, StorageError
+from timeball.model.limits import DAY_MS
+from timeball.model.message import Kind
+from timeball.spark import table_store
+from timeball.spark.delta_append import app_version
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import archive, archive_writer
+from timeball.spark.jobs.archive_writer import FILE_SCHEMA, commit_epoch, write_piece
+from timeball.spark.table_store import open_table, sibling
+
+
+def rows(topics: list[str], store_ms: list[int], **columns: object) -> pa.Table:
+    batch = log_rows(Kind.MESSAGE, len(topics), topic=topics, store_ms=store_ms, **columns)
+    return pa.Table.from_batches([batch])
+
+
+@given(st.lists(st.sampled_from(["a", "%RETRY%g", "Z", "é", "aa"]), min_size=1, max_size=40))
+def test_rows_lie_by_topic_and_then_as_the_log_had_them(topics: list[str]) -> None:
+    ordered = archive_writer.by_topic(rows(topics, [1] * len(topics)))
+    pairs = list(zip(ordered.column("topic").to_pylist(), ordered.column("seq").to_pylist(), strict=True))
+    assert pairs == sorted(zip(topics, range(1, len(topics) + 1), strict=True))
+
+
+@given(st.lists(st.integers(0, 5 * DAY_MS), min_size=1, max_size=30))
+def test_each_row_goes_to_its_own_day(store_ms: list[int]) -> None:
+    parts = dict(archive_writer.by_day(rows(["t"] * len(store_ms), store_ms)))
+    assert sum(part.num_rows for part in parts.values()) == len(store_ms)
+    for day, part in parts.items():
+        assert {1 + ms // DAY_MS for ms in part.column("store_ms").to_pylist()} == {int(day[-2:])}
+        assert day.startswith("1970-01-") and part.column("seq").to_pylist() == sorted(
+            part.column("seq").to_pylist()
+        )
+
+
+def test_statistics_say_what_a_file_can_hold() -> None:
+    told = json.loads(archive_writer.statistics(rows(["b", "a"], [7, 9], due_ms=[None, 5])))
+    assert told["numRecords"] == 2
+    assert told["minValues"] == {"seq": 1, "topic": "a", "store_ms": 7, "due_ms": 5}
+    assert told["maxValues"] == {"seq": 2, "topic": "b", "store_ms": 9, "due_ms": 5}
+    assert told["nullCount"]["due_ms"] == 1
+    nothing = json.loads(archive_writer.statistics(rows(["b"], [7])))
+    assert "due_ms" not in nothing["minValues"] and nothing["nullCount"]["due_ms"] == 1
+
+
+def test_a_file_has_the_logs_columns_and_tells_where_a_topic_lies() -> None:
+    file = pq.ParquetFile(io.BytesIO(archive_writer.encode_file(rows(["a", "b"], [1, 2]))))
+    assert file.schema_arrow.equals(FILE_SCHEMA)
+    column = file.metadata.row_group(0).column(FILE_SCHEMA.get_field_index("topic"))
+    assert (column.statistics.min, column.statistics.max) == ("a", "b")
+
+
+# ---- against a broker, without Spark ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def uri(node: RunningNode, broker: Endpoint) -> str:
+    """An empty archive of a broker through which five messages have passed."""
+    send_due_now(node.endpoint, 5)
+    place = sibling(broker.status().table.uri, "archive")
+    archive.open_archive(place, broker)
+    return place
+
+
+def held(uri: str) -> list[int]:
+    return sorted(open_table(uri).to_pyarrow_table(columns=["seq"]).column("seq").to_pylist())
+
+
+def on_disk(uri: str) -> int:
+    return len(list(Path(uri).glob("day=*/*.parquet")))
+
+
+def test_a_repeated_epoch_adds_nothing(node: RunningNode, broker: Endpoint, uri: str) -> None:
+    end = broker.status().log.durable_seq
+    written = write_piece(node.endpoint, uri, (1, end))
+    commit_epoch(uri, 1, end, written)
+    once = held(uri)
+    commit_epoch(uri, 1, end, written)
+    commit_epoch(uri, 1, end, write_piece(node.endpoint, uri, (1, end)))
+    assert held(uri) == once and len(once) == 5
+    assert app_version(open_table(uri), archive_writer.APP_ID) == end
+
+
+@pytest.mark.parametrize("low", [2, 9])
+def test_an_epoch_that_does_not_fit_is_refused_and_leaves_nothing(
+    node: RunningNode, broker: Endpoint, uri: str, low: int
+) -> None:
+    """Whether it would leave a hole or add rows twice."""
+    end = broker.status().log.durable_seq
+    if low == 2:
+        commit_epoch(uri, 1, 4, write_piece(node.endpoint, uri, (1, 4)))
+    files = on_disk(uri)
+    written = write_piece(node.endpoint, uri, (low, end))
+    assert written
+    with pytest.raises(OutOfRange, match="planned again"):
+        commit_epoch(uri, low, end, written)
+    assert on_disk(uri) == files
+
+
+def test_of_two_commits_at_once_one_is_refused(node: RunningNode, broker: Endpoint, uri: str) -> None:
+    """Both looked at the same version: Delta's own check sees that they are the same application."""
+    mine, other = open_table(uri), open_table(uri)
+    archive_writer.add(mine, [], 3)
+    with pytest.raises(archive_writer.CommitFailedError, match=r"(?i)concurrent"):
+        archive_writer.add(other, [], 4)
+
+
+def test_an_epoch_in_which_nothing_passed_moves_the_mark(node: RunningNode, uri: str) -> None:
+    assert write_piece(node.endpoint, uri, (1, 1)) == []
+    commit_epoch(uri, 1, 2, [])
+    assert app_version(open_table(uri), archive_writer.APP_ID) == 2 and held(uri) == []
+
+
+def test_a_task_that_fails_removes_its_own_files(
+    node: RunningNode, broker: Endpoint, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the third file."""
+    monkeypatch.setattr(table_store, "CHUNK_ROWS", 1)
+    end = broker.status().log.durable_seq
+    assert len(write_piece(node.endpoint, uri, (1, end))) == on_disk(uri) == 5
+    put, tries = table_store.Store.put, iter(range(9))
+
+    def refuse_third(store: table_store.Store, path: str, data: bytes) -> None:
+        if next(tries) == 2:
+            raise StorageError("no space left")
+        put(store, path, data)
+
+    monkeypatch.setattr(table_store.Store, "put", refuse_third)
+    with pytest.raises(StorageError):
+        write_piece(node.endpoint, uri, (1, end))
+    assert on_disk(uri) == 5

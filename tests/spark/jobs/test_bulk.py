@@ -1,0 +1,200 @@
+"""Tests of timeball.spark.jobs.bulk: any DataFrame, all of it or nothing, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deltalake import DeltaTable
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from tests.node_fixture import RunningNode
+from tests.spark.traffic import attached_seqs
+
+from timeball.model import rules
+from timeball.model.errors import InvalidMessage
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import bulk, bulk_input
+from timeball.spark.jobs.bulk import Survey, plan_deal
+from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs.campaign import Campaign
+
+COLUMNS = Columns(due="at", topic="to", body="text", keys="id")
+ROWS = 1_000
+BYTES = bulk.TASK_BYTES
+BAD = {0: "no topic", 500: "no instant"}  # of every thousand
+
+
+def people(spark: SparkSession, now_ms: int, rows: int = ROWS, bad: bool = True) -> DataFrame:
+    """Rows due within three days, two of every thousand of which cannot be promises."""
+    frame = spark.range(0, rows, numPartitions=3)
+    due = f"{now_ms + HOUR_MS} + (id * 7919) % {3 * DAY_MS}"
+    topic, at = "'mail'", f"timestamp_millis({due})"
+    if bad:
+        topic, at = "if(id % 1000 = 0, 'not good', 'mail')", f"if(id % 1000 = 500, null, {at})"
+    return frame.selectExpr(
+        f"{topic} as to", f"{at} as at", "concat('dear ', id) as text", "concat('k', id) as id"
+    )
+
+
+def run(spark: SparkSession, node: RunningNode, frame: DataFrame, **more: object) -> bulk.BulkReport:
+    return bulk.run(spark, frame, node.endpoint, **{"columns": COLUMNS, "campaign": "spring", **more})
+
+
+# ---- who writes what --------------------------------------------------------------------------------------
+
+
+def survey(rows: list[int], row_bytes: int = 10) -> Survey:
+    counts = np.array(rows, np.int64)
+    return Survey(np.arange(len(rows), dtype=np.int64) * 3, counts, counts * row_bytes, {})
+
+
+@given(st.lists(st.integers(1, 5_000), max_size=60), st.integers(50, 2_000))
+def test_tasks_are_even_and_a_span_is_one_piece(rows: list[int], task_rows: int) -> None:
+    given_ = survey(rows)
+    deal = plan_deal(given_, task_rows, BYTES)
+    assert list(deal.first) == [0, *np.cumsum(deal.tasks)[:-1]][: len(deal.first)]
+    assert set(deal.minute) <= set(given_.minute) and list(deal.minute) == sorted(set(deal.minute))
+    if rows:
+        assert deal.minute[0] == given_.minute[0]
+        span = np.searchsorted(deal.minute, given_.minute, side="right") - 1
+        share = np.bincount(span, given_.rows) / deal.tasks
+        assert share.max() <= max(2 * task_rows, 1)
+        assert deal.total <= 2 * sum(rows) / task_rows + 2 * (given_.rows > task_rows).sum() + 1
+
+
+def test_a_large_minute_has_tasks_of_its_own_and_large_bodies_count() -> None:
+    deal = plan_deal(survey([10, 1_000, 10, 10]), 100, BYTES)
+    assert deal.minute.tolist() == [0, 3, 6] and deal.tasks.tolist() == [1, 10, 1]
+    assert plan_deal(survey([10] * 10, row_bytes=100), 1_000, 1_000).total == 10
+    assert plan_deal(survey([10] * 10), 1_000, BYTES).total == 1
+
+
+def test_there_is_a_bound_on_the_tasks() -> None:
+    assert plan_deal(survey([10_000] * 3_000), 10, BYTES).total <= 2 * bulk.TASKS_MAX
+
+
+# ---- with Spark -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+def test_a_dry_run_tells_all_and_writes_nothing(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    before = broker.status()
+    folder = Path(before.table.uri).parent
+    report = run(spark, node, people(spark, before.now_ms), dry_run=True)
+    assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
+    assert report.reasons == {bulk_input.NO_INSTANT: 1, rules.RULES[0].text: 1}
+    assert report.load.total == 998 and report.load.width_s == 60
+    assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
+    assert broker.status().log.next_seq == before.log.next_seq
+    assert broker.campaigns() == [] and not (folder / "rejects").exists()
+    assert not list(folder.rglob("*.parquet"))
+
+
+@pytest.mark.spark
+def test_a_key_with_a_blank_is_put_aside_and_a_list_has_several(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    frame = people(spark, broker.status().now_ms).where("id in ('k7', 'k8')")
+    texts = frame.withColumn("id", f.when(f.col("id") == "k7", f.lit("customer 4")).otherwise(f.col("id")))
+    report = run(spark, node, texts, campaign="texts")
+    assert (report.rows, report.rejected) == (1, 1)
+    report = run(spark, node, frame.withColumn("id", f.array(f.lit("all"), "id")), campaign="lists")
+    assert (report.rows, report.rejected) == (2, 0)
+    table = DeltaTable(broker.status().table.uri).to_pyarrow_table(columns=["keys"])
+    assert sorted(table.column("keys").to_pylist()) == ["all k7", "all k8", "k8"]
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_valid_rows_in_one_attach_and_the_others_beside_them(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several tasks. The second call under the same id changes nothing, and the third is another campaign."""
+    monkeypatch.setattr(bulk, "TASK_ROWS", 300)
+    before = broker.status()
+    frame = people(spark, before.now_ms)
+    report = run(spark, node, frame)
+    assert (report.rows, report.rejected, report.repeated) == (998, 2, False)
+    assert report.written_bytes > 0 and report.amplification is not None and report.rows_per_s > 0
+    assert broker.status().table.version == before.table.version + 1
+    assert len(set(attached_seqs(broker))) == 998
+    table = DeltaTable(before.table.uri).to_pyarrow_table(columns=["keys", "body", "due_ms", "topic"])
+    rows = {row["keys"]: row for row in table.to_pylist()}
+    assert set(rows) == {f"k{i}" for i in range(ROWS) if i not in BAD}
+    assert rows["k7"] == {
+        "keys": "k7",
+        "body": b"dear 7",
+        "topic": "mail",
+        "due_ms": before.now_ms + HOUR_MS + 7 * 7919,
+    }
+    assert report.rejects_uri is not None
+    rejects = DeltaTable(report.rejects_uri).to_pyarrow_table().to_pylist()
+    assert {(row["campaign"], row["reason"], json.loads(row["row"])["id"]) for row in rejects} == {
+        ("spring", rules.RULES[0].text, "k0"),
+        ("spring", bulk_input.NO_INSTANT, "k500"),
+    }
+    again = run(spark, node, frame)
+    assert (again.repeated, again.rows, again.files) == (True, 998, report.files)
+    assert len(attached_seqs(broker)) == 998
+    attached = Campaign(broker, "spring").decided()
+    assert (attached.state, attached.rows) == ("running", 998) and len(attached.ranges) > 2
+    run(spark, node, frame, campaign="summer", rejects_uri=str(Path(before.table.uri).parent / "bad"))
+    assert len(set(attached_seqs(broker))) == 2 * 998
+    assert len(DeltaTable(report.rejects_uri).to_pyarrow_table()) == 2
+
+
+@pytest.mark.spark
+def test_what_died_before_its_answer_goes_on(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rejects and the promises were written, nobody had been told: after the next call all is there once."""
+    frame = people(spark, broker.status().now_ms)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk, "deal_out", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(spark, node, frame)
+    assert attached_seqs(broker) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Campaign, "decided", die)
+        patch.setattr(Campaign, "find_decided", lambda _: None)
+        with pytest.raises(KeyboardInterrupt):
+            run(spark, node, frame)
+    report = run(spark, node, frame)
+    assert (report.repeated, report.rows) == (True, 998)
+    assert len(attached_seqs(broker)) == 998
+    assert len(DeltaTable(str(Path(broker.status().table.uri).parent / "rejects")).to_pyarrow_table()) == 2
+
+
+@pytest.mark.spark
+def test_rejects_only_is_a_campaign_of_nothing(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    frame = people(spark, broker.status().now_ms, rows=1)
+    report = run(spark, node, frame)
+    assert (report.rows, report.rejected, report.files) == (0, 1, 0)
+    assert run(spark, node, frame).repeated
+    assert attached_seqs(broker) == []
+
+
+@pytest.mark.spark
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    frame = people(spark, broker.status().now_ms)
+    with pytest.raises(InvalidMessage, match="column when: there is none"):
+        run(spark, node, frame, columns=Columns(due="when", topic_name="t"))
+    with pytest.raises(InvalidMessage, match="campaign 'a b'"):
+        run(spark, node, frame, campaign="a b")
+    assert broker.campaigns() == []

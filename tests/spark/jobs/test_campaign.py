@@ -1,0 +1,231 @@
+"""Tests of timeball.spark.jobs.campaign: how far, and how it ends, on a real broker."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.spark.campaigning import attach, campaign_of, released, waiting
+from tests.written_again import fill_segment, let_go
+
+from timeball import Timeball
+from timeball.model.config import MIB
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
+from timeball.model.limits import HOUR_MS
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs.campaign import Campaign, find_attach, held, is_in, ordered, table_rows
+
+ROWS = 60
+
+
+def counts(campaign: Campaign) -> tuple[str, int, int, int, int]:
+    """(state, released, cancelled, waiting, held), which make up all rows."""
+    found = campaign.progress()
+    assert found.rows == found.released + found.cancelled + found.waiting + found.held
+    return found.state, found.released, found.cancelled, found.waiting, found.held
+
+
+def test_progress_from_the_first_to_the_last(node: RunningNode, broker: Endpoint) -> None:
+    campaign = campaign_of(node)
+    with pytest.raises(NotFound, match="no campaign 'spring'"):
+        campaign.progress()
+    attach(campaign, 30, after_ms=HOUR_MS)
+    found = campaign.progress()
+    assert (found.state, found.rows, found.waiting, found.percent, found.whole) == (
+        "running",
+        30,
+        30,
+        0.0,
+        True,
+    )
+    due = sorted(waiting(broker).values())
+    assert (found.next_due_ms, found.last_due_ms) == (due[0], due[-1])
+    with Timeball(node.endpoint) as ball:
+        ball.cancel(key="k0")
+        assert campaign.progress().next_due_ms == due[1]
+        assert counts(campaign) == ("running", 0, 1, 29, 0)
+        # What others have in the table is none of its business.
+        attach(campaign_of(node, "other"), 5, after_ms=0, step_ms=0)
+        eventually(lambda: sum(released(broker).values()) == 5, "the other campaign is out")
+    assert counts(campaign) == ("running", 0, 1, 29, 0)
+    assert counts(campaign_of(node, "other")) == ("finished", 5, 0, 0, 0)
+
+
+def test_a_cancel_is_definite_and_may_be_repeated(node: RunningNode, broker: Endpoint) -> None:
+    campaign = campaign_of(node)
+    attach(campaign, 100, after_ms=-20_500, step_ms=1_000)  # some twenty are due already
+    eventually(lambda: sum(released(broker).values()) >= 20, "some are released")
+    done = campaign.cancel()
+    assert done.rows == 100 and done.cancelled == done.newly
+    assert done.cancelled + done.released == 100 and done.released >= 20
+    assert waiting(broker) == {}
+    assert sum(released(broker).values()) == done.released
+    again = campaign.cancel()
+    assert (again.newly, again.cancelled, again.released) == (0, done.cancelled, done.released)
+    assert counts(campaign) == ("cancelled", done.released, done.cancelled, 0, 0)
+    assert campaign.progress().percent == 100.0
+
+
+def test_a_campaign_that_never_came_to_its_attach(node: RunningNode) -> None:
+    campaign = campaign_of(node)
+    campaign.plan(10, 1_000)
+    found = campaign.progress()
+    assert (found.state, found.rows, found.waiting, found.percent) == ("planned", 10, 0, 0.0)
+    with pytest.raises(OutOfRange, match="nothing of it is attached yet"):
+        campaign.pause()
+    done = campaign.cancel()
+    assert (done.rows, done.newly, done.cancelled) == (0, 0, 0)
+    for act in (campaign.pause, campaign.resume):
+        with pytest.raises(InvalidMessage, match="was cancelled"):
+            act()
+    with pytest.raises(InvalidMessage, match="was cancelled"):
+        attach(campaign, 10)
+
+
+def test_a_pause_holds_what_waits_and_a_resume_gives_it_back(node: RunningNode, broker: Endpoint) -> None:
+    campaign = campaign_of(node)
+    attach(campaign, ROWS)
+    before = waiting(broker)
+    with Timeball(node.endpoint) as ball:
+        ball.cancel(key="k7")
+    paused = campaign.pause()
+    assert (paused.held, paused.repeated) == (ROWS - 1, False)
+    assert counts(campaign) == ("paused", 0, 1, 0, ROWS - 1)
+    assert waiting(broker) == {}
+    assert held(broker) == {"spring": ROWS - 1}
+    assert campaign.pause().repeated
+    resumed = campaign.resume()
+    assert (resumed.rows, resumed.shift_ms, resumed.repeated) == (ROWS - 1, 0, False)
+    assert counts(campaign) == ("running", 0, 1, ROWS - 1, 0)
+    assert waiting(broker) == {key: due_ms for key, due_ms in before.items() if key != "k7"}
+    assert campaign.resume().repeated and held(broker) == {}
+
+
+def test_what_fell_due_meanwhile_is_due_at_once_or_everything_is_moved(
+    node: RunningNode, broker: Endpoint
+) -> None:
+    for name, shift in (("at-once", False), ("moved", True)):
+        campaign = campaign_of(node, name)
+        attach(campaign, 40, after_ms=100, step_ms=0)  # all due in a moment
+        paused = campaign.pause()
+        out_before = sum(released(broker).values())
+        threading.Event().wait(0.2)  # so that the held ones are overdue
+        assert sum(released(broker).values()) == out_before
+        back = campaign.resume(shift=shift)
+        assert back.rows == paused.held
+        assert (back.shift_ms > 0) == shift
+        eventually(lambda: sum(released(broker).values()) == out_before + paused.held, "all are released")  # noqa: B023
+        eventually(lambda: counts(campaign)[0] == "finished", "nothing waits")  # noqa: B023
+    assert set(released(broker).values()) == {2}  # each key once a campaign
+
+
+def test_a_pause_amid_releases_loses_and_doubles_nothing(node: RunningNode, broker: Endpoint) -> None:
+    """The race itself: promises fall due every millisecond while the pause comes."""
+    campaign = campaign_of(node)
+    attach(campaign, 3_000, after_ms=-500, step_ms=1)
+    paused = campaign.pause()
+    state, out, cancelled, left, held = counts(campaign)
+    assert (state, cancelled, left, held) == ("paused", 0, 0, paused.held)
+    assert out == sum(released(broker).values()) and out + held == 3_000
+    campaign.resume()
+    eventually(lambda: len(released(broker)) == 3_000, "the others follow")
+    assert set(released(broker).values()) == {1}
+
+
+def test_whoever_keeps_the_promises_of_the_log(tmp_path: Path) -> None:
+    """Those of a bulk write lie in the table, whatever the strategy is."""
+    with running_node(tmp_path / "wheel", strategy="timer_wheel") as node:
+        campaign = campaign_of(node)
+        attach(campaign, ROWS)
+        assert campaign.pause().held == ROWS
+        assert campaign.resume().rows == ROWS
+        assert campaign.cancel().cancelled == ROWS
+
+
+def test_two_at_the_same_time_are_one(node: RunningNode, broker: Endpoint) -> None:
+    attach(campaign_of(node), ROWS)
+    before = waiting(broker)
+    for act in (Campaign.pause, Campaign.resume):
+        threads = [threading.Thread(target=act, args=(campaign_of(node),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert counts(campaign_of(node)) == ("running", 0, 0, ROWS, 0)
+    assert waiting(broker) == before
+
+
+def test_an_attach_is_found_by_its_own_name_only(node: RunningNode, broker: Endpoint) -> None:
+    attach(campaign_of(node, "spring"), 3)
+    attach(campaign_of(node, "spring-2"), 4)
+    found = find_attach(broker, "spring", 0)
+    assert found is not None and found.rows == 3
+    assert find_attach(broker, "spring", broker.status().log.durable_seq) is None
+    assert find_attach(broker, "sprin", 0) is None
+
+
+def test_the_books_of_campaigns_whose_log_was_let_go(tmp_path: Path) -> None:
+    """What was decided of all stays counted; what happened to one and is told nowhere counts as released."""
+    with running_node(tmp_path / "data", segment_bytes=MIB, compact_self=False) as node:
+        names = ("plain", "paused", "resumed", "cancelled")
+        plain, paused, resumed, cancelled = (campaign_of(node, name) for name in names)
+        with Endpoint(node.endpoint) as broker:
+            for campaign in (plain, paused, resumed, cancelled):
+                attach(campaign, 10, after_ms=-300, step_ms=100 * HOUR_MS)  # the first of each is due
+            eventually(lambda: released(broker)["k0"] == len(names), "the first of each is released")
+        paused.pause()
+        resumed.pause()
+        resumed.resume()
+        cancelled.cancel()
+        before = [counts(campaign) for campaign in (plain, paused, resumed, cancelled)]
+        assert before == [
+            ("running", 1, 0, 9, 0),
+            ("paused", 1, 0, 0, 9),
+            ("running", 1, 0, 9, 0),
+            ("cancelled", 1, 9, 0, 0),
+        ]
+        fill_segment(node)
+        assert let_go(node) > plain.decided().planned_seq
+        assert [counts(campaign) for campaign in (plain, paused, resumed, cancelled)] == before
+        assert not plain.progress().whole and not paused.progress().whole
+        assert paused.resume().rows == 9
+        assert counts(paused) == ("running", 1, 0, 9, 0)
+        assert resumed.pause().held == 9
+        assert cancelled.cancel().cancelled == 9
+
+
+NUMBERS = st.sets(st.integers(0, 60), max_size=40)
+
+
+@given(NUMBERS, st.lists(st.integers(0, 70), max_size=20))
+def test_numbers_are_put_in_order_and_found(numbers: set[int], asked: list[int]) -> None:
+    known = np.array(sorted(numbers), np.int64)
+    assert ordered([known[::2], known[::-1], known[:0]]).tolist() == known.tolist()
+    seq = np.array(asked, np.int64)
+    assert is_in(seq, known).tolist() == [n in numbers for n in asked]
+
+
+def test_rows_of_the_table_by_number_and_by_instant(node: RunningNode, broker: Endpoint) -> None:
+    one, other = campaign_of(node, "one"), campaign_of(node, "other")
+    attach(one, 20)
+    attach(other, 7)
+    status = broker.status()
+    ranges = one.decided().ranges
+
+    def rows(ranges: list[tuple[int, int]], due_from_ms: int = 0) -> list[dict[str, object]]:
+        found = table_rows(
+            status.table.uri, status.table.version, ranges, ["seq", "due_ms", "keys"], due_from_ms
+        )
+        return [row for batch in found for row in batch.to_pylist()]
+
+    assert {row["keys"] for row in rows(ranges)} == {f"k{n}" for n in range(20)}
+    due = sorted(row["due_ms"] for row in rows(ranges))
+    assert len(rows(ranges, due[5])) == 15
+    first, _ = ranges[0]
+    assert [row["seq"] for row in rows([(first + 2, 3)])] == [first + 2, first + 3, first + 4]
+    assert rows([]) == rows([(10**9, 5)]) == []

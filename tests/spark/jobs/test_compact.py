@@ -1,0 +1,133 @@
+"""Tests of timeball.spark.jobs.compact."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.spark.traffic import attached_seqs, log_rows, send
+
+from timeball.model.errors import OutOfRange, StorageError
+from timeball.model.message import TABLE_SCHEMA, Kind
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import compact
+from timeball.spark.jobs.engine import Engine, InProcess, Piece, Result
+from timeball.spark.run.on_spark import OnSpark
+
+
+def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+    compact.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
+
+
+def test_settled_promises_are_left_out() -> None:
+    batch = log_rows(Kind.PROMISE, 4, due_ms=[5, 9, 10, 11], store_ms=[1, 2, 3, 4])
+    rows = compact.waiting(batch, 10)
+    assert rows.schema == TABLE_SCHEMA
+    assert rows.column("due_ms").to_pylist() == [10, 11]
+    assert rows.column("accepted_ms").to_pylist() == [3, 4]
+    assert compact.waiting(batch, 0).num_rows == 4
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_the_tail_moves_to_the_table(engine: OnSpark, node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 1000)
+    version = broker.status().table.version
+    drain(engine, node, max_rows_per_batch="400", rows_per_partition="150")
+    assert attached_seqs(broker) == list(range(2, 1002))
+    assert broker.status().watermark == 1002
+    assert broker.status().table.version == version + 3, "an epoch of several tasks is one attach"
+    send(node.endpoint, 100)
+    drain(engine, node)
+    assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 1100
+
+
+def test_another_compactor_may_be_faster(node: RunningNode, broker: Endpoint) -> None:
+    """The job goes on where the watermark stands then; also without Spark."""
+    send(node.endpoint, 100)
+    drain(InProcess(), node)
+    send(node.endpoint, 100)
+    node.run(node.broker.compact())
+    send(node.endpoint, 100)
+    drain(InProcess(), node)
+    assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 300
+
+
+class Overtaken(InProcess):
+    """Runs tasks; before their files are attached another compactor has come to row `to_seq`."""
+
+    def __init__(self, node: RunningNode, uri: str, to_seq: int) -> None:
+        self.node, self.uri, self.to_seq = node, uri, to_seq
+
+    def run(
+        self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
+    ) -> list[Result]:
+        done = super().run(job, work, task, pieces)
+        compact.extend(InProcess(), self.node.endpoint, self.uri, self.to_seq, 1_000)
+        return done
+
+
+def test_what_would_double_rows_is_refused(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 100)
+    uri, end = broker.status().table.uri, broker.status().log.durable_seq
+    with pytest.raises(OutOfRange):
+        compact.extend(Overtaken(node, uri, 51), node.endpoint, uri, end, 40)
+    assert broker.status().watermark == 51
+    assert attached_seqs(broker) == list(range(2, 51))
+    compact.extend(Overtaken(node, uri, end), node.endpoint, uri, end, 40)
+    assert attached_seqs(broker) == list(range(2, 102)), "what the other has attached whole changes nothing"
+    assert compact.extend(InProcess(), node.endpoint, uri, end, 50) == 0
+
+
+def test_an_epoch_without_promises_moves_the_watermark(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 10)
+    drain(InProcess(), node)
+    begin, end = broker.status().watermark, broker.status().log.durable_seq
+    assert begin < end  # the TABLE row itself
+    drain(InProcess(), node)
+    assert broker.status().watermark == end
+    assert len(attached_seqs(broker)) == 10
+
+
+def test_a_failed_task_leaves_no_files(node: RunningNode, broker: Endpoint, tmp_path: Path) -> None:
+    send(node.endpoint, 50)  # due on three days or more: as many buckets
+    whole = compact.write_piece(node.endpoint, str(tmp_path / "whole"), (1, 51))
+    buckets = [entry.bucket for entry in whole]
+    assert len(buckets) >= 3
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / f"bucket={buckets[-1]}").write_text("a file where a folder should be")
+    with pytest.raises(StorageError):
+        compact.write_piece(node.endpoint, str(tmp_path / "broken"), (1, 51))
+    assert list((tmp_path / "broken").glob("*/*.parquet")) == []
+
+
+@pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])
+def test_only_what_an_hour_log_keeps_is_compacted(tmp_path: Path, schedule: str) -> None:
+    with running_node(tmp_path / "data", strategy=schedule) as node:
+        reason = compact.superfluous(node.endpoint)
+    assert reason is None if schedule == "hour_log" else schedule in str(reason)
+
+
+def test_the_lease_keeps_the_broker_from_compacting(tmp_path: Path) -> None:
+    with running_node(
+        tmp_path / "data", compact_rows=10, compact_rows_min=1, compact_interval_ms=100
+    ) as node:
+        needed = threading.Event()
+        needed.set()
+        with Endpoint(node.endpoint) as broker, compact.lease(node.endpoint, needed.is_set):
+            eventually(lambda: node.broker.mover.outside_compactor_until_ms > 0, "the lease is known")
+            assert broker.status().watermark == 1
+
+
+def test_an_unreachable_broker_does_not_end_the_lease(
+    node: RunningNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.stop()
+    try:
+        with compact.lease(node.endpoint, lambda: True):
+            eventually(lambda: "lease not renewed" in caplog.text, "the failure is told")
+    finally:
+        node.start()

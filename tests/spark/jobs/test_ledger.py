@@ -1,0 +1,135 @@
+"""Tests of timeball.spark.jobs.ledger."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.spark.traffic import send, send_due_now, visible
+
+from timeball import Timeball
+from timeball.io.clock import SystemClock
+from timeball.model.errors import SetupError, StorageError
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import audit, ledger
+from timeball.spark.jobs.engine import Engine
+from timeball.spark.log_events import EVENT_SCHEMA
+from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.source.options import write_options
+from timeball.spark.source.promise_writer import PromiseTask, attach_all
+from timeball.spark.table_store import sibling
+
+pytestmark = pytest.mark.spark
+
+
+def drain(engine: Engine, node: RunningNode, **options: str) -> None:
+    ledger.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
+
+
+def recorded(broker: Endpoint) -> list[dict[str, object]]:
+    return DeltaTable(sibling(broker.status().table.uri, "ledger")).to_pyarrow_table().to_pylist()
+
+
+def test_every_event_is_recorded_once_over_restarts(
+    engine: OnSpark, node: RunningNode, broker: Endpoint
+) -> None:
+    send(node.endpoint, 20)
+    send_due_now(node.endpoint, 5)
+    with Timeball(node.endpoint) as ball:
+        doomed = ball.send("orders", b"x", after="1d")
+        ball.cancel(doomed.id)
+    drain(engine, node, max_rows_per_batch="10", rows_per_partition="4")
+    drain(engine, node)  # nothing is left to do
+    found = recorded(broker)
+    assert sorted(e["event"] for e in found) == ["accepted"] * 26 + ["cancelled"] + ["released"] * 5
+    assert len({(e["event"], e["first_seq"]) for e in found}) == 32
+    table = DeltaTable(sibling(broker.status().table.uri, "ledger"))
+    assert ledger.bounds(table) == (1, broker.status().log.durable_seq)
+
+
+@pytest.mark.smoke
+def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    send_due_now(node.endpoint, 2)
+    with Timeball(node.endpoint) as ball:
+        kept, doomed = ball.send("orders", b"x", after="10d"), ball.send("orders", b"y", after="10d")
+        ball.cancel(doomed.id)
+    options = write_options({"endpoint": node.endpoint})
+    due_ms = broker.status().now_ms + 10**9
+    bulk = pa.table({"topic": ["later"], "body": ["b"], "due_ms": [due_ms]})
+    written = PromiseTask(options).write(iter(bulk.to_batches()))
+    attach_all([written], options, "job", 0)
+    uri = sibling(broker.status().table.uri, "ledger")
+    ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
+    assert len(rows) == 5
+    assert rows[kept.seq].due_ms == kept.due_ms
+    assert rows[kept.seq].released_ms is rows[kept.seq].cancelled_ms is None
+    assert rows[doomed.seq].cancelled_ms >= rows[doomed.seq].accepted_ms
+    released = [row for row in rows.values() if row.released_ms]
+    assert [row.released_ms - row.due_ms for row in released] == [row.lateness_ms for row in released]
+    assert len(released) == 2
+    waiting = rows[written.ranges[0][0]]
+    assert (waiting.topic, waiting.due_ms, waiting.attempts) == ("later", due_ms, 1)
+
+
+def test_another_delta_table_is_not_taken_for_a_ledger(tmp_path: Path) -> None:
+    table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
+    with pytest.raises(StorageError, match="is not a ledger"):
+        ledger.bounds(table)
+    with pytest.raises(StorageError, match="is not a ledger"):
+        ledger.open_ledger(str(tmp_path / "t"), 1)
+    assert DeltaTable(str(tmp_path / "t")).version() == 0
+
+
+def test_an_older_ledger_is_given_the_columns_that_it_lacks(
+    engine: OnSpark, node: RunningNode, broker: Endpoint
+) -> None:
+    """Delta leaves out what the table has no column for when it joins files."""
+    uri = sibling(broker.status().table.uri, "ledger")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "EVENT_SCHEMA", EVENT_SCHEMA.remove(len(EVENT_SCHEMA) - 1))
+        ledger.open_ledger(uri, 1)
+    send_due_now(node.endpoint, 2)
+    drain(engine, node)
+    send_due_now(node.endpoint, 2)
+    drain(engine, node)
+    table = DeltaTable(uri)
+    table.optimize.compact()
+    assert table.to_pyarrow_table().schema.names == EVENT_SCHEMA.names
+    assert len(recorded(broker)) == 8
+
+
+def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: RunningNode, tmp_path: Path) -> None:
+    """It would take none of this log's events, in silence, until the log is as long as the other was."""
+    ledger.open_ledger(str(tmp_path / "ledger"), 1_000)
+    with pytest.raises(SetupError, match="has come to row 1000 but the broker's log ends at"):
+        ledger.extend(OnSpark(spark), node.endpoint, str(tmp_path / "ledger"), 5)
+
+
+def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with running_node(tmp_path / "data", compact_self=False) as first, Timeball(first.endpoint) as ball:
+        late = ball.send("orders", b"x", after="3s")  # longer than a stop takes
+        ball.send("orders", b"y", after="1d")
+    threading.Event().wait(max(0, late.due_ms + 50 - SystemClock().wall_ms()) / 1000)
+    with running_node(tmp_path / "data", compact_self=False) as second:
+        with Timeball(second.endpoint) as ball:
+            eventually(lambda: visible(ball, "orders") == 1, "it is released")
+            ball.send("orders", b"z", after="1d")
+        with Endpoint(second.endpoint) as broker:
+            uri = sibling(broker.status().table.uri, "ledger")
+            end = broker.status().log.durable_seq
+        for to_seq in (end - 1, end, end):  # in steps, and once more
+            ledger.extend(OnSpark(spark), second.endpoint, uri, to_seq)
+        found = DeltaTable(uri).to_pyarrow_table().to_pylist()
+        (row,) = ledger.promises(spark, second.endpoint).where("lateness_ms > 0").collect()
+        assert audit.run(spark, second.endpoint).ok
+    assert [event["rows"] for event in found if event["event"] == "started"] == [0]
+    assert row.seq == late.seq and row.cause == "outage"
+    assert row.late_outage_ms + row.late_broker_ms == row.lateness_ms

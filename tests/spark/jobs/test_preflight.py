@@ -1,0 +1,35 @@
+"""Tests of timeball.spark.jobs.preflight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from tests.node_fixture import RunningNode
+
+from timeball.model.errors import SetupError
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs.preflight import check_table, reason_against
+
+
+def test_a_table_that_is_there_and_one_that_is_not(
+    node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    table = broker.status().table
+    before = sorted(Path(table.uri.removeprefix("file://")).iterdir())
+    assert reason_against(table.uri, table.version) is None
+    assert sorted(Path(table.uri.removeprefix("file://")).iterdir()) == before
+    # A folder of the same name on another machine, with a table of its own or none.
+    assert "of version 0 there, and of version 5" in str(reason_against(table.uri, 5))
+    assert "no Delta table" in str(reason_against(str(tmp_path / "elsewhere"), 0))
+
+
+@pytest.mark.spark
+def test_a_job_says_what_to_share_before_it_begins(
+    spark: SparkSession, broker: Endpoint, tmp_path: Path
+) -> None:
+    table = broker.status().table
+    check_table(spark, table.uri, table.version, "--table-uri")
+    with pytest.raises(SetupError, match=r"Share this folder .* or say with --table-uri where they reach it"):
+        check_table(spark, str(tmp_path / "elsewhere"), table.version, "--table-uri")

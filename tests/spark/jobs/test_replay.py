@@ -1,0 +1,340 @@
+"""Tests of timeball.spark.jobs.replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import msgspec
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import Row, SparkSession
+from pyspark.sql import functions as f
+from tests.node_fixture import RunningNode, eventually
+from tests.spark.traffic import log_rows, send, send_due_now, visible
+
+from timeball import Timeball
+from timeball.model import limits
+from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange
+from timeball.model.message import Kind, decode_properties, encode_properties
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.jobs import archive, replay
+from timeball.spark.jobs.campaign import Campaign
+from timeball.spark.jobs.replay import REPLAY_OF, Sources, Window
+from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.source.spark_api import spark_schema
+from timeball.spark.table_store import sibling
+
+WINDOW = Window(from_ms=1_000, until_ms=2_000, start_ms=50_000)
+KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)
+
+
+# ---- the window -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"until_ms": 1_000}, "the window is empty"),
+        ({"stretch": -0.5}, "stretch -0.5"),
+        ({"stretch": math.inf}, "stretch inf"),
+        ({"stretch": math.nan}, "stretch nan"),
+        ({"start_ms": -1}, "before 1970"),
+    ],
+)
+def test_a_window_that_is_none(changes: dict[str, float], said: str) -> None:
+    WINDOW.check()
+    with pytest.raises(InvalidDelay, match=said):
+        msgspec.structs.replace(WINDOW, **changes).check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"from_ms": 999},
+        {"until_ms": 2_001},
+        {"start_ms": 50_001},
+        {"stretch": 2.0},
+        {"topics": ("a",)},
+        {"to_topic": "b"},
+        {"by": "due"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_another_argument_is_another_replay(changes: dict[str, object]) -> None:
+    assert WINDOW.job_id == Window(from_ms=1_000, until_ms=2_000, start_ms=50_000).job_id
+    assert msgspec.structs.replace(WINDOW, **changes).job_id != WINDOW.job_id
+
+
+@pytest.mark.parametrize(
+    ("window", "sources", "said"),
+    [
+        (WINDOW, {"since_ms": 1_001}, "is known from 1001 on"),
+        (WINDOW, {"now_ms": 1_999}, "only over when .* now up to 1999"),
+        (msgspec.structs.replace(WINDOW, by="due"), {"settled_before_ms": 1_500}, "now up to 1500"),
+        (msgspec.structs.replace(WINDOW, start_ms=limits.DELAY_MS_MAX + 9_001), {}, "days from now"),
+    ],
+)
+def test_a_window_that_is_not_known_whole(window: Window, sources: dict[str, int], said: str) -> None:
+    replay.check_covered(WINDOW, dataclasses.replace(KNOWN, since_ms=1_000, now_ms=2_000))
+    with pytest.raises((OutOfRange, InvalidDelay), match=said):
+        replay.check_covered(window, dataclasses.replace(KNOWN, **sources))
+
+
+@given(st.integers(1, 10**12))
+def test_a_span_is_shown_in_few_bars(span_ms: int) -> None:
+    width = replay.width_ms(span_ms)
+    assert -(-span_ms // width) <= replay.BARS_MAX
+
+
+# ---- what passes again ------------------------------------------------------------------------------------
+
+
+def again(spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int | None = None) -> list[Row]:
+    rows = [tuple(row.values()) for row in batch.to_pylist()]
+    log = spark.createDataFrame(rows, spark_schema(batch.schema))
+    found = replay.promises(replay.within(log, window), window, count).collect()
+    return sorted(found, key=lambda row: (row.due_ms, row.topic))
+
+
+@pytest.mark.spark
+def test_time_is_moved_and_stretched_and_never_early(spark: SparkSession) -> None:
+    at = [999, 1_000, 1_001, 1_500, 1_999, 2_000]
+    batch = log_rows(Kind.MESSAGE, 6, topic="t", store_ms=at, unique_key="u", body=b"x")
+
+    expected = {
+        1.0: [50_000, 50_001, 50_500, 50_999],
+        2.5: [50_000, 50_003, 51_250, 52_498],
+        0.3: [50_000, 50_001, 50_150, 50_300],
+        0.0: [50_000] * 4,
+    }
+    for stretch, due_ms in expected.items():
+        window = msgspec.structs.replace(WINDOW, stretch=stretch)
+        assert [row.due_ms for row in again(spark, window, batch)] == due_ms
+        assert due_ms[-1] <= window.end_ms
+
+
+@pytest.mark.spark
+def test_by_due_instant_a_late_message_counts_when_it_was_due(spark: SparkSession) -> None:
+    batch = log_rows(
+        Kind.RELEASE,
+        3,
+        topic=["late", "early", "at once"],
+        store_ms=[2_500, 1_500, 1_600],
+        due_ms=[1_100, 900, None],
+    )
+    by_due = msgspec.structs.replace(WINDOW, by="due")
+    assert [(row.topic, row.due_ms) for row in again(spark, by_due, batch)] == [
+        ("late", 50_100),
+        ("at once", 50_600),
+    ]
+    assert [row.topic for row in again(spark, WINDOW, batch)] == ["early", "at once"]
+
+
+@pytest.mark.spark
+def test_topics_are_chosen_and_renamed(spark: SparkSession) -> None:
+    names = ["a", "b", "%RETRY%g", "%DLQ%g"]
+    batch = log_rows(Kind.MESSAGE, 4, topic=names, store_ms=[1_000, 1_001, 1_002, 1_003])
+
+    def topics(**changes: object) -> list[str]:
+        return [row.topic for row in again(spark, msgspec.structs.replace(WINDOW, **changes), batch)]
+
+    assert topics() == ["a", "b"]
+    assert topics(topics=("b", "%DLQ%g")) == ["b", "%DLQ%g"]
+    assert topics(to_topic="test") == ["test", "test"]
+
+
+@pytest.mark.spark
+def test_what_a_message_keeps_and_what_it_names(spark: SparkSession) -> None:
+    """A full property text is left alone; an entry that was not closed is not run into."""
+    full = encode_properties({"a": "x" * (limits.PROPERTIES_BYTES_MAX - 3)})
+    batch = log_rows(
+        Kind.MESSAGE,
+        4,
+        topic="t",
+        store_ms=[1_000, 1_001, 1_002, 1_003],
+        body=b"packed",
+        properties=[None, "a\x011", full, "a\x011\x02"],
+        unique_key=["u0", "u1", "u2", None],
+        tag="red",
+        keys="k1 k2",
+        queue_id=3,
+        flag=7,
+        sys_flag=1 | 0x4 | 0x8,
+        reconsume_times=2,
+    )
+    rows = again(spark, WINDOW, batch)
+    assert {(row.tag, row.keys, row.queue_id, row.flag, bytes(row.body)) for row in rows} == {
+        ("red", "k1 k2", 3, 7, b"packed")
+    }
+    assert [row.sys_flag for row in rows] == [1] * 4, "still packed, but no transaction"
+    assert "unique_key" not in rows[0].asDict() and "reconsume_times" not in rows[0].asDict()
+    assert [decode_properties(rows[n].properties) for n in (0, 1, 3)] == [
+        {REPLAY_OF: "u0"},
+        {"a": "1", REPLAY_OF: "u1"},
+        {"a": "1"},
+    ]
+    assert rows[2].properties == full
+
+
+@pytest.mark.spark
+def test_many_rows_are_written_by_several_tasks_in_due_order(spark: SparkSession) -> None:
+    batch = log_rows(Kind.MESSAGE, 900, topic="t", store_ms=list(range(1_000, 1_900)))
+    rows = [tuple(row.values()) for row in batch.to_pylist()]
+    log = spark.createDataFrame(rows, spark_schema(batch.schema))
+    frame = replay.promises(replay.within(log, WINDOW), WINDOW, 3 * replay.ROWS_PER_TASK)
+    by_task = frame.groupBy(f.spark_partition_id()).agg(
+        f.min("due_ms").alias("low"), f.max("due_ms").alias("high")
+    )
+    spans = sorted((row.low, row.high) for row in by_task.collect())
+    assert 1 < len(spans) <= 3
+    assert all(high < low for (_, high), (low, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("stretch", [1.0, 0.0])
+def test_what_passed_in_one_instant_passes_again_in_its_order(spark: SparkSession, stretch: float) -> None:
+    """However many tasks have read it: numbers are given in the order of the rows, task by task."""
+    bodies = [b"%d" % i for i in range(90)]
+    batch = log_rows(Kind.MESSAGE, 90, topic="t", store_ms=[1_000 + i // 30 for i in range(90)], body=bodies)
+    rows = [tuple(row.values()) for row in batch.to_pylist()]
+    log = spark.createDataFrame(rows[::-1], spark_schema(batch.schema)).repartition(4)
+    window = msgspec.structs.replace(WINDOW, stretch=stretch)
+    frame = replay.promises(replay.within(log, window), window, 90)
+    found = frame.withColumn("task", f.spark_partition_id()).collect()
+    assert len({row.task for row in found}) == 1
+    assert [bytes(row.body) for row in found] == bodies
+
+
+# ---- against a broker -------------------------------------------------------------------------------------
+
+
+def window_of(node: RunningNode, topic: str, **changes: object) -> Window:
+    """All that has passed until now, to begin again in a day."""
+    with Timeball(node.endpoint) as ball:
+        now_ms = ball.status()["now_ms"]
+        eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "a moment later")
+    hour = Window(
+        from_ms=now_ms - limits.HOUR_MS,
+        until_ms=now_ms + 1,
+        start_ms=now_ms - limits.HOUR_MS + limits.DAY_MS,
+        topics=(topic,),
+    )
+    return msgspec.structs.replace(hour, **changes)
+
+
+def scheduled(broker: Endpoint) -> list[dict[str, object]]:
+    table = DeltaTable(broker.status().table.uri).to_pyarrow_table()
+    return sorted(table.to_pylist(), key=lambda row: row["seq"])
+
+
+@pytest.mark.spark
+def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    """Half of it from the archive, half from the log behind its mark; what waits or was cancelled has not passed."""
+    send(node.endpoint, 7)
+    send_due_now(node.endpoint, 3)
+    uri = sibling(broker.status().table.uri, "archive")
+    archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    send_due_now(node.endpoint, 4, "news")
+    with Timeball(node.endpoint) as ball:
+        ball.send("orders", b"at once", tag="red")
+        ball.cancel(ball.send("orders", b"never", after="1d").id)
+        window = window_of(node, "orders")
+        plan = replay.plan(spark, node.endpoint, window)
+        assert (plan.rows, plan.topics, plan.overdue) == (4, {"orders": 4}, 0)
+        assert sum(plan.curve.values()) == 4 and scheduled(broker) == []
+        report = replay.run(spark, node.endpoint, window, planned=plan)
+        assert (report.rows, report.repeated, report.job_id) == (4, False, window.job_id)
+        rows = scheduled(broker)
+        passed = ball.read_log(1, broker.status().log.durable_seq).read_all().to_pylist()
+        before = [
+            row for row in passed if row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and row["topic"] == "orders"
+        ]
+        moved = window.start_ms - window.from_ms
+        assert [(r["due_ms"], r["body"], r["tag"]) for r in rows] == [
+            (r["store_ms"] + moved, r["body"], r["tag"]) for r in sorted(before, key=lambda r: r["store_ms"])
+        ]
+        assert (plan.first_due_ms, plan.last_due_ms) == (rows[0]["due_ms"], rows[-1]["due_ms"])
+        assert [seq for first, count in report.ranges for seq in range(first, first + count)] == [
+            row["seq"] for row in rows
+        ]
+    repeated = replay.run(spark, node.endpoint, window)
+    assert repeated == msgspec.structs.replace(report, repeated=True) and scheduled(broker) == rows
+    progress = Campaign(broker, window.job_id).progress()
+    assert (progress.rows, progress.waiting, progress.state) == (4, 4, "running")
+    # Control: under another name it is another replay.
+    assert replay.run(spark, node.endpoint, window, job_id="once-more").rows == 4
+    assert len(scheduled(broker)) == 8
+
+
+@pytest.mark.spark
+def test_a_replay_that_died_behind_its_attach_is_completed_and_one_that_was_cancelled_is_not_done_again(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_due_now(node.endpoint, 3)
+    window = window_of(node, "orders")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Campaign, "decided", interrupt)
+        patch.setattr(Campaign, "find_decided", lambda _: None)
+        replay.run(spark, node.endpoint, window)
+    assert len(scheduled(broker)) == 3
+    again = replay.run(spark, node.endpoint, window)
+    assert (again.rows, again.repeated) == (3, True) and len(scheduled(broker)) == 3
+    assert Campaign(broker, window.job_id).cancel().cancelled == 3
+    with pytest.raises(InvalidMessage, match="was cancelled"):
+        replay.run(spark, node.endpoint, window)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.spark
+def test_what_is_replayed_passes_again_and_says_what_it_was(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    send_due_now(node.endpoint, 5)
+    window = window_of(node, "orders", to_topic="again", stretch=0.0)
+    window = msgspec.structs.replace(window, start_ms=broker.status().now_ms + 1_500)
+    report = replay.run(spark, node.endpoint, window)
+    with Timeball(node.endpoint) as ball:
+        eventually(lambda: visible(ball, "again") == 5, "replayed messages are visible")
+        first, second = (ball.browse(topic, wait="10s") for topic in ("orders", "again"))
+        assert sorted(message.body for message in second) == sorted(message.body for message in first)
+        assert {m.properties[REPLAY_OF] for m in second} == {m.id for m in first}
+        assert not {m.id for m in second} & {m.id for m in first}
+        assert all(m.due_ms == window.start_ms and m.store_ms >= m.due_ms for m in second)
+    assert report.rows == 5
+
+
+@pytest.mark.spark
+def test_keys_that_stand_side_by_side_are_replayed(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    """Keys and tags that RocketMQ's clients may send, which a column of texts of a user's own may not have."""
+    sent = {"topic": ["orders"], "body": [b"b"], "keys": ["k1 k\t2"], "tag": ["red "]}
+    with Timeball(node.endpoint) as ball:
+        node.run(node.broker.send(pa.record_batch(sent)))
+        eventually(lambda: visible(ball, "orders") == 1, "it is visible")
+    assert replay.run(spark, node.endpoint, window_of(node, "orders")).rows == 1
+    (row,) = scheduled(broker)
+    assert (row["keys"], row["tag"]) == ("k1 k\t2", "red ")
+
+
+@pytest.mark.spark
+def test_a_window_in_which_nothing_passed(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    window = window_of(node, "nothing")
+    plan = replay.plan(spark, node.endpoint, window)
+    assert (plan.rows, plan.curve, plan.first_due_ms) == (0, {}, None)
+    report = replay.run(spark, node.endpoint, window)
+    assert (report.rows, report.repeated, report.ranges) == (0, False, [])
+
+
+def test_an_archive_that_is_named_must_be_there(node: RunningNode, broker: Endpoint) -> None:
+    with pytest.raises(NotFound, match="/nowhere"):
+        replay.open_sources(node.endpoint, "/nowhere")
+    assert replay.open_sources(node.endpoint).table is None

@@ -1,0 +1,327 @@
+"""Tests of timeball.spark.run.runner."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
+from tests.spark.traffic import attached_seqs, send
+from tests.spark.two_groups import two_groups
+
+from timeball.io.clock import SystemClock
+from timeball.model.errors import (
+    InvalidMessage,
+    RequestError,
+    SetupError,
+    StorageError,
+    TimeballError,
+    Unavailable,
+)
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.run import runner
+from timeball.spark.run.job_status import Board, read_statuses
+from timeball.spark.run.runner import Job
+
+SECOND_NS = 1_000_000_000
+
+
+@pytest.mark.parametrize("jobs", [[], ["compact", "compact"], ["compact", "audit"]])
+def test_names_are_checked_before_anything_starts(jobs: list[str]) -> None:
+    with pytest.raises(SetupError):
+        runner.run(jobs)
+
+
+def failing(error: Exception) -> Job:
+    def start() -> None:
+        raise error
+
+    return Job("compact", start)  # type: ignore[arg-type]
+
+
+class Refused:
+    """A query that has ended because the broker refused its work, as Spark shows one."""
+
+    isActive, lastProgress = False, None  # noqa: N815 - Spark's names
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def exception(self) -> Exception:
+        return self.error
+
+
+def refused(error: Exception) -> Job:
+    return Job("compact", failing(error).start, query=Refused(error))  # type: ignore[arg-type]
+
+
+def test_what_passes_is_tried_again_with_growing_pauses() -> None:
+    job = failing(Unavailable("away"))
+    pauses, now_ns = [], 0
+    for _ in range(8):
+        job.tick(now_ns, once=False)
+        pauses.append((job.wake_ns - now_ns) // SECOND_NS)
+        now_ns = job.wake_ns
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    failures = job.failures
+    job.tick(now_ns - 1, once=False)  # not before its time
+    assert job.failures == failures
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("broken"), SetupError("another log"), RequestError("not here"), Unavailable("away")],
+)
+def test_every_failure_of_a_job_is_followed_by_another_start(error: TimeballError) -> None:
+    """Or the ledger stops, and nobody notices. With `once` the command ends, and says why."""
+    job = failing(error)
+    job.tick(0, once=False)
+    assert (job.state, job.error, job.wake_ns) == ("waiting", str(error), SECOND_NS)
+    if not isinstance(error, Unavailable):
+        with pytest.raises(type(error), match=str(error)):
+            failing(error).tick(0, once=True)
+
+
+def test_a_job_gives_up_when_spark_is_lost() -> None:
+    """A query cannot be started again in a JVM that has gone; a new process can."""
+    job = failing(Unavailable("Spark failed: Connection refused"))
+    job.spark_lives = lambda: False
+    with pytest.raises(Unavailable, match="Connection refused"):
+        job.tick(0, once=False)
+
+
+def test_what_a_job_says_of_itself() -> None:
+    job = failing(Unavailable("away"))
+    assert job.state == "starting"
+    job.tick(0, once=False)
+    assert (job.state, job.status(7).failures, job.status(7).error) == ("waiting", 1, "away")
+    job.done = True
+    assert job.status(7).state == "done"
+
+
+def test_the_job_that_failed_says_so_and_the_others_that_they_were_stopped(tmp_path: Path) -> None:
+    jobs = [failing(Unavailable("away")), failing(StorageError("broken"))]
+    jobs[0].name = "ledger"
+    with pytest.raises(StorageError):
+        runner._watch(jobs[:], threading.Event(), True, SystemClock(), Board(str(tmp_path)))
+    left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
+    assert left == {"ledger": ("stopped", "away"), "compact": ("failed", "broken")}
+
+
+def test_when_spark_is_lost_every_job_says_so(tmp_path: Path) -> None:
+    jobs = [failing(Unavailable("o109.lastProgress")) for _ in range(2)]
+    for name, job in zip(("ledger", "compact"), jobs, strict=True):
+        job.name, job.spark_lives = name, lambda: False
+    with pytest.raises(Unavailable, match="JVM has ended or was killed"):
+        runner._watch(jobs, threading.Event(), False, SystemClock(), Board(str(tmp_path)))
+    left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
+    told = ("failed", "Spark's JVM has ended or was killed: it needs a new process")
+    assert left == {"ledger": told, "compact": told}
+
+
+def test_once_gives_up_in_the_end() -> None:
+    job = failing(Unavailable("away"))
+    with pytest.raises(Unavailable):
+        for tries in range(100):
+            job.tick(tries * 100 * SECOND_NS, once=True)
+    assert job.failures == runner.TRIES_ONCE
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_job_that_has_nothing_to_do_ends_and_says_why(once: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Before it starts; nothing is tried again."""
+    job = failing(AssertionError("it was started"))
+    job.superfluous = lambda: "nothing to compact"
+    job.tick(0, once=once)
+    assert job.done and not job.running
+    assert caplog.messages == ["job ended job=compact reason=nothing to compact"]
+
+
+@pytest.mark.parametrize("error", [RequestError("not here"), InvalidMessage("a row")])
+def test_a_refusal_ends_a_job_only_where_it_has_nothing_to_do(error: RequestError) -> None:
+    """The broker may have another schedule since the query was started."""
+    job = refused(error)
+    job.superfluous = lambda: "nothing to compact"
+    job.tick(0, once=False)
+    assert job.done and not job.running
+    with pytest.raises(type(error), match=str(error)):
+        refused(error).tick(0, once=True)
+
+
+def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> None:
+    def ask() -> str | None:
+        raise Unavailable("away")
+
+    job = refused(RequestError("not here"))
+    job.superfluous = ask
+    job.tick(0, once=False)
+    assert (job.state, job.error) == ("waiting", "not here")
+
+
+NO_SPARK = """
+import sys
+from timeball.spark.run import runner
+runner.run(["ledger", "archive"], endpoint=sys.argv[1], once=True, with_spark=False)
+print([name for name in sys.modules if name.partition(".")[0] in ("pyspark", "py4j")])
+"""
+
+
+def test_without_spark_none_of_it_is_imported(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 5)
+    env = {**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[3]), "JAVA_HOME": "/nowhere"}
+    command = [sys.executable, "-c", NO_SPARK, node.endpoint]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    data = Path(broker.status().table.uri).parent
+    assert (data / "ledger/_delta_log").is_dir() and (data / "archive/_delta_log").is_dir()
+
+
+def test_a_job_without_work_ends_when_spark_is_lost() -> None:
+    job = refused(Unavailable("it was not asked"))
+    job.spark_lives = lambda: False
+    with pytest.raises(Unavailable, match="JVM has ended"):
+        job.tick(0, once=False)
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_once_does_what_there_is(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    send(node.endpoint, 200)
+    with caplog.at_level(logging.INFO, "timeball.spark"):
+        runner.run(["compact", "ledger"], endpoint=node.endpoint, once=True, spark=spark)
+    assert attached_seqs(broker) == list(range(2, 202))
+    data = Path(broker.status().table.uri).parent
+    assert (data / "ledger/_delta_log").is_dir()
+    assert [path.name for path in (data / "pipeline").iterdir()] == ["status"], "no checkpoint"
+    assert "epoch done job=ledger epoch=0" in caplog.text
+    compacted, written = read_statuses(str(data / "pipeline"))
+    assert (compacted.job, written.job) == ("compact", "ledger")
+    assert {each.state for each in (compacted, written)} == {"done"}
+    assert written.epochs == 1 and written.last is not None and written.last.position >= 201
+
+
+@pytest.mark.spark
+def test_a_broker_restart_is_survived(
+    spark: SparkSession, node: RunningNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+    options = {"compact": {"min_rows_per_batch": "1", "few_rows": "1"}}
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            runner.run(["compact"], endpoint=node.endpoint, spark=spark, stop=stop, options=options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with Endpoint(node.endpoint) as broker:
+            send(node.endpoint, 50)
+            eventually(lambda: broker.status().watermark > 50, "compacted before the restart")
+            node.stop()
+            node.start()
+            send(node.endpoint, 50)
+            before = broker.status().watermark
+            eventually(lambda: broker.status().watermark > before, "compacted after the restart")
+            eventually(lambda: len(attached_seqs(broker)) == 100, "all promises are in the table")
+    finally:
+        stop.set()
+        thread.join(BOUND_S)
+    assert not failed
+    assert not thread.is_alive()
+
+
+@pytest.mark.spark
+def test_where_nothing_is_compacted_the_other_jobs_work(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_node(tmp_path / "data", strategy="timer_wheel") as node, Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 10)
+        for once in (True, False):  # with nothing else to do it does not wait to be stopped
+            jobs = ["compact", "ledger"] if once else ["compact"]
+            runner.run(jobs, endpoint=node.endpoint, once=once, spark=spark)
+        assert attached_seqs(broker) == []
+    ended = "job ended job=compact reason=nothing to compact: with the strategy timer_wheel messages wait in the log"
+    assert caplog.messages.count(ended) == 2
+    assert (tmp_path / "data/ledger/_delta_log").is_dir()
+    assert not (tmp_path / "data/pipeline/compact").exists()
+
+
+@pytest.mark.spark
+def test_a_broker_that_comes_back_with_another_schedule_ends_the_job(
+    spark: SparkSession, node: RunningNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"compact": {"min_rows_per_batch": "1", "few_rows": "1"}}
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            runner.run(["compact"], endpoint=node.endpoint, spark=spark, options=options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 50)
+        eventually(lambda: broker.status().watermark > 50, "compacted before the restart")
+        node.stop()
+        node.settings = dataclasses.replace(node.settings, strategy="level_cascade")
+        node.start()
+        send(node.endpoint, 50)
+        thread.join(BOUND_S)
+        assert not thread.is_alive() and not failed
+        assert "job ended job=compact reason=nothing to compact" in caplog.text
+        assert len(attached_seqs(broker)) == 50
+
+
+PROGRAM = """
+import sys
+from timeball.spark.run import runner
+runner.run(["compact"], endpoint=sys.argv[1], options={"compact": {"min_rows_per_batch": "1"}})
+print("ended well")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_sigterm_ends_the_program_well(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 50)
+    source = str(Path(runner.__file__).parents[3])
+    env = {**os.environ, "PYTHONPATH": source}
+    command = [sys.executable, "-c", PROGRAM, node.endpoint]
+    program = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: broker.status().watermark > 50 or program.poll() is not None, "it works")
+        program.send_signal(signal.SIGTERM)
+        out, err = program.communicate(timeout=BOUND_S)
+    finally:
+        program.kill()
+    assert program.returncode == 0, err
+    assert "ended well" in out
+    assert len(attached_seqs(broker)) == 50
+
+
+def test_a_job_of_one_group_runs_once_for_each(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        assert runner.job_endpoints("compact", groups.endpoint) == [groups.endpoint]
+        groups.add()
+        ports = [node.settings.port for node in (groups.one, groups.other)]
+        each = [f"grpc://127.0.0.1:{port}#g{number}" for number, port in enumerate(ports, 1)]
+        assert runner.job_endpoints("compact", groups.endpoint) == each
+        assert runner.job_endpoints("dispatch", groups.endpoint) == each
+        assert runner.job_endpoints("ledger", groups.endpoint) == [groups.endpoint], (
+            "one stream of all groups"
+        )

@@ -1,0 +1,138 @@
+"""Tests of timeball.spark.run.session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from timeball.model.errors import SetupError
+from timeball.spark.run import session as module
+from timeball.spark.run.session import LOCAL, continuous, settings
+from timeball.spark.spark_errors import spark_errors
+
+
+def test_local_settings_stay_local() -> None:
+    local, cluster = settings("local[2]"), settings("spark://host:7077")
+    assert local["spark.driver.host"] == "127.0.0.1"
+    assert not set(cluster) & (set(LOCAL) - {"spark.driver.extraJavaOptions"})
+    assert "SerialGC" not in cluster["spark.driver.extraJavaOptions"]
+
+
+def test_a_session_of_continuous_jobs_gives_its_heap_back() -> None:
+    option = "spark.driver.extraJavaOptions"
+    assert "MaxHeapFreeRatio" in settings("local[2]", continuous("local[2]"))[option]
+    assert "MaxHeapFreeRatio" not in settings("local[2]")[option], "a batch does not"
+    assert continuous("spark://host:7077") == {}
+    assert continuous("local[2]", {option: "-Dmine=1"})[option] == "-Dmine=1"
+
+
+def test_the_caller_has_the_last_word() -> None:
+    chosen = settings("local[2]", {"spark.driver.memory": "3g", "spark.driver.extraJavaOptions": "-Dmine=1"})
+    assert chosen["spark.driver.memory"] == "3g"
+    assert "-Dmine=1" in chosen["spark.driver.extraJavaOptions"]
+    assert "log4j2.configurationFile" in chosen["spark.driver.extraJavaOptions"]
+
+
+def test_without_a_master_it_is_local() -> None:
+    assert settings(None) == settings("local[2]")
+    assert settings("spark://host:7077")["spark.master"] == "spark://host:7077"
+
+
+@pytest.mark.spark
+def test_java_home_is_given_back(spark: SparkSession) -> None:
+    assert "timeball" not in os.environ.get("JAVA_HOME", "")
+    assert spark.range(3).count() == 3
+
+
+@pytest.mark.spark
+def test_a_bad_option_reaches_the_user_as_one_sentence(spark: SparkSession) -> None:
+    with (
+        pytest.raises(SetupError, match=r"^option colour: unknown; there are endpoint, ") as caught,
+        spark_errors(),
+    ):
+        spark.read.format("timeball").option("colour", "red").load()
+    assert caught.value.__cause__ is not None
+    assert len(str(caught.value.__cause__).splitlines()) <= 3, "without the calls in Spark's worker"
+
+
+def fake_java(home: Path, version: str) -> Path:
+    command = home / "bin/java"
+    command.parent.mkdir(parents=True)
+    command.write_text(
+        f'#!/bin/sh\necho \'openjdk version "{version}" 2025-04-15\' >&2\nprintf "%s\\n" "$@"\n'
+    )
+    command.chmod(0o700)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15', 17),
+        ('java version "1.8.0_402"', 8),
+        ('openjdk version "25" 2025-09-16', 25),
+        ("command not found", None),
+    ],
+)
+def test_version_is_read_from_what_java_prints(text: str, version: int | None) -> None:
+    assert module.parse_version(text) == version
+
+
+def test_java_home_wins_over_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chosen, other = fake_java(tmp_path / "chosen", "21.0.1"), fake_java(tmp_path / "other", "17.0.1")
+    found = module.java_home({"JAVA_HOME": str(chosen), "PATH": str(other / "bin")})
+    assert str(chosen) in (found / "bin/java").read_text()
+
+
+def test_an_old_java_home_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    old, new = fake_java(tmp_path / "old", "1.8.0_402"), fake_java(tmp_path / "new", "17.0.1")
+    found = module.java_home({"JAVA_HOME": str(old), "PATH": f"{new / 'bin'}"})
+    assert str(new) in (found / "bin/java").read_text()
+
+
+def test_without_any_java_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "bundled_home", lambda: None)
+    old = fake_java(tmp_path / "old", "11.0.2")
+    with pytest.raises(SetupError, match=r"Java 17 or later.*JAVA_HOME.*is Java 11"):
+        module.java_home({"JAVA_HOME": str(old), "PATH": ""})
+
+
+def test_a_package_that_is_not_there_is_no_java() -> None:
+    def missing(_: str) -> object:
+        raise ImportError
+
+    assert module.bundled_home(missing) is None
+
+
+def test_the_wrapper_drops_one_flag_and_nothing_else(tmp_path: Path) -> None:
+    home = fake_java(tmp_path / "real java", "25.0.1")
+    wrapper = module.wrapped_home(home, cache=tmp_path / "cache")
+    given = ["-cp", "a b", module.DROPPED_FLAG, "--add-modules=jdk.other", "Main", ""]
+    shown = subprocess.run([wrapper / "bin/java", *given], capture_output=True, text=True, check=True)
+    assert shown.stdout.split("\n")[:-1] == ["-cp", "a b", "--add-modules=jdk.other", "Main", ""]
+
+
+def test_the_wrapper_is_written_once_and_mended(tmp_path: Path) -> None:
+    home = fake_java(tmp_path / "real", "25.0.1")
+    script = module.wrapped_home(home, cache=tmp_path / "cache") / "bin/java"
+    before = script.stat().st_ino
+    assert module.wrapped_home(home, cache=tmp_path / "cache") / "bin/java" == script
+    assert script.stat().st_ino == before
+    good = script.read_text()
+    script.write_text("damaged")
+    module.wrapped_home(home, cache=tmp_path / "cache")
+    assert script.read_text() == good
+    assert os.access(script, os.X_OK)
+    assert script.stat().st_mode & 0o077 == 0
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    file = module.cached_file("x/y", "text", cache=tmp_path / "cache")
+    assert file.read_text() == "text"

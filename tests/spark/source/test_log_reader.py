@@ -1,0 +1,364 @@
+"""Tests of timeball.spark.source.log_reader: what a read and a stream see, also when the broker restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.datasource import EqualTo, Filter, GreaterThan
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from tests.node_fixture import RunningNode
+from tests.spark.traffic import log_rows, send, send_due_now
+from tests.spark.two_groups import two_groups
+
+from timeball import Timeball
+from timeball.io.clock import ManualClock
+from timeball.model.errors import OutOfRange, SetupError, Unavailable
+from timeball.model.message import READ_SCHEMA, Kind
+from timeball.spark.endpoint import READ_TRIES, Endpoint, behind_last_seq, behind_rows, retrying_read
+from timeball.spark.source.log_reader import (
+    LogPart,
+    LogReader,
+    LogStream,
+    log_parts,
+    needed,
+    read_part,
+    shape,
+)
+from timeball.spark.source.options import read_options
+from timeball.spark.source.pushdown import Wanted, wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, 1),
+        ({"rows_per_partition": "400"}, 3),
+        ({"min_partitions": "8"}, 8),
+        ({"min_partitions": "5000"}, 1000),
+    ],
+)
+def test_as_many_pieces_as_asked_for(options: dict[str, str], parts: int) -> None:
+    assert len(log_parts(1, 1001, read_options(options))) == parts
+
+
+def test_bodies_of_other_kinds_are_left_out() -> None:
+    batch = log_rows(Kind.PROMISE, 2, body=[b"a", b"b"])
+    assert shape(batch, read_options({"body_kinds": "table"})).column("body").null_count == 2
+    assert shape(batch, read_options({"body_kinds": "promise"})).column("body").to_pylist() == [b"a", b"b"]
+    assert shape(batch, read_options({"columns": "body,seq"})).schema.names == ["body", "seq"]
+
+
+def test_only_columns_that_somebody_looks_at_travel() -> None:
+    by_topic = wanted((), "orders", [])
+    assert needed(read_options({}), by_topic) is None
+    assert needed(read_options({"columns": "body,seq"}), Wanted()) == ["seq", "body"]
+    assert needed(read_options({"columns": "seq"}), by_topic) == ["seq", "topic"]
+    with_bodies = read_options({"columns": "body", "body_kinds": "table"})
+    assert needed(with_bodies, Wanted()) == ["seq", "kind", "body"]  # by seq a read goes on after a break
+    assert needed(read_options({"columns": "seq", "body_kinds": "table"}), Wanted()) == ["seq"]
+
+
+def rows_of(node: RunningNode, filters: list[Filter], **options: str) -> pa.Table:
+    """What the tasks of a batch read hand to Spark, which would apply the filters again."""
+    reader = LogReader(read_options({"endpoint": node.endpoint, **options}))
+    assert list(reader.pushFilters(filters)) == filters
+    batches = [batch for part in reader.partitions() for batch in reader.read(part)]
+    return pa.Table.from_batches(batches, batches[0].schema if batches else READ_SCHEMA)
+
+
+def test_topics_and_instants_are_left_out_before_the_jvm(node: RunningNode) -> None:
+    send(node.endpoint, 40, topic="orders")
+    send(node.endpoint, 10, topic="cards")
+    everything = rows_of(node, [])
+    assert rows_of(node, [], topic="cards").num_rows == 10
+    assert rows_of(node, [EqualTo(("topic",), "cards")], columns="seq,body").column_names == ["seq", "body"]
+    assert rows_of(node, [EqualTo(("topic",), "cards")], topic="orders").num_rows == 0
+    due = sorted(each for each in everything.column("due_ms").to_pylist() if each is not None)
+    later = rows_of(node, [GreaterThan(("due_ms",), due[24])], columns="seq")
+    assert later.num_rows == len([each for each in due if each > due[24]])
+    assert rows_of(node, [EqualTo(("seq",), 3)], columns="seq").to_pydict() == {"seq": [3]}
+
+
+def test_ranges_are_pointers_whatever_the_rows(node: RunningNode) -> None:
+    options = read_options({"endpoint": node.endpoint, "read": "ranges", "columns": "to_seq"})
+    (batch,) = read_part(options, LogPart(3, 9), Wanted())
+    assert batch.to_pydict() == {"to_seq": [9]}
+
+
+def restart(node: RunningNode) -> None:
+    node.stop()
+    node.start()
+
+
+def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker: Endpoint) -> None:
+    with Timeball(node.endpoint) as ball:
+        # More than the connection takes in ahead of the reader.
+        ball.send_many([{"body": bytes(65_536), "after": "86400s"}] * 400, topic="orders", batch_rows=20)
+    end = broker.status().log.durable_seq
+    begun: list[int] = []
+
+    def read(begin: int) -> Iterator[pa.RecordBatch]:
+        begun.append(begin)
+        return broker.read_log(begin, end, coalesce_rows=20)
+
+    rows = retrying_read(broker, read, 1, behind_last_seq)
+    seqs = next(rows).column("seq").to_pylist()
+    restart(node)
+    seqs += [seq for batch in rows for seq in batch.column("seq").to_pylist()]
+    assert seqs == list(range(1, end))
+    assert len(begun) == 2 and begun[1] > 1  # it did break off, and did not begin again
+
+
+def test_a_read_of_a_queue_goes_on_where_it_broke_off(node: RunningNode, broker: Endpoint) -> None:
+    send_due_now(node.endpoint, 40)
+    queue, (first, end) = next(iter(broker.queues("orders").items()))
+
+    def read(begin: int) -> Iterator[pa.RecordBatch]:
+        for offset in range(begin, end):
+            yield from broker.read_queue("orders", queue, offset, offset + 1)
+
+    rows = retrying_read(broker, read, first, behind_rows)
+    offsets = next(rows).column("queue_offset").to_pylist()
+    restart(node)
+    offsets += [offset for batch in rows for offset in batch.column("queue_offset").to_pylist()]
+    assert offsets == list(range(first, end))
+
+
+def test_a_broker_that_is_there_but_breaks_off_for_ever_is_a_failure(broker: Endpoint) -> None:
+    tries: list[int] = []
+
+    def read(begin: int) -> Iterator[pa.RecordBatch]:
+        tries.append(begin)
+        raise Unavailable("broke off")
+        yield
+
+    with pytest.raises(Unavailable, match="broke off"):
+        list(retrying_read(broker, read, 7, behind_rows))
+    assert tries == [7] * (READ_TRIES + 1)
+
+
+def test_other_errors_are_not_tried_again(broker: Endpoint) -> None:
+    with pytest.raises(OutOfRange):
+        list(retrying_read(broker, lambda begin: broker.read_log(begin, 1), 0, behind_last_seq))
+
+
+def test_a_broker_that_stays_away_is_unavailable(node: RunningNode) -> None:
+    send(node.endpoint, 10)
+    with Endpoint(node.endpoint, patience_s=0) as hasty:
+        rows = retrying_read(hasty, lambda begin: hasty.read_log(begin, 11), 1, behind_last_seq)
+        node.stop()
+        with pytest.raises(Unavailable):
+            list(rows)
+    node.start()
+
+
+def stream(node: RunningNode, clock: ManualClock | None = None, **options: object) -> LogStream:
+    given = {name: str(value) for name, value in options.items()}
+    return LogStream(read_options({"endpoint": node.endpoint, **given}), clock)
+
+
+def test_an_idle_log_gives_the_start_back(node: RunningNode) -> None:
+    source = stream(node)
+    start = source.initialOffset()
+    assert source.latestOffset(start, source.getDefaultReadLimit()) is start
+    source.stop()
+
+
+def test_a_batch_is_bounded_unless_everything_is_asked_for(node: RunningNode) -> None:
+    source = stream(node, max_rows_per_batch=40)
+    send(node.endpoint, 100)
+    start = source.initialOffset()
+    assert source.getDefaultReadLimit() == ReadMaxRows(40)
+    assert source.latestOffset(start, ReadMaxRows(40)) == {"seq": start["seq"] + 40}
+    assert source.latestOffset(start, ReadAllAvailable()) == {
+        "seq": start["seq"] + 101
+    }  # the topic stands before the rows
+    assert source.reportLatestOffset() == {"seq": start["seq"] + 101}  # and the topic
+    source.stop()
+
+
+def test_a_small_batch_waits_for_its_time(node: RunningNode) -> None:
+    clock = ManualClock()
+    source = stream(node, clock, min_rows_per_batch=50, max_trigger_delay_ms=1000, few_rows=10)
+    start = source.initialOffset()
+    limit = source.getDefaultReadLimit()
+    send(node.endpoint, 8)  # and the row of their topic
+    clock.advance(5000)
+    assert source.latestOffset(start, limit) is start  # too few, however long
+    send(node.endpoint, 1)
+    assert source.latestOffset(start, limit) == {"seq": start["seq"] + 10}
+    source.latestOffset({"seq": start["seq"] + 10}, limit)
+    send(node.endpoint, 20)
+    assert source.latestOffset({"seq": start["seq"] + 10}, limit) == {"seq": start["seq"] + 10}  # not yet
+    send(node.endpoint, 30)
+    assert source.latestOffset({"seq": start["seq"] + 10}, limit) == {"seq": start["seq"] + 60}  # enough
+    source.stop()
+
+
+def test_available_now_ends_where_the_log_ended(node: RunningNode) -> None:
+    source = stream(node, min_rows_per_batch=1000)
+    send(node.endpoint, 30)
+    start = source.initialOffset()
+    source.prepareForTriggerAvailableNow()
+    send(node.endpoint, 30)
+    end = source.latestOffset(start, source.getDefaultReadLimit())
+    assert end == {"seq": start["seq"] + 31}
+    assert source.latestOffset(end, source.getDefaultReadLimit()) == end
+    source.stop()
+
+
+def test_named_starts(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 10)
+    node.run(node.broker.compact())
+    status = broker.status()
+    assert stream(node).initialOffset() == {"seq": status.log.first_seq}
+    assert stream(node, from_seq="latest").initialOffset() == {"seq": status.log.durable_seq}
+    assert stream(node, from_seq="watermark").initialOffset() == {"seq": status.watermark}
+    assert stream(node, from_seq=7).initialOffset() == {"seq": 7}
+
+
+def test_only_rows_of_the_topic_reach_a_task(node: RunningNode) -> None:
+    send(node.endpoint, 30)
+    send(node.endpoint, 5, topic="cards")
+    source = stream(node, topic="cards", columns="seq")
+    start = source.initialOffset()
+    parts = source.partitions(start, source.latestOffset(start, ReadAllAvailable()))
+    rows = [batch for part in parts for batch in source.read(part)]
+    assert [batch.schema.names for batch in rows] == [["seq"]]
+    assert sum(batch.num_rows for batch in rows) == 5
+    source.stop()
+
+
+def test_a_checkpoint_of_another_log_is_refused(node: RunningNode) -> None:
+    source = stream(node)
+    with pytest.raises(SetupError, match=r"stands at row 10000 .* remove the checkpoint"):
+        source.latestOffset({"seq": 10_000}, ReadAllAvailable())
+    with pytest.raises(OutOfRange, match="retention"):
+        source.partitions({"seq": 0}, {"seq": 1})
+    source.stop()
+
+
+def test_options_of_batches_are_refused() -> None:
+    with pytest.raises(SetupError, match="read=pending"):
+        LogStream(read_options({"read": "pending"}))
+    with pytest.raises(SetupError, match="to_seq"):
+        LogStream(read_options({"to_seq": "5"}))
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_a_query_sees_every_row_once_over_a_restart(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    def drain() -> list[int]:
+        reader = spark.readStream.format("timeball").option("endpoint", node.endpoint)
+        rows = (
+            reader.option("max_rows_per_batch", "30").option("kinds", "promise").load().select("seq", "body")
+        )
+        writer = rows.writeStream.format("parquet").option("path", str(tmp_path / "out"))
+        query = (
+            writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+        return [p["batchId"] for p in query.recentProgress]
+
+    send(node.endpoint, 100)
+    assert len(drain()) >= 4
+    send(node.endpoint, 50)
+    drain()
+    found = [row.seq for row in spark.read.parquet(str(tmp_path / "out")).collect()]
+    assert len(found) == len(set(found)) == 150
+
+
+def groups_of_rows(parts: list[LogPart], reader: LogReader | LogStream) -> dict[str | None, int]:
+    """How many rows each group gives; the column is the tasks' own."""
+    found: dict[str | None, int] = {}
+    for part in parts:
+        for batch in reader.read(part):
+            for name in batch.column("group").to_pylist():
+                found[name] = found.get(name, 0) + 1
+    return found
+
+
+def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 30)
+        send(groups.other.endpoint, 20)
+
+        def reader(**options: str) -> LogReader:
+            given = {"endpoint": groups.endpoint, "kinds": "promise", "columns": "group,seq"}
+            return LogReader(read_options({**given, **options}))
+
+        def read(**options: str) -> dict[str | None, int]:
+            chosen = reader(**options)
+            return groups_of_rows(list(chosen.partitions()), chosen)
+
+        assert read() == {"g1": 30}
+        groups.add()
+        assert read() == read(columns="*,group") == {"g1": 30, "g2": 20}
+        assert read(group="g2") == read(endpoint=f"{groups.endpoint}#g2") == {"g2": 20}
+        assert read(group="g2", from_seq="1") == {"g2": 20}
+        assert len(reader(min_partitions="10").partitions()) >= 10
+        with pytest.raises(SetupError, match="option from_seq: each of the 2 groups has numbers of its own"):
+            read(from_seq="1")
+        groups.leave()
+        assert read() == {None: 30}, "a broker that is in no cluster"
+
+
+def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 30)
+        options = {"endpoint": groups.endpoint, "kinds": "promise", "columns": "seq,group"}
+        source = LogStream(read_options(options))
+        start = source.initialOffset()
+        assert set(start) == {"g1"}
+        first = source.latestOffset(start, ReadAllAvailable())
+        send(groups.other.endpoint, 20)
+        groups.add()
+        second = source.latestOffset(first, ReadAllAvailable())
+        assert second["g1"] == first["g1"] and second["g2"] > 20
+        assert groups_of_rows(list(source.partitions(first, second)), source) == {"g2": 20}
+        assert groups_of_rows(list(source.partitions(start, second)), source) == {"g1": 30, "g2": 20}
+        assert source.latestOffset(second, ReadAllAvailable()) is second
+
+        half = source.latestOffset(start, ReadMaxRows(25))
+        assert sum(half.values()) == sum(start.values()) + 1 + 25, "of both, in proportion"
+        old = {"seq": start["g1"]}
+        assert source.latestOffset(old, ReadAllAvailable()) == second, "an offset of a time without groups"
+        assert groups_of_rows(list(source.partitions({"seq": first["g1"]}, second)), source) == {"g2": 20}
+        with pytest.raises(SetupError, match="'g3', which is not there"):
+            source.latestOffset({"g1": 1, "g3": 1}, ReadAllAvailable())
+        with pytest.raises(SetupError, match="row 900 but the log of group g2 ends at"):
+            source.latestOffset({"g1": 1, "g2": 900}, ReadAllAvailable())
+        source.stop()
+
+
+def test_what_was_there_at_the_start_of_a_run_that_ends(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        send(groups.one.endpoint, 5)
+        source = LogStream(read_options({"endpoint": groups.endpoint}))
+        start = source.initialOffset()
+        source.prepareForTriggerAvailableNow()
+        groups.add()
+        send(groups.one.endpoint, 5)
+        end = source.latestOffset(start, ReadAllAvailable())
+        assert end["g1"] < groups.one.broker.parts.writer.next_seq and end["g2"] == 1, "the group came later"
+        source.stop()
+
+
+def test_a_stream_may_be_of_one_group(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        groups.add()
+        send(groups.other.endpoint, 20)
+        given = {"endpoint": groups.endpoint, "read": "ranges"}
+        one = LogStream(read_options({**given, "group": "g2"}))
+        start = one.initialOffset()
+        end = one.latestOffset(start, ReadAllAvailable())
+        assert [part.group.name for part in one.partitions(start, end)] == ["g2"]
+        one.stop()

@@ -1,0 +1,304 @@
+"""Tests of timeball.spark.source.promise_columns."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.types import StructType
+
+from timeball.model import limits, rules
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import TABLE_SCHEMA, decode_properties
+from timeball.spark.source import promise_columns
+
+NOW_MS = 1_800_000_000_000
+
+
+def table(count: int = 1, **columns: object) -> pa.Table:
+    given = {"topic": ["orders"] * count, "body": [b"x"] * count, **columns}
+    return pa.table({name: v if isinstance(v, pa.Array) else pa.array(v) for name, v in given.items()})
+
+
+def schema(ddl: str) -> StructType:
+    from pyspark.sql.types import (
+        ArrayType,
+        BinaryType,
+        LongType,
+        MapType,
+        StringType,
+        TimestampNTZType,
+        TimestampType,
+    )
+
+    types = {
+        "string": StringType(),
+        "binary": BinaryType(),
+        "bigint": LongType(),
+        "timestamp": TimestampType(),
+        "timestamp_ntz": TimestampNTZType(),
+        "map": MapType(StringType(), StringType()),
+        "list": ArrayType(StringType()),
+        "map_long": MapType(StringType(), LongType()),
+    }
+    built = StructType()
+    for part in ddl.split(","):
+        name, kind = part.split()
+        built = built.add(name, types[kind])
+    return built
+
+
+def first_broken(*, as_stored: bool = False, **columns: object) -> str | None:
+    given = table(**columns)
+    rows = promise_columns.normalise(given, NOW_MS)
+    index = promise_columns.first_broken(given, rows, NOW_MS, as_stored=as_stored)[0]
+    return None if index < 0 else rules.RULES[index].text
+
+
+def test_columns_that_can_be_promises() -> None:
+    promise_columns.check_columns(schema("topic string,body binary,due timestamp,properties map,keys string"))
+    promise_columns.check_columns(schema("body string,topic string,due_ms bigint,keys list"))
+
+
+@pytest.mark.parametrize(
+    ("ddl", "said"),
+    [
+        ("topic string", "column body is missing"),
+        ("topic string,body binary,colour string", "column colour: unknown"),
+        ("topic string,body bigint", "column body: bigint, wanted binary or string"),
+        ("topic string,body string,due timestamp_ntz", "names no instant"),
+        ("topic string,body string,due timestamp,due_ms bigint", "due_ms and due"),
+        ("topic string,body string,properties map_long", "column properties"),
+    ],
+)
+def test_a_bad_column_is_named(ddl: str, said: str) -> None:
+    with pytest.raises(InvalidMessage, match=said):
+        promise_columns.check_columns(schema(ddl))
+
+
+def test_rows_take_the_shape_of_the_table() -> None:
+    rows = promise_columns.normalise(table(2, queue_id=[3, None]), NOW_MS)
+    assert rows.schema == TABLE_SCHEMA
+    assert rows.column("due_ms").to_pylist() == [NOW_MS, NOW_MS]
+    assert rows.column("queue_id").to_pylist() == [3, -1]
+    assert rows.column("accepted_ms").to_pylist() == [NOW_MS, NOW_MS]
+
+
+@given(st.integers(0, limits.INSTANT_MS_MAX * 1000))
+def test_a_timestamp_is_never_rounded_down(due_us: int) -> None:
+    rows = promise_columns.normalise(table(due=pa.array([due_us], pa.timestamp("us", "UTC"))), NOW_MS)
+    due_ms = rows.column("due_ms")[0].as_py()
+    assert 0 <= due_ms * 1000 - due_us < 1000
+
+
+def test_properties_from_a_map() -> None:
+    column = pa.array([[("a", "1"), ("b", None)], [], None], pa.map_(pa.string(), pa.string()))
+    texts = promise_columns.normalise(table(3, properties=column), NOW_MS).column("properties").to_pylist()
+    assert decode_properties(texts[0]) == {"a": "1", "b": ""}
+    assert texts[1:] == ["", None]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rule"),
+    [
+        ({}, None),
+        ({"topic": pa.array([None], pa.string())}, "topic"),
+        ({"topic": ["a b"]}, "topic"),
+        ({"topic": ["ä"]}, "topic"),
+        ({"topic": ["a\n"]}, "topic"),
+        ({"topic": ["t" * limits.TOPIC_BYTES_MAX]}, None),
+        ({"topic": ["t" * (limits.TOPIC_BYTES_MAX + 1)]}, "topic"),
+        ({"body": pa.array([None], pa.binary())}, "body: missing"),
+        ({"body": [b"x" * (limits.BODY_BYTES_MAX + 1)]}, "body: more"),
+        ({"tag": ["ß" * 128]}, "tag"),
+        ({"keys": [["k"] * limits.KEYS_PER_MESSAGE_MAX]}, None),
+        (
+            {"keys": [["k"] * (limits.KEYS_PER_MESSAGE_MAX + 1)]},
+            f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of",
+        ),
+        (
+            {"keys": [" ".join(["k"] * (limits.KEYS_PER_MESSAGE_MAX + 1))]},
+            f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of",
+        ),
+        ({"unique_key": ["u" * 256]}, "unique_key"),
+        ({"properties": ["p" * 32_768]}, "properties"),
+        ({"queue_id": [limits.QUEUES_PER_TOPIC_MAX]}, "queue_id"),
+        ({"due_ms": [-1]}, "due: before"),
+        ({"due_ms": [0]}, "due: before"),
+        ({"due_ms": [1_800_000_000]}, "due: before March 1973; give milliseconds"),
+        ({"due_ms": [20_300_131]}, "due: before March 1973; give milliseconds"),
+        ({"due_ms": [limits.DUE_MS_MIN]}, None),
+        ({"due_ms": pa.array([None], pa.int64())}, "due: missing"),
+        ({"due": pa.array([None], pa.timestamp("us", "UTC"))}, "due: missing"),
+        ({"due_ms": [NOW_MS + limits.DELAY_MS_MAX]}, None),
+        ({"due_ms": [NOW_MS + limits.DELAY_MS_MAX + 1]}, "due: more"),
+    ],
+)
+def test_rules(columns: dict[str, object], rule: str | None) -> None:
+    broken = first_broken(**columns)
+    assert (broken is None) if rule is None else (broken is not None and broken.startswith(rule))
+
+
+def test_rows_without_a_key_are_given_one() -> None:
+    rows = promise_columns.normalise(table(4, unique_key=["mine", None, "", None]), NOW_MS)
+    keys = promise_columns.with_unique_keys(rows).column("unique_key").to_pylist()
+    assert keys[0] == "mine"
+    assert all(re.fullmatch("[0-9a-f]{32}", key) for key in keys[1:])
+    assert len(set(keys)) == 4
+
+
+def test_flags_stay_what_the_client_set() -> None:
+    """A client that packs bodies says so in sys_flag: without it nobody could unpack them."""
+    given = table(2, flag=pa.array([7, None], pa.int32()), sys_flag=pa.array([None, 1], pa.int32()))
+    rows = promise_columns.normalise(given, NOW_MS)
+    assert (rows.column("flag").to_pylist(), rows.column("sys_flag").to_pylist()) == ([7, 0], [0, 1])
+    assert promise_columns.normalise(table(), NOW_MS).column("sys_flag").to_pylist() == [0]
+
+
+def test_rows_with_keys_are_left_alone() -> None:
+    rows = promise_columns.normalise(table(1, unique_key=["mine"]), NOW_MS)
+    assert promise_columns.with_unique_keys(rows) is rows
+
+
+def test_order_is_by_due_and_stable_and_numbers_follow_it() -> None:
+    rows = promise_columns.normalise(table(4, due_ms=[9, 3, 9, 3], tag=["a", "b", "c", "d"]), NOW_MS)
+    order = promise_columns.due_order(rows)
+    assert order.tolist() == [1, 3, 0, 2]
+    numbered = promise_columns.numbered(rows.take(pa.array(order)), 100)
+    assert numbered.column("seq").to_pylist() == [100, 101, 102, 103]
+    assert numbered.schema == TABLE_SCHEMA
+    assert np.all(np.diff(numbered.column("due_ms").to_numpy()) >= 0)
+
+
+# ---- the checksum -----------------------------------------------------------------------------------------
+
+
+def summed(**columns: object) -> int:
+    count = max(len(column) for column in columns.values())  # type: ignore[arg-type]
+    return promise_columns.checksum(promise_columns.normalise(table(count, **columns), NOW_MS))
+
+
+def test_a_checksum_stands_for_the_rows_and_not_for_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = summed(body=["a", "b", "c"], tag=["t", None, ""])
+    assert whole == summed(body=["c", "b", "a"], tag=["", None, "t"])
+    assert whole == summed(body=["a"], tag=["t"]) + summed(body=["b", "c"], tag=[None, ""])
+    assert whole == summed(body=["a", "b", "c"], tag=["t", None, ""], due_ms=[1, 2, 3])  # see the function
+    monkeypatch.setattr(promise_columns, "CHECKSUM_ROWS", 2)
+    assert whole == summed(body=["a", "b", "c"], tag=["t", None, ""])
+
+
+@pytest.mark.parametrize("name", ["topic", "tag", "keys", "unique_key", "properties", "body"])
+def test_each_column_counts(name: str) -> None:
+    one = {name: ["a", "b"]}
+    assert summed(**one) != summed(**{name: ["a", "c"]})
+    assert summed(**one) != summed(**{name: ["a", None]})
+    assert summed(**{name: ["a", None]}) != summed(**{name: ["a", ""]})
+
+
+@pytest.mark.parametrize("name", ["queue_id", "flag", "sys_flag"])
+def test_each_number_counts(name: str) -> None:
+    numbers = [pa.array(values, pa.int32()) for values in ([1, 2], [1, 3])]
+    assert summed(**{name: numbers[0]}) != summed(**{name: numbers[1]})
+
+
+# ---- what send refuses, a DataFrame cannot bring in either ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "topic", ["SCHEDULE_TOPIC_XXXX", "RMQ_SYS_TRANS_HALF_TOPIC", "rmq_sys_wheel_timer", "%RETRY%g", "%DLQ%g"]
+)
+def test_topics_of_the_broker_are_refused(topic: str) -> None:
+    assert "belongs to the broker" in (first_broken(topic=[topic]) or "")
+    assert first_broken(topic=["schedule_topic_xxxx"]) is None
+
+
+def property_map(*pairs: tuple[str, str | None]) -> pa.Array:
+    return pa.array([list(pairs)], pa.map_(pa.string(), pa.string()))
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("a", "b\x02TIMER_DELIVER_MS\x011")],
+        [("ok", "1"), ("a\x01b", "")],
+        [("a\x02", None)],
+        [("", "nameless")],
+    ],
+)
+def test_a_pair_that_would_be_other_properties_is_refused(pairs: list[tuple[str, str | None]]) -> None:
+    assert "U+0001" in (first_broken(properties=property_map(*pairs)) or "")
+
+
+def test_only_the_rows_with_such_pairs_are_refused_in_slices_too() -> None:
+    good, bad = [("a", "1"), ("b", None)], [("a", "\x01")]
+    column = pa.array([good, bad, None, [], bad, good], pa.map_(pa.string(), pa.string()))
+    for start in range(6):
+        wrong = rules.map_faults(column.slice(start))
+        assert wrong.tolist() == [False, True, False, False, True, False][start:]
+    assert not rules.map_faults(pa.array(["a\x011\x02"])).any()  # RocketMQ's text form
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"keys": ["customer 4"]}, "keys: a key has no blanks"),
+        ({"keys": ["a\tb"]}, "keys: a key has no blanks"),
+        ({"keys": [["a", "customer 4"]]}, "keys: a key has no blanks"),
+        ({"keys": [["a", ""]]}, "keys: a key has no blanks"),
+        ({"keys": [["a", None]]}, "keys: a key has no blanks"),
+        ({"tag": ["red "]}, "tag: text without control characters"),
+        ({"tag": ["red\n"]}, "tag: text without control characters"),
+        ({"tag": ["red\x02KEYS\x01a"]}, "tag: the characters U+0001 and U+0002"),
+        ({"unique_key": ["\u00a0a"]}, "unique_key: text without control characters"),
+        ({"keys": ["a b"], "queue_id": pa.array([-9], pa.int32())}, "keys: a key has no blanks"),  # the first
+    ],
+)
+def test_a_text_that_would_be_other_values_is_refused(columns: dict[str, object], text: str) -> None:
+    assert (first_broken(**columns) or "").startswith(text)
+
+
+def test_keys_are_one_text_or_a_list_of_them() -> None:
+    for keys in (
+        ["customer-4"],
+        [""],
+        pa.array([None], pa.string()),
+        [["a", "b"]],
+        pa.array([[]], pa.list_(pa.string())),
+    ):
+        assert first_broken(keys=keys) is None
+    lists = pa.array([["x y"], ["a", "b"], None, []], pa.list_(pa.string()))
+    rows = promise_columns.normalise(table(4, keys=lists), NOW_MS)
+    assert rows.column("keys").to_pylist() == ["x y", "a b", None, ""]
+    never_null = pa.array([["a", "b"]], pa.list_(pa.field("element", pa.string(), nullable=False)))
+    rows = promise_columns.normalise(table(1, keys=never_null), NOW_MS)
+    assert rows.column("keys").to_pylist() == ["a b"]
+    for start in range(4):
+        assert rules.key_faults(lists.slice(start)).tolist() == [True, False, False, False][start:]
+
+
+def test_texts_as_they_are_stored_are_taken_when_the_caller_says_so() -> None:
+    stored = {"keys": ["a b"], "tag": [" red"], "unique_key": ["a "]}
+    assert first_broken(**stored) is not None and first_broken(as_stored=True, **stored) is None
+    # A list and a map are no stored form.
+    assert first_broken(as_stored=True, keys=[["a b"]]) is not None
+    assert first_broken(as_stored=True, properties=property_map(("a", "\x02"))) is not None
+
+
+@pytest.mark.parametrize("number", [-3, 1024, 2**31, 2**32, -(2**40), 2**63 - 1])
+def test_a_queue_out_of_range_is_refused_and_not_wrapped(number: int) -> None:
+    assert "queue_id: not between" in (first_broken(queue_id=pa.array([number], pa.int64())) or "")
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int32(), pa.int64()])
+def test_a_queue_of_any_integer_type_is_kept(kind: pa.DataType) -> None:
+    rows = promise_columns.normalise(table(queue_id=pa.array([7], kind)), NOW_MS)
+    assert rows.column("queue_id").to_pylist() == [7]
+
+
+def test_a_column_that_is_there_twice_is_named() -> None:
+    with pytest.raises(InvalidMessage, match="column body: there twice"):
+        promise_columns.check_columns(schema("topic string,body binary,body string"))

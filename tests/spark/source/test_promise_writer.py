@@ -1,0 +1,342 @@
+"""Tests of timeball.spark.source.promise_writer: a DataFrame becomes promises, all or none, once."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from tests.node_fixture import RunningNode, eventually
+from tests.spark.traffic import attached_seqs, visible
+
+from timeball import Timeball
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit, RequestError, SetupError
+from timeball.model.limits import DAY_MS
+from timeball.spark import table_store
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.source import promise_writer as sink
+from timeball.spark.source.data_source import TimeballDataSource
+from timeball.spark.source.options import write_options
+from timeball.spark.source.promise_writer import PromiseTask, PromiseWriter, Written
+from timeball.spark.source.spark_api import spark_schema
+from timeball.spark.spark_errors import spark_errors
+
+
+def later(broker: Endpoint) -> int:
+    return broker.status().now_ms + 3 * DAY_MS
+
+
+def task(node: RunningNode, rows: dict[str, object], **options: str) -> Written:
+    table = pa.table({name: pa.array(values) for name, values in rows.items()})
+    return PromiseTask(write_options({"endpoint": node.endpoint, **options})).write(iter(table.to_batches()))
+
+
+def data_files(broker: Endpoint) -> list[Path]:
+    return sorted(Path(broker.status().table.uri).glob("bucket=*/*.parquet"))
+
+
+def test_a_task_writes_sorted_numbered_rows_and_attaches_nothing(node: RunningNode, broker: Endpoint) -> None:
+    due = later(broker)
+    done = task(node, {"topic": ["t"] * 3, "body": ["b"] * 3, "due_ms": [due + 2, due, due + 1]})
+    assert (done.rows, done.dropped, len(done.ranges)) == (3, 0, 1)
+    assert attached_seqs(broker) == []
+    sink.attach_all([done], write_options({"endpoint": node.endpoint}), "job", 0)
+    first, count = done.ranges[0]
+    assert attached_seqs(broker) == list(range(first, first + count))
+
+
+def test_the_same_job_twice_is_one(node: RunningNode, broker: Endpoint) -> None:
+    options = write_options({"endpoint": node.endpoint})
+    rows = {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]}
+    first = task(node, rows)
+    sink.attach_all([first], options, "job", 0)
+    sink.attach_all([first], options, "job", 0)
+    sink.attach_all([task(node, rows)], options, "job", 0)
+    assert len(attached_seqs(broker)) == 1
+    sink.attach_all([task(node, rows)], options, "job", 1)
+    assert len(attached_seqs(broker)) == 2
+
+
+def test_other_rows_under_a_known_name_are_refused(node: RunningNode, broker: Endpoint) -> None:
+    """In whatever order and tasks the rows come again they are the same; one other row makes another write of them."""
+    due, options = later(broker), write_options({"endpoint": node.endpoint})
+    rows = {"topic": ["t"] * 4, "body": ["a", "b", "c", "d"], "due_ms": [due] * 4}
+    sink.attach_all([task(node, rows)], options, "job", 3)
+    again = [
+        task(node, {"topic": ["t"] * 2, "body": bodies, "due_ms": [due + 5] * 2})
+        for bodies in (["d", "b"], ["c", "a"])
+    ]
+    sink.attach_all(again, options, "job", 3)
+    for bodies in (["a", "b", "c", "x"], ["a", "b", "c"], ["a", "a", "c", "d"]):
+        other = task(node, {"topic": ["t"] * len(bodies), "body": bodies, "due_ms": [due] * len(bodies)})
+        with pytest.raises(RequestError, match="job, epoch 3 was written before, with other rows"):
+            sink.attach_all([other], options, "job", 3)
+        skip = write_options({"endpoint": node.endpoint, "on_repeat": "skip"})
+        sink.attach_all([other], skip, "job", 3)
+    with pytest.raises(RequestError, match="job has come to epoch 3, this is 2"):
+        sink.attach_all([task(node, rows)], options, "job", 2)
+    assert len(attached_seqs(broker)) == 4
+
+
+def test_a_repeat_is_known_after_many_others_and_a_restart(
+    node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 2)
+    options = write_options({"endpoint": node.endpoint})
+    rows = {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]}
+    sink.attach_all([task(node, rows)], options, "stream-1", 0)
+    for number in range(4):
+        sink.attach_all([task(node, rows)], options, f"once{number}", 0, summed=False)
+    node.stop()  # with a checkpoint, which is all that a start reads here
+    node.start()
+    sink.attach_all([task(node, rows)], options, "stream-1", 0)
+    assert len(attached_seqs(broker)) == 5
+
+
+def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, broker: Endpoint) -> None:
+    rows = {"topic": ["fine", "not fine", "worse!"], "body": ["b"] * 3}
+    with pytest.raises(
+        InvalidMessage,
+        match=r"2 of 3 rows .*first \(row 1 of its task, topic 'not fine'\): topic: .*on_invalid=drop",
+    ):
+        task(node, rows)
+    done = task(node, rows, on_invalid="drop")
+    assert (done.rows, done.dropped) == (1, 2)
+
+
+def test_keys_of_a_text_are_one_and_the_error_repeats_it(node: RunningNode, broker: Endpoint) -> None:
+    rows = {
+        "topic": ["t"] * 2,
+        "body": ["b"] * 2,
+        "due_ms": [later(broker)] * 2,
+        "keys": ["fine", "customer 4"],
+    }
+    with pytest.raises(
+        InvalidMessage, match=r"topic 't'\): 'customer 4' keys: a key has no blanks.*array<string>"
+    ):
+        task(node, rows)
+    assert task(node, rows, on_invalid="drop").dropped == 1
+    assert task(node, rows, as_stored="true").dropped == 0
+
+
+def test_a_failed_task_takes_its_own_files_back(
+    node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_store, "CHUNK_ROWS", 1)
+    before, reserved = broker.reserve(1), broker.reserve(1)
+    with pytest.raises(InvalidMessage, match=r"^1 of 1 rows"):
+        task(node, {"topic": ["fine", "not fine"], "body": ["b"] * 2, "due_ms": [later(broker)] * 2})
+    # The first run was numbered, so it came as far as being written.
+    assert broker.reserve(1) - reserved == 2 * (reserved - before)
+    assert data_files(broker) == []
+
+
+def test_too_many_files_are_refused_and_removed(
+    node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink.limits, "ATTACH_FILES_MAX", 1)
+    due = later(broker)
+    done = task(node, {"topic": ["t"] * 2, "body": ["b"] * 2, "due_ms": [due, due + 9 * DAY_MS]})
+    with pytest.raises(OverLimit, match="2 files in one write"):
+        sink.attach_all([done], write_options({"endpoint": node.endpoint}), "job", 0)
+    assert data_files(broker) == []
+
+
+def test_after_a_failed_task_the_others_files_go(node: RunningNode, broker: Endpoint) -> None:
+    options = write_options({"endpoint": node.endpoint})
+    done = task(node, {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]})
+    sink.remove_written([done], options)  # all tasks came through: a commit was tried
+    assert len(data_files(broker)) == 1
+    sink.remove_written([done, None], options)
+    assert data_files(broker) == []
+
+
+def test_the_sink_fits_the_stream() -> None:
+    messages = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
+    with pytest.raises(SetupError, match="option epoch: not for a stream"):
+        sink.PromiseStreamWriter(messages, write_options({"job_id": "import", "epoch": "1"}))
+    with pytest.raises(SetupError, match=r"no sql\.streaming\.queryId: .*foreachBatch"):
+        sink.PromiseStreamWriter(messages, write_options({})).write(iter([]))
+    with pytest.raises(SetupError, match="mode overwrite"):
+        TimeballDataSource({}).writer(messages, True)
+    assert (
+        PromiseWriter(messages, write_options({})).job_id != PromiseWriter(messages, write_options({})).job_id
+    )
+
+
+# ---- with Spark -------------------------------------------------------------------------------------------
+
+
+def save(frame: DataFrame, node: RunningNode, **options: str) -> None:
+    with spark_errors():
+        frame.write.format("timeball").option("endpoint", node.endpoint).options(**options).mode(
+            "append"
+        ).save()
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_a_dataframe_becomes_promises_in_one_attach(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    version, due = broker.status().table.version, later(broker)
+    rows = spark.range(0, 1000, numPartitions=4)
+    save(
+        rows.selectExpr("'orders' as topic", "concat('b', id) as body", f"{due} + id * 1000 as due_ms"), node
+    )
+    assert broker.status().table.version == version + 1
+    assert len(set(attached_seqs(broker))) == 1000
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode) -> None:
+    now = dt.datetime.now(dt.UTC)
+    frame = spark.createDataFrame(
+        [
+            ("t", b"at once", now - dt.timedelta(days=1), "k1", {"colour": "red"}),
+            ("t", b"past", now, "k2", {}),
+        ],
+        "topic string, body binary, due timestamp, keys string, properties map<string,string>",
+    )
+    save(frame, node)
+    with Timeball(node.endpoint) as ball:
+        eventually(lambda: visible(ball, "t") == 2, "both rows released")
+        found = {m.body: m for m in ball.browse("t", max_messages=10, wait="5s")}
+    assert set(found) == {b"at once", b"past"}
+    assert found[b"at once"].properties["colour"] == "red"
+    assert found[b"past"].lateness_ms is not None and found[b"past"].lateness_ms >= 0
+
+
+@pytest.mark.spark
+def test_a_cancel_by_key_ends_the_messages_of_this_key_alone(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
+    """A key "customer 4" was two keys, so a cancel of "4" ended messages of others."""
+    rows = spark.range(4).selectExpr("'t' as topic", "'b' as body", f"{later(broker)} as due_ms", "id")
+    with pytest.raises(InvalidMessage, match=r"'customer [0-3]' keys: a key has no blanks"):
+        save(rows.selectExpr("topic", "body", "due_ms", "concat('customer ', id) as keys"), node)
+    assert attached_seqs(broker) == []
+    save(
+        rows.selectExpr("topic", "body", "due_ms", "array('customers', concat('customer-', id)) as keys"),
+        node,
+    )
+    with Timeball(node.endpoint) as ball:
+        assert [each.verdict for each in ball.cancel(key="customer-3")] == ["cancelled"]
+        verdicts = sorted(each.verdict for each in ball.cancel(key="customers"))
+        assert verdicts == ["already_cancelled", *["cancelled"] * 3]
+
+
+@pytest.mark.spark
+def test_one_bad_row_fails_the_whole_write(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    version = broker.status().table.version
+    rows = spark.range(0, 100, numPartitions=4)
+    frame = rows.selectExpr(
+        "if(id = 77, 'no good', 'fine') as topic", "'b' as body", f"{later(broker)} as due_ms"
+    )
+    with pytest.raises(InvalidMessage, match=r"^1 of 25 rows are invalid"):
+        save(frame, node)
+    # A task that Spark kills half-way may leave a file in the folder. The table has none of them.
+    assert attached_seqs(broker) == []
+    assert broker.status().table.version == version
+    save(frame, node, on_invalid="drop")
+    assert len(attached_seqs(broker)) == 99
+
+
+@pytest.mark.spark
+def test_a_bad_column_is_the_first_thing_said(spark: SparkSession, node: RunningNode) -> None:
+    with pytest.raises(InvalidMessage, match=r"^column colour: unknown"):
+        save(spark.range(1).selectExpr("'t' as topic", "'b' as body", "id as colour"), node)
+
+
+@pytest.mark.smoke
+@pytest.mark.spark
+def test_a_stream_of_messages_over_a_restart(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    due = later(broker)
+
+    def drain() -> None:
+        rows = spark.readStream.schema("id long").json(str(tmp_path / "in"))
+        rows = rows.selectExpr("'orders' as topic", "cast(id as string) as body", f"{due} + id as due_ms")
+        writer = (
+            rows.writeStream.format("timeball").option("endpoint", node.endpoint).option("job_id", "import")
+        )
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
+        writer.start().awaitTermination()
+
+    with caplog.at_level(logging.WARNING):
+        spark.range(0, 50).write.json(str(tmp_path / "in"), mode="append")
+        drain()
+        spark.range(50, 80).write.json(str(tmp_path / "in"), mode="append")
+        drain()
+    assert len(set(attached_seqs(broker))) == 80
+
+
+@pytest.mark.spark
+def test_a_new_checkpoint_begins_anew_under_an_old_job_id(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    """Its batch ids begin at 0 again; they were taken for repeated once, and their rows dropped in silence."""
+    due = later(broker)
+
+    def drain(checkpoint: str) -> None:
+        rows = spark.readStream.schema("id long").json(str(tmp_path / checkpoint))
+        rows = rows.selectExpr("'orders' as topic", "cast(id as string) as body", f"{due} + id as due_ms")
+        writer = rows.writeStream.format("timeball").option("endpoint", node.endpoint)
+        writer = writer.option("job_id", "import").option(
+            "checkpointLocation", str(tmp_path / f"{checkpoint}-ck")
+        )
+        with spark_errors():
+            writer.trigger(availableNow=True).start().awaitTermination()
+
+    for begin, checkpoint in ((0, "first"), (30, "second")):
+        spark.range(begin, begin + 30, numPartitions=1).write.json(str(tmp_path / checkpoint))
+        drain(checkpoint)
+    assert len(set(attached_seqs(broker))) == 60
+    # Spark forgets that it came through: the same batch again, with the same rows, then with others.
+    [commit] = [path for path in (tmp_path / "second-ck/commits").iterdir() if path.name == "0"]
+    commit.unlink()
+    drain("second")
+    assert len(set(attached_seqs(broker))) == 60
+    commit.unlink()
+    [data] = (tmp_path / "second").glob("*.json")
+    data.write_text(data.read_text().replace("31", "131"))
+    with pytest.raises(RequestError, match="epoch 0 was written before, with other rows"):
+        drain("second")
+    assert len(set(attached_seqs(broker))) == 60
+
+
+@pytest.mark.spark
+def test_a_failed_epoch_leaves_nothing_behind_and_is_written_once_in_the_end(
+    spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    due = later(broker)
+
+    def drain(**options: str) -> None:
+        rows = spark.readStream.schema("id long").option("maxFilesPerTrigger", 1).json(str(tmp_path / "in"))
+        topic = "if(id = 77, 'no good', 'fine') as topic"
+        rows = rows.selectExpr(topic, "cast(id as string) as body", f"{due} + id as due_ms")
+        writer = (
+            rows.writeStream.format("timeball").option("endpoint", node.endpoint).option("job_id", "import")
+        )
+        writer = writer.options(**options).option("checkpointLocation", str(tmp_path / "checkpoint"))
+        with spark_errors():
+            writer.trigger(availableNow=True).start().awaitTermination()
+
+    for begin in (0, 50):
+        spark.range(begin, begin + 50, numPartitions=1).write.json(str(tmp_path / "in"), mode="append")
+        if begin == 0:
+            drain()
+    version, files = broker.status().table.version, data_files(broker)
+    with pytest.raises(InvalidMessage, match=r"^1 of 50 rows are invalid"):
+        drain()
+    assert (broker.status().table.version, len(attached_seqs(broker))) == (version, 50)
+    assert data_files(broker) == files
+    drain(on_invalid="drop")
+    assert len(set(attached_seqs(broker))) == 99
+    assert broker.status().table.version == version + 1

@@ -1,0 +1,303 @@
+"""Ledger, archive and pending table in an object store, which answers late, not at all, or falsely."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from deltalake.exceptions import DeltaError
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.rounds import only_in_a_siege
+from tests.s3_fixtures import proxy as proxy
+from tests.s3_fixtures import server as server
+from tests.s3_server import BUCKET, Fault, FaultyStore
+from tests.spark.traffic import send, send_due_now, visible
+
+from timeball import Timeball
+from timeball.io.clock import ManualClock
+from timeball.model.errors import NotFound, OutOfRange, StorageError
+from timeball.model.limits import HOUR_MS
+from timeball.model.message import Kind
+from timeball.spark.delta_append import app_version, append_once, write_file
+from timeball.spark.jobs import archive_writer
+from timeball.spark.jobs.archive_writer import FILE_SCHEMA
+from timeball.spark.log_events import ARCHIVE_SCHEMA, LEDGER_APP_ID
+from timeball.spark.run.job_status import Board, JobStatus, read_statuses
+from timeball.spark.run.runner import run
+from timeball.spark.table_store import Store, as_dataset, create_table, open_table
+from timeball.spark.views.duckdb_session import SqlSession
+
+RUN_S = 120
+SCHEMA = pa.schema([("a", pa.int64())])
+
+
+@pytest.fixture
+def store(proxy: FaultyStore) -> FaultyStore:
+    return proxy
+
+
+@dataclass
+class Rows:
+    """A Delta table of numbers; each write appends one and carries its number as the application's version."""
+
+    uri: str
+
+    def write(self, number: int) -> None:
+        written = write_file(self.uri, SCHEMA, [pa.record_batch({"a": [number]})])
+        append_once(self.uri, "app", number - 1, number, [written])
+
+    def read(self) -> list[int]:
+        return sorted(as_dataset(open_table(self.uri), SCHEMA).to_table()["a"].to_pylist())
+
+
+@pytest.fixture
+def rows(store: FaultyStore) -> Rows:
+    found = Rows(f"s3a://{BUCKET}/{uuid.uuid4().hex}/rows")
+    with pytest.raises(NotFound, match="no Delta table"):
+        open_table(found.uri)
+    create_table(found.uri, SCHEMA)
+    found.write(1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "method", "part"),
+    [
+        ("slow", "PUT", "_delta_log"),
+        ("slow", "GET", "_delta_log"),
+        ("unavailable", "PUT", "_delta_log"),
+        ("unavailable", "PUT", ".parquet"),
+        ("unavailable", "GET", "_delta_log"),
+        ("lost_answer", "PUT", "_delta_log"),
+        ("lost_answer", "PUT", ".parquet"),
+    ],
+)
+def test_each_row_is_there_once_whatever_the_store_does(
+    rows: Rows, store: FaultyStore, fault: Fault, method: str, part: str
+) -> None:
+    made = store.break_next(fault, method, part)
+    try:
+        rows.write(2)
+    except OutOfRange:  # what the job does: it asks the table how far it is, and goes on there
+        assert app_version(open_table(rows.uri), "app") == 2
+    assert made.seen == 1
+    rows.write(3)
+    assert rows.read() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_stale_list_neither_hides_nor_doubles_a_row(rows: Rows, store: FaultyStore) -> None:
+    rows.write(2)
+    made = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
+    with pytest.raises(OutOfRange, match="planned again"):
+        rows.write(2)  # as a job does that was told of version 1
+    assert made.seen > 0
+    store.heal()
+    rows.write(3)
+    assert rows.read() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_of_two_commits_of_one_version_the_store_refuses_one(rows: Rows, store: FaultyStore) -> None:
+    assert _race(rows, store) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_store_without_conditional_puts_is_noticed(rows: Rows, store: FaultyStore) -> None:
+    """The control of the tests above: a put that overwrites a commit loses a row."""
+    made = store.break_next("unconditional", "PUT", "_delta_log", times=100)
+    assert _race(rows, store) != [1, 2]
+    assert made.seen > 0
+
+
+def _race(rows: Rows, store: FaultyStore) -> list[int]:
+    """Two writers of different applications; the second one has not heard of the first one's commit."""
+    rows.write(2)
+    written = write_file(rows.uri, SCHEMA, [pa.record_batch({"a": [7]})])
+    stale = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
+    with suppress(OutOfRange, DeltaError):  # it may be refused, as long as the first one's row stays
+        append_once(rows.uri, "other", None, 1, [written])
+    assert stale.seen
+    store.heal()
+    return [number for number in rows.read() if number < 7]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_is_no_missing_table(rows: Rows, store: FaultyStore) -> None:
+    store.break_next("unavailable", "GET", "", times=10**6)
+    with pytest.raises(StorageError, match=f"cannot read the Delta table at {rows.uri}"):
+        open_table(rows.uri)
+    store.heal()
+    assert rows.read() == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["lost_answer", "slow"])
+def test_the_archive_keeps_the_files_of_a_commit_whose_answer_was_lost(
+    store: FaultyStore, fault: Fault
+) -> None:
+    uri = f"s3://{BUCKET}/{uuid.uuid4().hex}/archive"
+    create_table(uri, ARCHIVE_SCHEMA, partition_by=["day"])
+    message = {"seq": 5, "kind": int(Kind.MESSAGE), "topic": "orders", "body": b"x", "store_ms": 1}
+    part = pa.Table.from_pylist([message], FILE_SCHEMA)
+    files = list(archive_writer.write_files(Store(uri), part))
+    made = store.break_next(fault, "PUT", "_delta_log")
+    archive_writer.commit_epoch(uri, 0, 10, files)
+    assert made.seen == 1
+    found = as_dataset(open_table(uri), ARCHIVE_SCHEMA).to_table()
+    assert found["seq"].to_pylist() == [5]
+    assert app_version(open_table(uri), archive_writer.APP_ID) == 10
+
+
+@pytest.mark.slow
+def test_jobs_leave_their_status_beside_a_checkpoint_there(store: FaultyStore) -> None:
+    folder = f"s3a://{BUCKET}/checkpoints"
+    Board(folder).write_status(JobStatus(job="ledger", state="running", updated_ms=1, started_ms=1), 0)
+    assert [each.job for each in read_statuses(folder)] == ["ledger"]
+
+
+@pytest.fixture
+def node(store: FaultyStore, tmp_path: Path) -> Iterator[RunningNode]:
+    """A broker whose pending table lies there, too."""
+    uri = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending"
+    with running_node(tmp_path / "data", table=uri, compact_self=False) as running:
+        yield running
+
+
+@pytest.fixture
+def on_s3(node: RunningNode, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the node's ledger and archive lie in the store, and give it events; returns the folder of the two."""
+    folder = f"s3a://{BUCKET}/{uuid.uuid4().hex}"
+    monkeypatch.setenv("TIMEBALL_LEDGER", f"{folder}/{{group}}ledger")
+    monkeypatch.setenv("TIMEBALL_ARCHIVE", f"{folder}/{{group}}archive")
+    send(node.endpoint, 20)
+    send_due_now(node.endpoint, 5)
+    with Timeball(node.endpoint) as ball:
+        ball.cancel(ball.send("orders", b"x", after="1d").id)
+    return folder
+
+
+@pytest.mark.slow
+def test_without_spark_the_jobs_write_there_and_sql_reads_it(
+    node: RunningNode, on_s3: str, tmp_path: Path
+) -> None:
+    run(["ledger", "archive"], with_spark=False, endpoint=node.endpoint, once=True)
+    assert not (tmp_path / "data/ledger").exists()
+    passed = as_dataset(open_table(f"{on_s3}/archive"), ARCHIVE_SCHEMA).to_table()
+    assert sorted(passed["body"].to_pylist()) == [f"now {i}".encode() for i in range(5)]
+    with SqlSession(node.endpoint) as session:
+        counted = session.run("select (select count(*) from ledger) l, (select count(*) from archive) a")
+        assert counted.rows.read_all().to_pylist() == [{"l": 32, "a": 5}]
+        assert session.run("select count(*) n from pending").rows.read_all()["n"].to_pylist() == [20]
+
+
+def command(*words: str) -> str:
+    """Run a command in a process of its own: Spark's workers have the environment that its JVM was started with."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "timeball", *words],
+        capture_output=True, text=True, timeout=RUN_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def answer(*words: str) -> dict[str, Any]:
+    return dict(json.loads(command(*words, "--json").strip().splitlines()[-1]))
+
+
+@pytest.mark.spark
+def test_commands_with_spark_read_what_lies_there(node: RunningNode, on_s3: str, tmp_path: Path) -> None:
+    at = ("--endpoint", node.endpoint)
+    jobs = ("compact", "ledger", "archive")
+    command("pipeline", "run", *jobs, "--once", "--checkpoint", str(tmp_path / "c"), *at)
+    with Timeball(node.endpoint) as ball:
+        table = ball.status()["table"]
+    # The one that was cancelled may go along: the log settles it.
+    compacted = open_table(table["uri"], table["version"]).to_pyarrow_table().num_rows
+    assert compacted in (20, 21)
+    assert app_version(open_table(f"{on_s3}/ledger"), LEDGER_APP_ID) > 1
+    report = answer("audit", *at)
+    assert report["ok"] and (report["accepted"], report["released"], report["cancelled"]) == (26, 5, 1)
+    now = datetime.now(UTC)
+    window = ("--from", (now - timedelta(days=1)).isoformat(), "--until", now.isoformat(), "--shift", "30d")
+    assert answer("replay", *window, "--yes", *at)["rows"] == 5
+    assert open_table(table["uri"]).to_pyarrow_table().num_rows == compacted + 5
+
+
+# One process for several commands: a JVM is most of what each of them takes.
+COMMANDS = """
+import sys
+from timeball.cli.main import main
+for line in sys.stdin:
+    try:
+        main(line.split())
+    except SystemExit as end:
+        print(f"ended {end.code}", flush=True)
+"""
+
+
+class Commands:
+    """A process that runs commands as they are given."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def answer(self, *words: str) -> dict[str, Any]:
+        """Run a command; return what it says as JSON."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(*words, "--json", file=self._process.stdin, flush=True)
+        said = list(iter(self._process.stdout.readline, "ended 0\n"))
+        return dict(json.loads(said[-1]))
+
+
+@pytest.fixture
+def commands(store: FaultyStore) -> Iterator[Commands]:
+    command = [sys.executable, "-c", COMMANDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Commands(process)
+        finally:
+            process.kill()
+
+
+@pytest.mark.siege
+@only_in_a_siege
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_bulk_job_writes_there_and_what_it_wrote_is_released_and_cancelled(
+    store: FaultyStore, commands: Commands, tmp_path: Path
+) -> None:
+    now = datetime.now(UTC)
+    due = [now + (timedelta(minutes=30) if number < 100 else timedelta(days=40)) for number in range(400)]
+    names = [f"c{number}" for number in range(400)]
+    parquet.write_table(pa.table({"due": due, "body": names, "customer": names}), tmp_path / "in.parquet")
+    uri, clock = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending", ManualClock(int(now.timestamp() * 1_000))
+    with running_node(tmp_path / "data", clock, table=uri, compact_self=False) as node:
+        at = ("--endpoint", node.endpoint)
+        lost = store.break_next("lost_answer", "PUT", ".parquet")
+        words = ("bulk", str(tmp_path / "in.parquet"), "--topic", "reminders", "--key-column", "customer")
+        done = commands.answer(*words, *at)
+        assert (done["rows"], done["rejected"], lost.seen) == (400, 0, 1)
+        with Timeball(node.endpoint) as ball:
+            ends = [ball.cancel(key=key)[0].verdict for key in ("c399", "c399", "c7", "none")]
+            assert ends == ["cancelled", "already_cancelled", "cancelled", "not_found"]
+            clock.advance(HOUR_MS)
+            eventually(lambda: visible(ball, "reminders") == 99, "what was due is released")
+        report = commands.answer("audit", *at)
+        assert report["ok"]
+        ends = [
+            report[name] for name in ("accepted", "released", "cancelled", "pending", "lost", "duplicate")
+        ]
+        assert ends == [400, 99, 2, 299, 0, 0]

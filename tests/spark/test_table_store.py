@@ -1,0 +1,89 @@
+"""Tests of timeball.spark.table_store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.model.errors import NotFound, SetupError, StorageError
+from timeball.model.message import TABLE_SCHEMA
+from timeball.spark import table_store as module
+from timeball.spark.source import promise_columns
+from timeball.spark.table_store import Store, as_dataset, chunks, open_table, sibling
+
+NOW_MS = 1_800_000_000_000
+
+
+def test_files_are_written_below_the_table_and_removed_again(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.put("bucket=x/a.parquet", b"1234")
+    assert (tmp_path / "bucket=x/a.parquet").read_bytes() == b"1234"
+    store.remove(["bucket=x/a.parquet", "bucket=x/never.parquet"])
+    assert list((tmp_path / "bucket=x").iterdir()) == []
+
+
+def test_rows_become_readable_files(tmp_path: Path) -> None:
+    due = [NOW_MS + 3_600_000 * i for i in range(5)]
+    given = pa.table({"topic": ["t"] * 5, "body": ["b"] * 5, "due_ms": due})
+    rows = promise_columns.numbered(promise_columns.normalise(given, NOW_MS), 1)
+    entries = list(Store(tmp_path.as_uri()).put_rows(rows, NOW_MS))
+    found = pa.concat_tables(pq.read_table(tmp_path / entry.path, partitioning=None) for entry in entries)
+    assert found.schema == TABLE_SCHEMA
+    assert found.column("due_ms").to_pylist() == due
+    assert len(entries) == 5
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write bucket=x/a\.parquet"):
+        Store(str(tmp_path / "file")).put("bucket=x/a.parquet", b"")
+    with pytest.raises(SetupError, match="nosuch://place/table: not a place"):
+        Store("nosuch://place/table")
+
+
+def test_open_table(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no Delta table"):
+        open_table(str(tmp_path / "none"))
+    DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
+    assert open_table(str(tmp_path / "t")).version() == 0
+    with pytest.raises(NotFound, match="no version 7"):
+        open_table(str(tmp_path / "t"), 7)
+
+
+def test_sibling() -> None:
+    assert sibling("/data/pending", "ledger") == "/data/ledger"
+    assert sibling("s3://bucket/data/pending/", "ledger") == "s3://bucket/data/ledger"
+
+
+def test_a_version_is_read_with_the_columns_asked_for(tmp_path: Path) -> None:
+    schema = pa.schema([("a", pa.int64()), ("later", pa.string())])
+    table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
+    assert as_dataset(table, schema).to_table().num_rows == 0
+    for number in (1, 2):
+        write_deltalake(str(tmp_path / "t"), pa.table({"a": [number]}), mode="append")
+    then = DeltaTable(str(tmp_path / "t"), version=1)
+    assert as_dataset(then, schema).to_table().to_pylist() == [{"a": 1, "later": None}]
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 20), st.integers(1, 500))
+def test_runs_lose_nothing_and_stay_bounded(counts: list[int], most_rows: int, most_bytes: int) -> None:
+    before = module.CHUNK_ROWS, module.CHUNK_BYTES
+    module.CHUNK_ROWS, module.CHUNK_BYTES = most_rows, most_bytes
+    try:
+        batches = [
+            pa.record_batch({"a": pa.array([i] * count, pa.int64())}) for i, count in enumerate(counts)
+        ]
+        tables = list(chunks(iter(batches)))
+    finally:
+        module.CHUNK_ROWS, module.CHUNK_BYTES = before
+    assert [v for t in tables for v in t.column("a").to_pylist()] == [
+        i for i, n in enumerate(counts) for _ in range(n)
+    ]
+    assert all(0 < table.num_rows <= most_rows for table in tables)
+    assert all(table.nbytes <= most_bytes or len(table.column("a").chunks) == 1 for table in tables)

@@ -1,0 +1,78 @@
+"""Messages and rows for the tests of the pipeline."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from tests.node_fixture import RunningNode, eventually
+
+from timeball import Timeball
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, encode_properties
+from timeball.spark.endpoint import Endpoint
+
+
+def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = "orders") -> None:
+    """Promises due `after_ms` from now and later, an hour apart in three hundred steps."""
+    with Timeball(endpoint) as ball:
+        now_ms = ball.status()["now_ms"]
+        due = [now_ms + after_ms + HOUR_MS * (i % 300) for i in range(rows)]
+        ball.send_many(
+            pa.table(
+                {
+                    "topic": pa.array([topic] * rows),
+                    "body": pa.array([f"body {i}".encode() for i in range(rows)], pa.binary()),
+                    "due_ms": pa.array(due, pa.int64()),
+                }
+            )
+        )
+
+
+def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
+    """Promises that are due, and released, within moments."""
+    with Timeball(endpoint) as ball:
+        for i in range(rows):
+            ball.send(topic, f"now {i}", after="1ms", keys=f"key{i}")
+        eventually(lambda: visible(ball, topic) >= rows, f"{rows} rows of {topic} released")
+
+
+def commit_half(node: RunningNode, **delay: int) -> int:
+    """A half message, committed with a delay; returns its number."""
+
+    async def commit() -> int:
+        properties = encode_properties({"TRAN_MSG": "true", "PGROUP": "payers"})
+        row = {
+            "topic": ["orders"],
+            "body": [b"half"],
+            "properties": [properties],
+            "sys_flag": pa.array([5], pa.int32()),
+        }
+        accepted, durable = node.broker.prepare_nowait(pa.record_batch(row))
+        await durable
+        seq = int(accepted.first_seq)
+        await node.broker.transactions.end(seq, "payers", commit=True, delay=lambda _: delay)
+        return seq
+
+    return node.run(commit())
+
+
+def visible(ball: Timeball, topic: str) -> int:
+    """Rows that stand in the queues of a topic; a topic begins with its first release."""
+    if topic not in ball.topics():
+        return 0
+    return sum(queue.max - queue.min for queue in ball.queues(topic).values())
+
+
+def attached_seqs(broker: Endpoint) -> list[int]:
+    """Sequence numbers of all rows in the pending table, sorted."""
+    from deltalake import DeltaTable
+
+    table = DeltaTable(broker.status().table.uri).to_pyarrow_table(columns=["seq"])
+    return sorted(table.column("seq").to_pylist())
+
+
+def log_rows(kind: Kind, count: int, **columns: object) -> pa.RecordBatch:
+    """Rows as `read_log` yields them, seq from 1 on."""
+    rows = build_rows(count, kind=int(kind), **columns)
+    seqs = columns.get("seq", pa.array(range(1, count + 1), pa.int64()))
+    assert rows.schema == LOG_SCHEMA
+    return pa.RecordBatch.from_arrays([seqs, *rows.columns], schema=READ_SCHEMA)

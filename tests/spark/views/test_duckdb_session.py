@@ -1,0 +1,178 @@
+"""Tests of timeball.spark.views.duckdb_session: one version, our views, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.spark.traffic import send, send_due_now, visible
+
+from timeball import Timeball
+from timeball.model.errors import NotFound, OverLimit, RequestError
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.spark.views import due_histogram
+from timeball.spark.views.duckdb_session import SqlSession
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """Ten in the table (one cancelled), three released, one in the tail, one there cancelled."""
+    with running_node(tmp_path_factory.mktemp("sql") / "data", compact_self=False) as node:
+        send(node.endpoint, 10)  # 2..11
+        node.run(node.broker.compact())
+        send_due_now(node.endpoint, 3)
+        with Timeball(node.endpoint) as ball:
+            ball.send("mail", b"tail", after="1d", tag="blue")
+            ball.cancel(ids=[ball.send("mail", b"gone", after="1d").id])
+            ball.send("plain", b"at once")
+        node.run(node.broker.cancel(seqs=[4]))
+        yield node
+
+
+def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode) -> None:
+    with Timeball(node.endpoint) as ball:
+        past_ms = ball.status()["now_ms"] - DAY_MS
+        ball.send("overdue", b"x", at=past_ms)
+        eventually(lambda: visible(ball, "overdue") == 1, "it is released")
+    ((due_ms, past, late),) = ask(
+        node, "select due_ms, past_ms, lateness_ms from promises where topic = 'overdue'"
+    )
+    assert due_ms == past_ms and past >= DAY_MS and late < HOUR_MS
+    ((late,),) = ask(node, "select lateness_ms from ledger where topic = 'overdue' and event = 'released'")
+    assert late < HOUR_MS
+    ((late,),) = ask(
+        node, "select store_ms - greatest(due_ms, accepted_ms) from log where topic = 'overdue' and kind = 4"
+    )
+    assert late < HOUR_MS
+
+
+def ask(node: RunningNode, text: str, **options: Any) -> list[tuple[Any, ...]]:
+    with SqlSession(node.endpoint, **options) as session:
+        rows = session.run(text).rows.read_all()
+        return list(zip(*[column.to_pylist() for column in rows.columns], strict=True))
+
+
+QUESTIONS: dict[str, list[tuple[Any, ...]]] = {
+    "select place, count(*) from pending group by place order by place": [("table", 9), ("tail", 1)],
+    "select count(*), min(seq), max(seq) from pending_table": [(10, 2, 11)],
+    "select event, sum(rows) from ledger group by event order by event": [
+        ("accepted", 15), ("cancelled", 2), ("released", 3),
+    ],
+    "select state, count(*) from promises group by state order by state": [
+        ("cancelled", 2), ("released", 3), ("waiting", 10),
+    ],
+    "select count(*) from log where kind = 1": [(1,)],
+    "select topic, tag, body from pending where place = 'tail'": [("mail", "blue", b"tail")],
+    "select count(*) from pending a join pending b using (seq)": [(10,)],
+    "select count(*) from promises where released >= due and lateness_ms >= 0 and accepted < due": [(3,)],
+    "select epoch_ms(min(due)) - min(due_ms) from pending": [(0,)],
+    "select 1 as one": [(1,)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions(story: RunningNode, question: str) -> None:
+    assert ask(story, question) == QUESTIONS[question]
+
+
+@pytest.mark.parametrize("what", ["count(*)", "min(due)", "sum(octet_length(body))"])
+def test_no_column_is_read_that_a_query_does_not_name(story: RunningNode, what: str) -> None:
+    """Bodies are most of a table. The last question is the negative control: it names them."""
+    ((_, plan),) = ask(story, f"explain select {what} from pending where due_ms > 0")
+    scans = re.findall(r"Projections:[^╰]*", plan)
+    assert any("body" in scan for scan in scans) == ("body" in what) and "due_ms" in plan
+    # RIGHT: all that waits would be held, to be joined with the few that were moved.
+    assert "Join Type: LEFT" in plan and "Join Type: RIGHT" not in plan
+
+
+def test_one_version_for_all_questions_of_a_session(story: RunningNode) -> None:
+    with SqlSession(story.endpoint) as session:
+        count = "select count(*) from pending"
+        before = session.run(count).rows.read_all().to_pylist()
+        seq = story.run(
+            story.broker.send(pa.record_batch({"topic": ["x"], "body": [b"x"], "delay_ms": [10**9]}))
+        ).first_seq
+        again = session.run("select count(*) as n from promises where state = 'waiting'")
+        assert again.rows.read_all().to_pylist() == [{"n": 10}]
+        assert again.version == session.version
+        assert session.run(count).rows.read_all().to_pylist() == before
+    assert ask(story, count) == [(11,)]  # the control: another session, another version
+    story.run(story.broker.cancel(seqs=[seq]))
+
+
+def test_an_older_version(story: RunningNode) -> None:
+    assert ask(story, "select count(*) from pending", version=0) == [(0,)]
+    with pytest.raises(NotFound, match="no version 77"):
+        ask(story, "select 1", version=77)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("select * from nowhere", "views: pending, pending_table, ledger, archive, log, promises"),
+        ("select nosuch from pending", 'column "nosuch" not found'),
+        ("selct 1", "syntax error"),
+        ("", "0 statements"),
+        ("select 1; select 2", "2 statements: one query at a time"),
+        ("drop view pending", r"only SELECT: .*DROP"),
+        ("create table x(a int)", "only SELECT"),
+        ("copy (select 1) to '/tmp/timeball-x.csv'", "only SELECT"),
+        ("select * from read_csv('/etc/passwd')", "disabled by configuration"),
+        ("select * from '/etc/passwd'", "does not exist"),
+        ("select * from pending where due = 'tuesday'", "invalid timestamp"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_in_a_sentence(story: RunningNode, text: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        ask(story, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_an_archive_who_makes_one_is_named(story: RunningNode) -> None:
+    with pytest.raises(NotFound, match="timeball pipeline run archive"):
+        ask(story, "select * from archive")
+
+
+@pytest.mark.parametrize("by_topic", [False, True])
+def test_a_load_of_too_many_seconds_is_counted_coarser(
+    story: RunningNode, monkeypatch: pytest.MonkeyPatch, by_topic: bool
+) -> None:
+    with SqlSession(story.endpoint, upcoming=True, bodies=False) as session:
+        fine = session.due_load(by_topic=by_topic)
+        monkeypatch.setattr(due_histogram, "CELLS_MAX", fine.cells - 1)
+        coarse = session.due_load(by_topic=by_topic)
+    assert (fine.width_s, fine.total) == (1, 10)
+    assert coarse.width_s > 1 and coarse.total == 10 and set(coarse.topics) == set(fine.topics)
+
+
+def test_hours_are_those_of_utc_wherever_it_runs(story: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DuckDB truncates in the session's zone: in New York the hour of 05:30 UTC would be 06:00 UTC, after it."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    passes_s = [1_793_511_000, 1_793_514_600]  # 01:30 before and after clocks go back
+    hours = ", ".join(f"epoch(date_trunc('hour', to_timestamp({at}))) - {at}" for at in passes_s)
+    assert ask(story, f"select {hours}, current_setting('TimeZone')") == [(-1_800, -1_800, "UTC")]
+
+
+def test_memory_is_bounded(story: RunningNode) -> None:
+    text = "select list(i) from range(100000000) t(i)"
+    with pytest.raises(OverLimit, match="more than 67,108,864 bytes"):
+        ask(story, text, memory_bytes=64 << 20)
+
+
+def test_ctrl_c_stops_the_query_and_leaves_the_session(story: RunningNode) -> None:
+    """Whenever it comes: a query of hours would hold the next one up."""
+    endless = "select count(*) from range(1000000) a join range(1000000) b on a.range % 13 = b.range % 13"
+    with SqlSession(story.endpoint) as session:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.run(endless).rows.read_all()
+        timer.join()
+        assert session.run("select 1 as one").rows.read_all().to_pylist() == [{"one": 1}]

@@ -1,0 +1,217 @@
+"""Tests of timeball.spark.views.forecast, on a real broker, without Spark."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+from tests.node_fixture import BOUND_S, RunningNode, running_node
+from tests.spark.traffic import send
+from tests.written_again import fill_segment, let_go
+
+from timeball import Timeball
+from timeball.io.clock import ManualClock
+from timeball.model.config import MIB
+from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, RequestError, SetupError
+from timeball.model.limits import DAY_MS, HOUR_MS, SECOND_MS
+from timeball.model.message import Int64Array
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.table_store import ALWAYS, Due
+from timeball.spark.views.duckdb_session import SqlSession
+from timeball.spark.views.due_histogram import Load, Peak, Unit, from_due_ms, unlike
+from timeball.spark.views.forecast import (
+    Bar,
+    check,
+    load_of_file,
+    released_since,
+    report,
+    version_at,
+)
+from timeball.spark.views.snapshot import Snapshot
+
+NINE_MS = 1_896_080_400_000  # 2030-01-31T09:00:00Z
+
+
+def forecast(
+    broker: Endpoint, *, by_topic: bool = False, version: int | None = None, due: Due = ALWAYS
+) -> Load:
+    with SqlSession(broker.uri, upcoming=True, version=version, bodies=False, due=due) as session:
+        return session.due_load(by_topic=by_topic)
+
+
+def totals(load: Load) -> dict[str, int]:
+    return {name: part.total for name, part in load.by_topic().items()}
+
+
+def test_all_that_waits_is_counted_wherever_it_lies(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 20)
+    node.run(node.broker.compact())
+    send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)
+    node.run(node.broker.cancel(seqs=[2, 3]))
+    assert totals(forecast(broker, by_topic=True)) == {"orders": 18, "mail": 5}
+    assert totals(forecast(broker)) == {"": 23}
+    now_ms = broker.status().now_ms
+    assert forecast(broker, due=(None, now_ms + 2 * DAY_MS)).total == 5
+
+
+def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 20)
+    node.run(node.broker.compact())
+    version = broker.status().table.version
+    then = forecast(broker, version=version)
+    node.run(node.broker.cancel(seqs=list(range(2, 12))))
+    send(node.endpoint, 3)
+    node.run(node.broker.compact())
+    assert (forecast(broker).total, forecast(broker, version=version).total) == (13, 20)
+    assert unlike(then, forecast(broker, version=version), Unit.SECOND) == 0
+    uri = broker.status().table.uri
+    assert version_at(uri, broker.status().now_ms + HOUR_MS) == broker.status().table.version
+    with pytest.raises(NotFound, match="no version so old: the first is of"):
+        version_at(uri, 1_000)
+    with pytest.raises(SetupError, match="run this where the broker's data folder is"):
+        version_at(uri + "/elsewhere", 1_000)
+
+
+def replay(clock: ManualClock, node: RunningNode, due_ms: Int64Array) -> None:
+    """Live through the instants, one after the other."""
+    for instant in np.unique(due_ms).tolist():
+        clock.advance(instant - clock.wall)
+        node.run(all_sent(node, instant))
+
+
+async def all_sent(node: RunningNode, instant_ms: int) -> None:
+    node.broker.ticker.wake()
+    async with asyncio.timeout(BOUND_S):
+        while node.broker.parts.scheduler.settled_before_ms <= instant_ms:
+            await asyncio.sleep(0.005)
+
+
+def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
+    """A load of bursts and gaps, lived through on a clock of its own; and the controls: a cancel, a late promise."""
+    clock = ManualClock(wall=NINE_MS)
+    rng = np.random.default_rng(7)
+    due_ms = NINE_MS + SECOND_MS * np.sort(rng.integers(60, 3_600, 25).repeat(rng.integers(1, 40, 25)))
+    with running_node(tmp_path / "d", clock, compact_self=False) as node, Endpoint(node.endpoint) as broker:
+        with Timeball(node.endpoint) as ball:
+            half = len(due_ms) // 2
+            for part in (due_ms[:half], due_ms[half:]):
+                rows = {"topic": ["t"] * len(part), "body": pa.array([b"x"] * len(part), pa.binary())}
+                ball.send_many(pa.table({**rows, "due_ms": pa.array(part)}))
+                ball.compact()  # some in two files, none in the tail
+            said = forecast(broker)
+            assert report(said).peaks[0].rows == int(np.unique(due_ms, return_counts=True)[1].max())
+        replay(clock, node, due_ms)
+        came = gathered_since(broker, version=0)
+        assert (came.total, unlike(said, came, Unit.SECOND)) == (len(due_ms), 0)
+        assert unlike(said, from_due_ms(due_ms[1:]), Unit.SECOND) > 0
+        assert unlike(said, from_due_ms(due_ms + SECOND_MS), Unit.SECOND) > 0.1
+
+
+def gathered_since(broker: Endpoint, version: int) -> Load:
+    return released_since(broker, Snapshot.pin(broker, version=version))[0]
+
+
+def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> None:
+    """Ten a minute for an hour were foretold; after half an hour one of them was cancelled, and three came besides."""
+    clock = ManualClock(wall=NINE_MS)
+    due_ms = NINE_MS + 6_000 * np.arange(1, 601)
+    with running_node(tmp_path / "d", clock, compact_self=False) as node, Endpoint(node.endpoint) as broker:
+        with Timeball(node.endpoint) as ball:
+            ball.send_many([{"topic": "t", "body": b"x", "due_ms": due} for due in due_ms.tolist()])
+            ball.compact()
+            node.run(node.broker.cancel(seqs=[5]))
+            ball.send_many([{"topic": "mail", "body": b"x", "due_ms": NINE_MS + 60_000} for _ in range(3)])
+        replay(clock, node, np.array([NINE_MS + 60_000, NINE_MS + 30 * 60_000]))
+        snapshot = Snapshot.pin(broker, version=1)
+        said = forecast(broker, version=1)
+        came, now_ms = released_since(broker, snapshot, by_topic=True)
+        assert (said.total, totals(came)) == (600, {"t": 299, "mail": 3})
+        found = check(said, came, (None, None), now_ms + 1_000)
+        assert (found.until_ms, found.said, found.came) == (now_ms + 1_000, 300, 302)
+        # The clock went on in two steps, so what was spread over half an hour came in two seconds.
+        assert found.same_second < found.same_minute < found.same_hour == pytest.approx(1 - 2 / 602)
+        early = check(said, came, (None, NINE_MS + 60_000), now_ms)
+        assert (early.until_ms, early.said, early.came) == (NINE_MS + 60_000, 9, 0)
+
+
+def test_what_retention_has_removed_is_not_taken_for_a_wrong_forecast(tmp_path: Path) -> None:
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
+        snapshot = Snapshot.pin(broker, version=0)
+        fill_segment(node)
+        let_go(node)
+        with pytest.raises(OutOfRange, match="retention has removed what came after version 0"):
+            released_since(broker, snapshot)
+
+
+def test_a_report_has_bars_and_peaks_of_all_and_of_each_topic() -> None:
+    due_ms = np.array([NINE_MS, NINE_MS + 1, NINE_MS + HOUR_MS, NINE_MS + HOUR_MS])
+    load = from_due_ms(due_ms, pa.array(["a", "b", "b", "b"]))
+    found = report(load, Unit.HOUR, peaks=1, by_topic=True)
+    assert (found.rows, found.by, found.resolution_ms) == (4, "hour", 1_000)
+    assert found.curve == [Bar(NINE_MS, 2), Bar(NINE_MS + HOUR_MS, 2)]
+    assert found.peaks == [Peak(NINE_MS, 2, 2)]
+    assert list(found.topics) == ["b", "a"]
+    assert found.topics["b"].curve == [Bar(NINE_MS, 1), Bar(NINE_MS + HOUR_MS, 2)]
+    assert (found.topics["b"].first_ms, found.topics["b"].last_ms) == (NINE_MS, NINE_MS + HOUR_MS)
+    assert found.topics["b"].peak == Peak(NINE_MS + HOUR_MS, 2, 2)
+    assert report(load).topics == {}
+    assert report(Load(), by_topic=True).curve == []
+
+
+CSV = "due,topic\n2030-01-31T09:00:00Z,a\n2030-01-31T10:00:00.250+01:00,b\n"
+
+
+def test_a_csv_file_that_somebody_thinks_of_sending(tmp_path: Path) -> None:
+    file = tmp_path / "extra.csv"
+    file.write_text(CSV)
+    load = load_of_file(file)
+    assert (totals(load), load.second.tolist()) == ({"a": 1, "b": 1}, [NINE_MS // 1_000] * 2)
+    assert totals(load_of_file(file, topic="mail")) == {"mail": 2}
+    assert load_of_file(file, column="due").total == 2
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([NINE_MS, NINE_MS]),
+        pa.array([NINE_MS * 1_000 - 1, NINE_MS * 1_000], pa.timestamp("us", "UTC")),
+        pa.array([NINE_MS, NINE_MS], pa.timestamp("ms", "America/New_York")),
+    ],
+)
+def test_a_parquet_file_in_any_unit_of_time(tmp_path: Path, column: pa.Array) -> None:
+    """Up to the next millisecond, as a write would have it."""
+    pq.write_table(pa.table({"when": column}), tmp_path / "extra.parquet")
+    load = load_of_file(tmp_path / "extra.parquet", column="when")
+    assert (load.second.tolist(), load.rows.tolist()) == ([NINE_MS // 1_000], [2])
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"due": ["2030-01-31 09:00:00"]}, "column due: timestamp.*a time without a zone names no instant"),
+        ({"due": ["soon"]}, "column due: string, wanted instants with a zone"),
+        ({"when": [1]}, "no column due_ms or due; name the one that holds the instants: when"),
+        ({"due_ms": [-1]}, "before 1970"),
+        ({"due_ms": [NINE_MS * 1_000]}, "beyond the year 9999"),
+        ({"due_ms": [1, None], "row": [1, 2]}, "1 rows have no instant"),
+    ],
+)
+def test_a_file_without_instants(tmp_path: Path, table: dict[str, list[object]], sentence: str) -> None:
+    csv.write_csv(pa.table(table), tmp_path / "extra.csv")
+    with pytest.raises(InvalidMessage, match=r"extra\.csv: .*" + sentence):
+        load_of_file(tmp_path / "extra.csv")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"extra\.txt: a file of Parquet or CSV"):
+        load_of_file(tmp_path / "extra.txt")
+    with pytest.raises(SetupError, match=r"cannot read .*nowhere\.csv"):
+        load_of_file(tmp_path / "nowhere.csv")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SetupError, match=r"cannot read .*bad\.parquet"):
+        load_of_file(tmp_path / "bad.parquet")

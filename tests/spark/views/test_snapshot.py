@@ -1,0 +1,350 @@
+"""What waits: the contract that DuckDB and Spark both keep, on a real broker, wherever a promise lies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pytest
+from deltalake import write_deltalake
+from tests.node_fixture import RunningNode, eventually, running_node
+from tests.spark.traffic import commit_half, send, send_due_now, visible
+from tests.written_again import fill_segment, let_go, write_again
+
+from timeball import Timeball
+from timeball.io.clock import ManualClock
+from timeball.model.config import MIB
+from timeball.model.errors import NotFound, OutOfRange, SetupError
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.model.message import Kind
+from timeball.spark.endpoint import Endpoint
+from timeball.spark.log_events import EVENT_SCHEMA
+from timeball.spark.source import promise_columns
+from timeball.spark.table_store import ALWAYS, Due, Store, TableFile, open_version, read_files, sibling
+from timeball.spark.views.duckdb_session import SqlSession
+from timeball.spark.views.snapshot import Snapshot, attach_mark, settled_status, status_of_version
+from timeball.spark.views.view_sql import PENDING_COLUMNS
+from timeball.table.attachment import Attachment
+
+Row = dict[str, Any]
+
+
+class Engine:
+    """What waits as of a snapshot, as one of the two engines has it."""
+
+    def __init__(self, rows: Callable[[str, Snapshot, Due], list[Row]]) -> None:
+        self.rows_at = rows
+
+    def rows(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[Row]:
+        found = self.rows_at(broker.uri, shot or Snapshot.pin(broker), due)
+        assert len(found) == len({row["seq"] for row in found}), "a promise is there once"
+        return sorted(found, key=lambda row: row["seq"])
+
+    def seqs(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[int]:
+        return [row["seq"] for row in self.rows(broker, shot, due)]
+
+
+def by_duckdb(endpoint: str, shot: Snapshot, due: Due) -> list[Row]:
+    with SqlSession(endpoint, snapshot=shot, due=due) as session:
+        columns = ", ".join([*PENDING_COLUMNS, "place"])
+        found: list[Row] = session.run(f"select {columns} from pending").rows.read_all().to_pylist()
+    return found
+
+
+@pytest.fixture(params=["duckdb", pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.timeout(600)])])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    if request.param == "duckdb":
+        return Engine(by_duckdb)
+    from timeball.spark.views import spark_views
+
+    spark = request.getfixturevalue("spark")
+
+    def by_spark(endpoint: str, shot: Snapshot, due: Due) -> list[Row]:
+        found = spark_views.waiting_at(spark, endpoint, shot, due=due).collect()
+        return [{**row.asDict(), "body": bytes(row.body)} for row in found]
+
+    return Engine(by_spark)
+
+
+DUCKDB = Engine(by_duckdb)
+
+
+def send_level(node: RunningNode, level: int) -> int:
+    row = {"topic": ["orders"], "body": [b"level"], "delay_level": pa.array([level], pa.int32())}
+    return node.run(node.broker.send(pa.record_batch(row))).first_seq
+
+
+def test_everything_that_waits_is_there_once_wherever_it_lies(
+    engine: Engine, node: RunningNode, broker: Endpoint
+) -> None:
+    assert engine.seqs(broker) == []
+    send(node.endpoint, 10)  # 2..11, behind the topic
+    node.run(node.broker.compact())
+    send_due_now(node.endpoint, 3)
+    kept = send_level(node, 18)
+    with Timeball(node.endpoint) as ball:
+        sent = ball.send("mail", b"tail", after="1d", tag="blue")
+        gone = ball.send("orders", b"tail", after="1d")
+        assert [each.verdict for each in ball.cancel(ids=[gone.id])] == ["cancelled"]
+        node.run(node.broker.cancel(seqs=[4]))
+    rows = engine.rows(broker)
+    assert [row["seq"] for row in rows] == [2, 3, 5, 6, 7, 8, 9, 10, 11, kept, sent.seq]
+    assert Counter(row["place"] for row in rows) == {"tail": 1, "table": 9, "level": 1}
+    found = {row["seq"]: row for row in rows}
+    # One of a level stands in the log under the topic and queue it waits in, not the ones it is for.
+    assert (found[kept]["topic"], found[kept]["queue_id"]) == ("orders", -1)
+    assert (found[sent.seq]["topic"], found[sent.seq]["tag"], found[sent.seq]["body"]) == (
+        "mail",
+        "blue",
+        b"tail",
+    )
+    assert all(row["accepted_ms"] > 0 and row["due_ms"] > row["accepted_ms"] for row in rows)
+    # Promises due after now cannot have been released: the same with only the cancels read.
+    assert engine.seqs(broker, Snapshot.pin(broker, upcoming=True)) == [row["seq"] for row in rows]
+
+
+def test_a_half_that_was_committed_with_a_delay_waits_under_its_own_number(
+    engine: Engine, node: RunningNode, broker: Endpoint
+) -> None:
+    filed = [commit_half(node, delay_ms=HOUR_MS) for _ in range(2)]
+    node.run(node.broker.compact())
+    tail = commit_half(node, delay_ms=HOUR_MS)
+    level, moved, gone = (commit_half(node, delay_level=18) for _ in range(3))
+    for seq in (filed[1], moved):
+        assert node.run(node.broker.reschedule(seqs=[seq], delay_ms=DAY_MS))[0].verdict == "rescheduled"
+    assert node.run(node.broker.cancel(seqs=[gone]))[0].verdict == "cancelled"
+    rows = engine.rows(broker)
+    assert [(row["seq"], row["place"]) for row in rows] == [
+        (filed[0], "table"), (filed[1], "tail"), (tail, "tail"), (level, "level"), (moved, "tail"),
+    ]  # fmt: skip
+    assert all(row["topic"] == "orders" and 0 < row["accepted_ms"] < row["due_ms"] for row in rows)
+    node.run(node.broker.compact())
+    assert engine.seqs(broker) == [row["seq"] for row in rows]
+
+
+def test_bounds_of_the_instant(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 100)
+    node.run(node.broker.compact())
+    send(node.endpoint, 20)
+    due = sorted(row["due_ms"] for row in engine.rows(broker))
+    low, high = due[20], due[60]
+    assert len(engine.seqs(broker, due=(low, high))) == sum(low <= each < high for each in due)
+    assert len(engine.seqs(broker, due=(low, None))) == sum(low <= each for each in due)
+    assert engine.seqs(broker, due=(None, 0)) == []
+
+
+def test_a_promise_written_again_waits_once_also_when_its_rows_have_gone(
+    engine: Engine, tmp_path: Path
+) -> None:
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
+        with Timeball(node.endpoint) as ball:
+            ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
+        again = write_again(node, 2, 3, 4)
+        write_again(node, again[2])
+        assert engine.seqs(broker) == list(range(2, 12))
+        fill_segment(node)
+        write_again(node, 2, 4, 5, 6)
+        write_again(node, 2)
+        assert let_go(node) > 10
+        rows = engine.rows(broker)
+        # The control: those that were not written again have gone with their rows.
+        assert [row["seq"] for row in rows] == [2, 4, 5, 6]
+        assert min(row["accepted_ms"] for row in rows) > 0
+
+
+def test_an_older_version_is_what_waited_when_it_was_made(
+    engine: Engine, node: RunningNode, broker: Endpoint
+) -> None:
+    send(node.endpoint, 5)  # 2..6
+    node.run(node.broker.compact())
+    first = broker.status().table.version
+    send(node.endpoint, 3)
+    node.run(node.broker.compact())
+    second = Snapshot.pin(broker)
+    node.run(node.broker.cancel(seqs=[2, 3]))
+    later = node.run(
+        node.broker.send(pa.record_batch({"topic": ["t"], "body": [b"x"], "delay_ms": [DAY_MS]}))
+    )
+    assert engine.seqs(broker, Snapshot.pin(broker, version=first)) == [2, 3, 4, 5, 6]
+    assert engine.seqs(broker, Snapshot.pin(broker, version=0)) == []
+    assert len(engine.seqs(broker, second)) == 8
+    # The version's own moment: what came later is not in it, what has gone since still is.
+    now = engine.seqs(broker)
+    assert 2 not in now and later.first_seq in now and len(now) == 7
+    with pytest.raises(NotFound, match="no version 99"):
+        Snapshot.pin(broker, version=99)
+
+
+def attach(broker: Endpoint, rows: int) -> int:
+    """A bulk attach, as Spark's writer makes it; the first number."""
+    status = broker.status()
+    due = [status.now_ms + 30 * DAY_MS] * rows
+    given = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
+    first = broker.reserve(rows)
+    table = promise_columns.numbered(promise_columns.normalise(given, status.now_ms), first)
+    files = list(Store(status.table.uri).put_rows(table, status.now_ms))
+    broker.attach(Attachment(job="bulk", job_id=f"job-{first}", epoch=0, files=files, ranges=[(first, rows)]))
+    return first
+
+
+def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
+    """A bulk attach makes a version while other promises are in the log only."""
+    send(node.endpoint, 2)  # 2, 3
+    first = attach(broker, 3)
+    send(node.endpoint, 1)
+    node.run(node.broker.compact())
+    assert broker.status().table.version == 2
+    then = Snapshot.pin(broker, version=1)
+    rows = engine.rows(broker, then)
+    assert ([row["seq"] for row in rows], then.is_whole) == ([2, 3, first, first + 1, first + 2], True)
+    assert Counter(row["place"] for row in rows) == {"tail": 2, "table": 3}
+    assert len(engine.seqs(broker)) == 6
+
+
+def test_a_clock_that_stands_still_releases_nothing_and_a_late_promise_waits(
+    engine: Engine, tmp_path: Path
+) -> None:
+    clock = ManualClock()
+    with running_node(tmp_path / "d", clock, compact_self=False) as node, Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 10, after_ms=HOUR_MS)
+        node.run(node.broker.compact())
+        assert len(engine.seqs(broker)) == 10
+        clock.advance(HOUR_MS + 5 * HOUR_MS)
+        with Timeball(node.endpoint) as ball:
+            eventually(lambda: visible(ball, "orders") == 6, "six hours are over")
+        assert len(engine.seqs(broker)) == 4
+        assert len(engine.seqs(broker, Snapshot.pin(broker, upcoming=True))) == 4
+
+
+def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
+    engine: Engine, node: RunningNode, broker: Endpoint
+) -> None:
+    send(node.endpoint, 5)
+    node.run(node.broker.compact())
+    send(node.endpoint, 3)
+    node.run(node.broker.cancel(seqs=[2]))
+    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [2, 3, 4, 5, 6]
+    node.run(node.broker.compact())
+    assert engine.seqs(broker, Snapshot.pin(broker, version=1)) == [2, 3, 4, 5, 6]
+    assert len(engine.seqs(broker)) == 7
+
+
+def test_while_promises_move_none_is_hidden_or_there_twice(node: RunningNode, broker: Endpoint) -> None:
+    stop, sent = threading.Event(), [0]
+
+    def work() -> None:
+        with Timeball(node.endpoint) as ball:
+            while not stop.is_set():
+                ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS}] * 100)
+                sent[0] += 100
+                ball.compact()
+
+    mover = threading.Thread(target=work)
+    mover.start()
+    try:
+        for _ in range(10):
+            least = sent[0]
+            assert least <= len(DUCKDB.seqs(broker)) <= sent[0] + 100
+    finally:
+        stop.set()
+        mover.join()
+    # The control: the watermark of one moment and the table of another hide what was moved in between.
+    status = settled_status(broker)
+    torn = msgspec.structs.replace(
+        status, table=msgspec.structs.replace(status.table, version=status.table.version - 1)
+    )
+    assert len(DUCKDB.seqs(broker, Snapshot.of(torn, status.table.uri, 0))) == sent[0] - 100
+
+
+def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine, tmp_path: Path) -> None:
+    with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
+        send(node.endpoint, 10)
+        node.run(node.broker.compact())
+        node.run(node.broker.cancel(seqs=[3, 4]))
+        uri = broker.status().table.uri
+        with SqlSession(node.endpoint) as session:
+            columns = ", ".join(EVENT_SCHEMA.names)
+            events = session.run(f"select {columns} from ledger").rows.read_all().cast(EVENT_SCHEMA)
+        fill_segment(node)
+        node.run(node.broker.compact())
+        node.run(node.node.upkeep.checkpoint())
+        assert let_go(node) > 14
+        # The control: the log has forgotten that they were cancelled, and their rows are still in the table.
+        assert engine.seqs(broker) == list(range(2, 12))
+        write_deltalake(sibling(uri, "ledger"), events)
+        for upcoming in (False, True):
+            assert engine.seqs(broker, Snapshot.pin(broker, upcoming=upcoming)) == [2, 5, 6, 7, 8, 9, 10, 11]
+        then = Snapshot.pin(
+            broker, version=1
+        )  # was made before they were cancelled, and before the log begins
+        assert (engine.seqs(broker, then), then.is_whole) == (list(range(2, 12)), False)
+
+
+# ---- which version, and which files -------------------------------------------------------------------------
+
+
+def test_the_table_has_caught_up_with_the_log(node: RunningNode, broker: Endpoint) -> None:
+    send(node.endpoint, 3)
+    node.run(node.broker.compact())
+    reserved = broker.reserve(5)  # no attach, so no version of the table is waited for
+    status = settled_status(broker)
+    assert (status.table.version, status.watermark) == (1, 5)
+    attached = [batch.num_rows for batch in broker.read_log(1, status.log.durable_seq, [Kind.TABLE])]
+    assert sum(attached) == 2
+    assert attach_mark(status.table.uri, 1) == reserved - 2
+    assert attach_mark(status.table.uri, 0) == 0
+
+
+def test_a_status_of_then_ends_where_its_version_was_made(node: RunningNode, broker: Endpoint) -> None:
+    for _ in range(2):
+        send(node.endpoint, 3)
+        node.run(node.broker.compact())
+    now = settled_status(broker)
+    then, is_whole = status_of_version(broker, now, now.table.uri, 1)
+    assert is_whole and (then.table.version, then.watermark, then.log.durable_seq) == (1, 5, 6)
+    empty, _ = status_of_version(broker, now, now.table.uri, 0)
+    assert (empty.watermark, empty.log.durable_seq) == (1, 1)
+    with pytest.raises(NotFound, match="there are 0 to 2"):
+        status_of_version(broker, now, now.table.uri, 3)
+
+
+def test_statistics_rule_files_out() -> None:
+    file = TableFile("p", 1, 1, 100, 200)
+    assert [file.may_hold(due) for due in ((201, None), (200, None), (None, 100), (None, 101))] == [
+        False, True, False, True,
+    ]  # fmt: skip
+    assert TableFile("p", 1, 1, None, None).may_hold((1, 2))
+
+
+def test_a_table_out_of_reach_is_another_matter_than_a_version_or_a_file_that_is_not(
+    node: RunningNode, broker: Endpoint, tmp_path: Path
+) -> None:
+    send(node.endpoint, 3)
+    node.run(node.broker.compact())
+    with pytest.raises(SetupError, match="run this where the broker's data folder is"):
+        Snapshot.pin(broker, table_uri=str(tmp_path / "elsewhere"))
+    uri = broker.status().table.uri
+    with pytest.raises(NotFound, match="no version 7"):
+        open_version(uri, 7)
+    with pytest.raises(OutOfRange, match="has gone meanwhile"):
+        list(read_files(uri, ["bucket=x/gone.parquet"], ["seq"], ds.field("seq") > 0))
+    # A file that goes between the snapshot and the query fails the query, and never makes it shorter.
+    shot = Snapshot.pin(broker)
+    for file in Path(uri.removeprefix("file://")).rglob("*.parquet"):
+        file.unlink()
+    with pytest.raises(OutOfRange, match="has gone meanwhile"):
+        DUCKDB.seqs(broker, shot)
+
+
+@pytest.mark.parametrize("module", ["duckdb_session", "forecast"])
+def test_no_spark_is_needed(module: str) -> None:
+    code = f"import sys, timeball.spark.views.{module}; assert 'pyspark' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
