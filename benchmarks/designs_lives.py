@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from benchmarks.designs_compared import HOUR_MS, Design, Ledger, level_of
 from benchmarks.harness import BODY_BYTES, TOPIC, messages
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
 from timeball.io.clock import ManualClock
 from timeball.model.config import Settings
 from timeball.node.node import Node

@@ -9,7 +9,7 @@ from tests.controls import CONTROLS
 from tests.examples import bound_examples
 from tests.java_options import java_options
 
-from timeball.broker.memory import collect_cycles_rarely
+from timeball.broker.tables.memory import collect_cycles_rarely
 
 # The second measures how long this process took to start: as early as can be.
 pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested"]

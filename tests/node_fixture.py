@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import pytest
 from tests.bounds import BOUND_S
 
-from timeball.broker import transaction_checks
 from timeball.broker.service import Broker
+from timeball.broker.transacting import transaction_checks
 from timeball.edges.grpc.handlers import renewals
 from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings

@@ -11,7 +11,7 @@ import numpy as np
 from tests.node_fixture import RunningNode
 
 from timeball import Timeball
-from timeball.broker.delivery import moved_rows
+from timeball.broker.accepting.delivery import moved_rows
 from timeball.schedule.locations import as_promises
 
 

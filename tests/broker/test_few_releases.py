@@ -12,7 +12,7 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.broker import delivery
+from timeball.broker.accepting import delivery
 from timeball.broker.registry.topic import TopicConfig
 from timeball.io.clock import ManualClock
 from timeball.log.few_rows import NumberedRows

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.broker.consuming.subscriber import AGAIN, DEAD, GROUP, bodies, engine, in_queue, receive, send
+from tests.broker.consuming.test_dead_letters import kill, shown
 from tests.broker.on_node import on_node
-from tests.broker.test_dead_letters import kill, shown
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 from tests.crash_files import CrashFiles

@@ -11,7 +11,7 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.grouped import GroupedBroker
+from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS, Access, Caller

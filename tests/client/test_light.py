@@ -69,9 +69,9 @@ for words in json.loads(sys.argv[2]):
         print("ended", words[0], end.code, file=sys.stderr)
 """
 PIPELINE = """
-import importlib, pkgutil, timeball.spark as pipeline
+import importlib, pkgutil, timeball.spark
 
-for found in pkgutil.walk_packages(spark.__path__, "timeball.spark."):
+for found in pkgutil.walk_packages(timeball.spark.__path__, "timeball.spark."):
     if not found.name.endswith(("duckdb_session", "duckdb_relations")):
         importlib.import_module(found.name)
 print("imported")

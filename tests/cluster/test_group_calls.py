@@ -15,7 +15,7 @@ import pytest
 from tests.certificates import certificate
 from tests.cluster.worlds import led, world_of
 
-from timeball.broker.grouped import GroupedBroker
+from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
 from timeball.client.outgoing import one as one_row
 from timeball.cluster.coordinator import Node as ClusterNode

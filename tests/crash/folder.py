@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.broker.test_transactions import commit, prepare
+from tests.broker.transacting.test_transactions import commit, prepare
 from tests.crash.checker import Observed, check
 from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World

@@ -11,10 +11,10 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, World
 
 from timeball import __version__
+from timeball.broker.accepting.delivery import Lateness
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.delivery import Lateness
-from timeball.broker.rates import Stat
 from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.rates import Stat
 from timeball.io.clock import BOUNDS_NS
 from timeball.model.access import ANONYMOUS
 from timeball.model.limits import DAY_MS

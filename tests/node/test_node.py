@@ -20,8 +20,8 @@ from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball, __version__
-from timeball.broker.components import Tables
-from timeball.broker.recovery import apply_log, starting_point
+from timeball.broker.accepting.components import Tables
+from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles
 from timeball.log.format import FORMAT_VERSION

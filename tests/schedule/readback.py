@@ -1,6 +1,6 @@
 """What the broker's recovery would hand to a strategy, read from the log by a plain loop over its rows.
 
-broker/recovery.py has tests of its own; here the same is said so simply that it needs none.
+broker/recovery/recovery.py has tests of its own; here the same is said so simply that it needs none.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
-from timeball.broker.delivery import moved_rows
+from timeball.broker.accepting.delivery import moved_rows
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.loaded import Loaded, Source
 from timeball.schedule.locations import take_promises

@@ -7,7 +7,7 @@ import pytest
 from tests.schedule.rigs import HourLogRig
 from tests.schedule.world import World
 
-from timeball.broker.delivery import moved_rows
+from timeball.broker.accepting.delivery import moved_rows
 from timeball.model.errors import OutOfRange
 from timeball.schedule.locations import take_promises
 

@@ -29,7 +29,7 @@ from tests.schedule.stage import (
     StepExecutor,
 )
 
-from timeball.broker.delivery import moved_rows
+from timeball.broker.accepting.delivery import moved_rows
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.io.files import File, Files
 from timeball.log.few_rows import pairs_of

@@ -14,26 +14,30 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball.broker import delivery, transactions
-from timeball.broker.administration import Administration
-from timeball.broker.admission import as_columns
-from timeball.broker.appender import Accepted, Appender
-from timeball.broker.campaign_changes import CampaignChanges
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting import delivery
+from timeball.broker.accepting.admission import as_columns
+from timeball.broker.accepting.appender import Accepted, Appender
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.few_sends import Sends
+from timeball.broker.accepting.ingress import Ingress
+from timeball.broker.accepting.keyed_sends import KeyedSends
+from timeball.broker.accepting.sourced_sends import SourcedSends
+from timeball.broker.accepting.waiters import Waiters
+from timeball.broker.admin.administration import Administration
+from timeball.broker.admin.campaign_changes import CampaignChanges
+from timeball.broker.admin.group_states import GroupStates
+from timeball.broker.admin.job_reports import JobReports
+from timeball.broker.admin.push_changes import PushChanges
 from timeball.broker.consuming import pull
+from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.group_places import GroupPlaces
+from timeball.broker.consuming.live_tail import LiveTail
 from timeball.broker.consuming.traced import TracedConsuming
-from timeball.broker.dead_letters import DeadLetters
-from timeball.broker.few_sends import Sends
-from timeball.broker.group_states import GroupStates
-from timeball.broker.ingress import Ingress
-from timeball.broker.job_reports import JobReports
-from timeball.broker.keyed_sends import KeyedSends
-from timeball.broker.live_tail import LiveTail
+from timeball.broker.pending.forecast import Forecast
+from timeball.broker.pending.listing import Listing
 from timeball.broker.policy import Policy
-from timeball.broker.push_changes import PushChanges
-from timeball.broker.rates import Stat
+from timeball.broker.registry.rates import Stat
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.find_message import find_message
 from timeball.broker.revoking.look_ups import LookUps
@@ -42,13 +46,10 @@ from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
 from timeball.broker.revoking.sent_states import sent_states
-from timeball.broker.sourced_sends import SourcedSends
-from timeball.broker.table_changes import TableChanges
-from timeball.broker.transaction_checks import TransactionChecks
-from timeball.broker.transactions import Half, Transactions
-from timeball.broker.waiters import Waiters
-from timeball.broker.waiting.forecast import Forecast
-from timeball.broker.waiting.listing import Listing
+from timeball.broker.tables.table_changes import TableChanges
+from timeball.broker.transacting import transactions
+from timeball.broker.transacting.transaction_checks import TransactionChecks
+from timeball.broker.transacting.transactions import Half, Transactions
 from timeball.log.segment import starts
 from timeball.model import limits, time_parsing, wire
 from timeball.model.access import ANONYMOUS, Caller, Verb

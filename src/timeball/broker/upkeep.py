@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pyarrow as pa
 
-from timeball.broker import stored_table, table_watch
-from timeball.broker.components import in_thread, rollback_on_error
-from timeball.broker.memory import give_back
-from timeball.broker.retention import Retention
+from timeball.broker.accepting.components import in_thread, rollback_on_error
+from timeball.broker.consuming.retention import Retention
 from timeball.broker.service import Broker
-from timeball.broker.stored_table import StoredTable
-from timeball.broker.table_watch import TableWatch
+from timeball.broker.tables import stored_table, table_watch
+from timeball.broker.tables.memory import give_back
+from timeball.broker.tables.stored_table import StoredTable
+from timeball.broker.tables.table_watch import TableWatch
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT

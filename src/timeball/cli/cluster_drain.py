@@ -1,7 +1,7 @@
 """`timeball cluster drain`: hand over the pending messages of a group to another group, and show the progress.
 
-The leader of the group hands them over (broker/draining.py). This process repeats its request every `LOOK_S` seconds,
-until nothing is left to hand over. If this process ends, the leader continues.
+The leader of the group hands them over (broker/groups/draining.py). This process repeats its request every `LOOK_S`
+seconds, until nothing is left to hand over. If this process ends, the leader continues.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def kafka(
 
 def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
     try:
-        from timeball.broker.memory import collect_cycles_rarely
+        from timeball.broker.tables.memory import collect_cycles_rarely
         from timeball.edges.kafka.bridge import Bridge
         from timeball.edges.kafka.options import BridgeOptions, read_properties
         from timeball.io.clock import SystemClock

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def run_replica(settings: Settings, as_json: bool) -> None:
     """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
-    from timeball.broker.memory import collect_cycles_rarely, use_system_pool
+    from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
     from timeball.io.descriptors import allow_many
 
     log_lines.configure(settings.log_level, settings.log_format)

@@ -59,7 +59,7 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
 
     `start_client` is called once messages are accepted. The function that it returns ends the client before the broker.
     """
-    from timeball.broker.memory import collect_cycles_rarely, use_system_pool
+    from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
     from timeball.io.descriptors import allow_many
     from timeball.monitoring.systemd import Systemd
     from timeball.node.node import Node

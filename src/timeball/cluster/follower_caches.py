@@ -1,15 +1,15 @@
 """The broker's caches on a follower, which apply committed rows so that a takeover need not replay the log.
 
 Committed rows are applied in a separate thread. The first call loads the queues and tables of the last checkpoint or
-snapshot. From then on the caches follow the log (broker/applying.py). When the leader's retention has deleted the
-first rows before a learner joined, the learner waits for a snapshot that contains their state.
+snapshot. From then on the caches follow the log (broker/recovery/applying.py). When the leader's retention has deleted
+the first rows before a learner joined, the learner waits for a snapshot that contains their state.
 """
 
 from __future__ import annotations
 
-from timeball.broker.applying import Applying
-from timeball.broker.components import Tables
-from timeball.broker.recovery import lacks_rows, newest_known, starting_point
+from timeball.broker.accepting.components import Tables
+from timeball.broker.recovery.applying import Applying
+from timeball.broker.recovery.recovery import lacks_rows, newest_known, starting_point
 from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.io.files import Files

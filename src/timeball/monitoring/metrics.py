@@ -1,10 +1,10 @@
 """The broker's figures as Prometheus metrics. docs/metrics.md lists them.
 
 Each figure is read from its owner when the metrics are requested. So nothing is counted twice, and a message costs
-nothing more. Figures are read on the event loop, in shares of topics and groups (broker/shares.py), and converted to
-text in another thread. The number of series is limited: beyond SERIES_MAX the largest topics and groups are shown, and
-the others are one series. So a client that invents topics does not fill the memory of the scraper. Topics and groups
-that the caller may not look at are also among the others.
+nothing more. Figures are read on the event loop, in shares of topics and groups (broker/registry/shares.py), and
+converted to text in another thread. The number of series is limited: beyond SERIES_MAX the largest topics and groups
+are shown, and the others are one series. So a client that invents topics does not fill the memory of the scraper.
+Topics and groups that the caller may not look at are also among the others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from timeball.broker.delivery import Lateness
+from timeball.broker.accepting.delivery import Lateness
 from timeball.broker.policy import Policy
-from timeball.broker.rates import Stat
+from timeball.broker.registry.rates import Stat
+from timeball.broker.registry.shares import shares
 from timeball.broker.service import Broker
-from timeball.broker.shares import shares
 from timeball.io.clock import BOUNDS_NS
 from timeball.model.access import Caller, Verb
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS

@@ -1,7 +1,7 @@
 """Metrics of the path of scheduled messages from the log into tables: compaction, the pipeline's jobs, an object store.
 
-Jobs are separate processes, known by the reports that they leave (broker/job_reports.py). The lag of a job is computed
-here from the position in its latest report. So the lag of a job that has died grows.
+Jobs are separate processes, known by the reports that they leave (broker/admin/job_reports.py). The lag of a job is
+computed here from the position in its latest report. So the lag of a job that has died grows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from timeball.broker.job_reports import JobState
+from timeball.broker.admin.job_reports import JobState
 from timeball.broker.service import Broker
 from timeball.broker.tables.compact import Figures
 from timeball.model.limits import SECOND_MS

@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 
 from timeball import __version__
-from timeball.broker.applying import Applying, Recovered
-from timeball.broker.components import Components, Tables, Tracing, in_thread
-from timeball.broker.durations import find_durations
-from timeball.broker.recovery import apply_log, starting_point
+from timeball.broker.accepting.components import Components, Tables, Tracing, in_thread
+from timeball.broker.accepting.durations import find_durations
+from timeball.broker.recovery.applying import Applying, Recovered
+from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.broker.upkeep import Upkeep

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from timeball import __version__
-from timeball.broker.components import in_thread
-from timeball.broker.grouped import GroupedBroker
+from timeball.broker.accepting.components import in_thread
+from timeball.broker.groups.grouped import GroupedBroker
 from timeball.cluster import events as on
 from timeball.cluster.connect import coordinator_of
 from timeball.cluster.connections import Connections, PeerTls, listen

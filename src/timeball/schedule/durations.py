@@ -15,7 +15,8 @@ After a restart the rows in the log show which messages are durations. They are 
 the clock is behind the last row. A row with a time in the future was stored before the clock was set back. Its message
 waits no longer than its whole duration from the start on.
 
-This module does not depend on leases or topics: the broker decides which messages are durations (broker/durations.py).
+This module does not depend on leases or topics: the broker decides which messages are durations
+(broker/accepting/durations.py).
 """
 
 from __future__ import annotations

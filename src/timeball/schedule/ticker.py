@@ -34,7 +34,7 @@ SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
 
 
-# Append due messages, or messages that must be rewritten, to the log (broker/delivery.py).
+# Append due messages, or messages that must be rewritten, to the log (broker/accepting/delivery.py).
 Release = Callable[[ReadRows, int], object]
 Rewrite = Callable[[pa.RecordBatch, int], object]
 

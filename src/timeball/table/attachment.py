@@ -56,7 +56,7 @@ class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
-    """Files join or leave the table. `job_id` and `epoch` make a repeated attach a no-op (broker/tables/attach.py).
+    """Files join or leave the table. `job_id` and `epoch` make a repeated attach a no-op (broker/registry/attach.py).
 
     `digest` identifies the input rows of a bulk job: a repeat with another digest is refused.
     """

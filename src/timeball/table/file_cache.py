@@ -64,7 +64,7 @@ class FileCache:
         self.size_bytes = 0
         self.problem = problem  # error of the last request, for display; "" if it succeeded
         self.fetched_files = self.fetched_bytes = self.failures = 0
-        # Files with messages due soon that are not local, at the last check (broker/stored_table.py).
+        # Files with messages due soon that are not local, at the last check (broker/tables/stored_table.py).
         self.missing_files = 0
         # One thread at a time fetches a file. Two files seldom share a lock.
         self._busy = [threading.Lock() for _ in range(_LOCKS)]

@@ -8,7 +8,7 @@ from tests.broker.consuming.subscriber import bodies, engine, receive, send
 from tests.broker.on_node import column, on_node
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import lookup
 from timeball.broker.consuming.requests import Receipt
 

@@ -30,9 +30,9 @@ from tests.broker.on_node import InTurn, batch, column, settled
 from tests.crash.lives import run
 from tests.crash_files import CrashFiles
 
+from timeball.broker.admin.group_states import add_in_flight
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.requests import AnyReceipt, Receipt
-from timeball.broker.group_states import add_in_flight
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.io.clock import ManualClock
 from timeball.model.config import StrategyName

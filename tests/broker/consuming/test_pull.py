@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.broker.accepting.test_waiters import turns
 from tests.broker.on_node import batch, column, on_node
 from tests.broker.registry.test_topics import fresh, visible
-from tests.broker.test_waiters import turns
 from tests.crash.world import SECOND_MS, World
 
 from timeball.broker.consuming import pull

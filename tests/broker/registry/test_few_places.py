@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.registry.test_topics import fresh, visible
 
-from timeball.broker.rates import Rates, Stat
 from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import Topics
 from timeball.model.message import RETRY_TOPIC, encode_properties, stored_sizes

@@ -9,7 +9,7 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.revoking.test_cancel import let_go_of_all
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
-from timeball.broker.replayed import Replayed
+from timeball.broker.recovery.replayed import Replayed
 from timeball.broker.revoking import cancel
 from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.recall import encode_handle

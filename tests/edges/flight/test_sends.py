@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.broker import few_sends
+from timeball.broker.accepting import few_sends
 from timeball.edges.flight.sends import Sends, refusal
 from timeball.edges.flight.window import Slot, Window
 from timeball.edges.shared.shared_limits import ByteShares

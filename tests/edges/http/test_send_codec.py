@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker import admission
+from timeball.broker.accepting import admission
 from timeball.edges.http import codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.edges.http.send_codec import ARROW, Sending

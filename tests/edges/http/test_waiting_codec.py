@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from timeball.broker.waiting.pages import Page, Waiting, Wanted
+from timeball.broker.pending.pages import Page, Waiting, Wanted
 from timeball.edges.http import waiting_codec
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 

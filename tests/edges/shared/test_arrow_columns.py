@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE
 from tests.edges.arrow_types import TYPES
 
-from timeball.broker.few_sends import rows_in
+from timeball.broker.accepting.few_sends import rows_in
 from timeball.broker.policy import Policy
 from timeball.edges.shared import arrow_ipc as ipc
 from timeball.edges.shared.arrow_columns import SEND_SCHEMA, SendColumns

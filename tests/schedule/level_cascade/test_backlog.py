@@ -13,7 +13,7 @@ from tests.schedule.rigs import CascadeRig
 from tests.schedule.world import World
 from tests.schedule.wrong import SavesNoOldRows
 
-from timeball.broker.delivery import release_rows, without_lists
+from timeball.broker.accepting.delivery import release_rows, without_lists
 from timeball.edges.remoting.codec.delays import next_instant_ms
 from timeball.log.few_rows import pairs_of
 from timeball.model import limits

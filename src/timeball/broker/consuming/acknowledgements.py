@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components
+from timeball.broker.accepting.ingress import Batcher, Begun, settle
 from timeball.broker.consuming.lease_ends import cancel_rows, few_cancel_rows
 from timeball.broker.consuming.lease_promises import (
     Versions,
@@ -26,7 +27,6 @@ from timeball.broker.consuming.lease_promises import (
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
-from timeball.broker.ingress import Batcher, Begun, settle
 from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import CANCEL_REASON, encode_properties
 

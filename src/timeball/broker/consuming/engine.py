@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.waiters import Waiters, WaitQueue
 from timeball.broker.consuming import restart, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
 from timeball.broker.consuming.log_leases import Change, LogLeases
@@ -45,12 +46,11 @@ from timeball.broker.consuming.selection import Selection, check, check_invisibl
 from timeball.broker.consuming.subscriptions import ASKED_CHARACTERS_MAX, ASKED_MAX, Subscriptions
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
-from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.groups import FIRST_LEVEL
 from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.rates import Stat, of_group
 from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
 from timeball.broker.registry.topics import check_topic
-from timeball.broker.waiters import Waiters, WaitQueue
 from timeball.log.few_rows import ReadRows
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from timeball.broker.components import Components
+from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
 from timeball.model.errors import OverLimit, RequestError

@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.delivery import as_moves
+from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import lookup, redelivery_rows, retry
 from timeball.broker.consuming.acknowledgements import Acknowledgements
 from timeball.broker.consuming.lease_ends import cancel_rows
@@ -36,9 +38,7 @@ from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS, retry_topic
 from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import Selection
-from timeball.broker.delivery import as_moves
 from timeball.broker.filters.tags import BoolArray
-from timeball.broker.ingress import AsyncBatcher
 from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked

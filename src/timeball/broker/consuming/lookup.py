@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.consuming.redelivery_rows import times_of
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array, Kind

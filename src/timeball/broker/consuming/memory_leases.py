@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components
+from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
 from timeball.broker.consuming.redelivery import Redelivery
 from timeball.broker.consuming.redelivery_rows import reason_text
 from timeball.broker.consuming.requests import PositionReceipt
 from timeball.broker.consuming.selection import Selection
-from timeball.broker.rates import Stat, of_group
-from timeball.broker.waiters import Waiters
+from timeball.broker.registry.rates import Stat, of_group
 from timeball.model import limits
 
 ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Lease, Leases, OpenCount, QueueLeases
 from timeball.broker.registry.lease_counts import topic_of
-from timeball.broker.waiters import Waiters
 from timeball.model import limits
 from timeball.model.errors import Corrupt, TimeballError
 from timeball.model.message import Kind

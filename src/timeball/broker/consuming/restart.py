@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.components import Components
+from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.leases import Key, Lease, Leases, OpenCount, QueueLeases
 from timeball.broker.registry.leases import SavedLease, SavedLeases
 from timeball.broker.registry.meta import MetaTable

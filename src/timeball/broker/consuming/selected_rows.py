@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.components import Components
+from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS, is_of
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters.tags import BoolArray

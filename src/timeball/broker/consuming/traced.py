@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from timeball.broker.components import Components, Tracing
+from timeball.broker.accepting.components import Components, Tracing
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Received, ReceiveRequest
 

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from timeball.broker.filters.tags import tag_hash, tag_mask
-from timeball.broker.rates import Rates, Stat, of_dead_letter
+from timeball.broker.registry.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import Queue, Topic
 from timeball.log.queue_entry import ENTRY
 from timeball.model.message import DLQ_PREFIX

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker import queue_entries
-from timeball.broker.rates import Rates, Stat, of_dead_letter
+from timeball.broker.registry import queue_entries
 from timeball.broker.registry.meta import MetaLog
+from timeball.broker.registry.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import (
     FilterType,
     Queue,

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components
-from timeball.broker.rates import Stat
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components
+from timeball.broker.registry.rates import Stat
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, pairs
 from timeball.model.message import CANCELLED_BY, Kind, LogRow, encode_properties

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle

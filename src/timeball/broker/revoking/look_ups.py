@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.components import Components, in_thread
-from timeball.broker.ingress import AsyncBatcher
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.revoking.promise_lookup import COLUMNS, SETTLING, Found, Names, Search
 from timeball.log.reader import LogReader
 from timeball.model import limits

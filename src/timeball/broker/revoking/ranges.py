@@ -20,8 +20,8 @@ import asyncio
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.components import Components, in_thread
-from timeball.broker.rates import Stat
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.registry.rates import Stat
 from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.model.errors import NotFound, OutOfRange, RequestError

@@ -23,8 +23,8 @@ import binascii
 from functools import partial
 from typing import NamedTuple
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, Names

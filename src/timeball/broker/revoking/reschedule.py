@@ -21,11 +21,11 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.appender import Appender
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.delivery import as_moves, in_frames
 from timeball.broker.consuming.retry import SPENT
-from timeball.broker.delivery import as_moves, in_frames
-from timeball.broker.rates import Stat
+from timeball.broker.registry.rates import Stat
 from timeball.broker.revoking import promise_lookup
 from timeball.broker.revoking.cancel import settle, stop_waiting
 from timeball.broker.revoking.look_ups import LookUps

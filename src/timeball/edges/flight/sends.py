@@ -1,7 +1,7 @@
 """Batches from streams to the broker's batcher, and their answers back.
 
-broker/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain rows of the
-pending table's files that a dispatcher brings. The broker decides them in the order in which they arrive.
+broker/accepting/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain rows
+of the pending table's files that a dispatcher brings. The broker decides them in the order in which they arrive.
 
 Invariant: every slot that was handed over is settled once, even if the broker fails. Here, settling a slot means to
 give it the answer to its batch.
@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from timeball.broker.appender import Accepted
-from timeball.broker.ingress import Piece
+from timeball.broker.accepting.appender import Accepted
+from timeball.broker.accepting.ingress import Piece
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec
 from timeball.edges.flight.window import Slot
@@ -37,7 +37,7 @@ class _Piece(Piece, gc=False):
 
 
 class Sends:
-    """Hands the batches of send streams to the broker. An Edge of broker/ingress.py. Belongs to the event loop."""
+    """Hands the batches of send streams to the broker. An Edge of accepting/ingress.py. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

@@ -8,7 +8,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from timeball.broker.waiting.pages import Counted, Page, Unit, Wanted
+from timeball.broker.pending.pages import Counted, Page, Unit, Wanted
 from timeball.edges.http.codec import instant_text
 from timeball.model import limits, time_parsing
 from timeball.model.errors import InvalidMessage, OutOfRange

@@ -16,9 +16,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from timeball.broker.admin.push_changes import EXPRESSION_TYPES
 from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
 from timeball.broker.filters.compiler import FiltersKept
-from timeball.broker.push_changes import EXPRESSION_TYPES
 from timeball.broker.registry.groups import retry_delay_ms
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker

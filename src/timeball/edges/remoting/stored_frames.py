@@ -12,7 +12,7 @@ import asyncio
 from bisect import bisect_left
 from typing import NamedTuple
 
-from timeball.broker.components import Components, in_thread
+from timeball.broker.accepting.components import Components, in_thread
 from timeball.edges.remoting.codec.implementation import PYTHON, Codec, StoredFrame
 from timeball.edges.remoting.codec.records import Host
 from timeball.log.queue_entry import EntryArray

@@ -4,8 +4,8 @@
 
 It shows readers of the log or the table the progress of a message. The broker does not read it: the queues contain the
 lists, and the due time decides. So it is omitted where it would make a text longer than RocketMQ's field. An entry that
-a client sent under this name is removed. An empty list is omitted. A release removes the property (broker/delivery.py),
-also if the message belongs to another strategy by then.
+a client sent under this name is removed. An empty list is omitted. A release removes the property
+(broker/accepting/delivery.py), also if the message belongs to another strategy by then.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ monotonic clock, and reads the broker's clock again every second. A reading is a
 the task's clock is a little late and never ahead. If the broker still refuses a batch as early, its clock was set back.
 The task then brings these rows again later.
 
-The broker decides which rows are released (broker/delivery.py), so a repeated task changes nothing. If a file no longer
-exists, the broker has rewritten it, and its pending rows are in another file. A task waits for at most `lead_ms` +
-`PATIENCE_MS`.
+The broker decides which rows are released (broker/accepting/delivery.py), so a repeated task changes nothing. If a file
+no longer exists, the broker has rewritten it, and its pending rows are in another file. A task waits for at most
+`lead_ms` + `PATIENCE_MS`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timeball.broker import admission
-from timeball.broker.admission import batch_of
+from timeball.broker.accepting import admission
+from timeball.broker.accepting.admission import batch_of
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc.codec import messages_out
 from timeball.edges.grpc.codec.messages_in import row_of, type_of

@@ -6,8 +6,8 @@ import pytest
 from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, resource, with_consumer
 from tests.edges.grpc.wire import consumer_settings, d, s
 
-from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.broker.registry.rates import Stat, of_group
 from timeball.edges.grpc.session import settle
 from timeball.model import limits
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball.broker.admission import batch_of
+from timeball.broker.accepting.admission import batch_of
 from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.edges.remoting.codec.frame import (
     BINARY,

@@ -19,9 +19,9 @@ from tests.edges.remoting.codec.test_implementation import (
     send,
 )
 
-from timeball.broker import few_sends
-from timeball.broker.few_sends import FewSends
-from timeball.broker.rates import Rates, Stat
+from timeball.broker.accepting import few_sends
+from timeball.broker.accepting.few_sends import FewSends
+from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topic import Queues, Topic, TopicConfig, TopicFacts
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.frame import BINARY, FRAME_BYTES_MAX, JSON, Frame

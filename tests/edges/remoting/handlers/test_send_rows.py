@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.admission import batch_of
+from timeball.broker.accepting.admission import batch_of
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.records import BatchRecord, UniqueKeys, encode_batch
 from timeball.edges.remoting.codec.sends import SendFields, SendHeader

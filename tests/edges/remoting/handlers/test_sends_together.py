@@ -11,9 +11,9 @@ from tests.edges.remoting.handlers.test_sends import rows, send, sent
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode
 
-from timeball.broker import ingress
-from timeball.broker.admission import as_columns
-from timeball.broker.appender import Accepted
+from timeball.broker.accepting import ingress
+from timeball.broker.accepting.admission import as_columns
+from timeball.broker.accepting.appender import Accepted
 from timeball.broker.registry.topic import READ, TopicConfig
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command

@@ -12,7 +12,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.broker import transaction_checks
+from timeball.broker.transacting import transaction_checks
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON, Command
 from timeball.edges.remoting.codec.records import parse_offset_msg_id

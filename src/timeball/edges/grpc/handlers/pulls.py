@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 
 import pyarrow as pa
 
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.pull import FilteredPull
 from timeball.broker.filters import Filter

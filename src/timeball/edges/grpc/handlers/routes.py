@@ -14,7 +14,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import NamedTuple
 
-from timeball.broker.grouped import GroupedBroker
+from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic

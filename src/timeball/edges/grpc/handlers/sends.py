@@ -1,4 +1,4 @@
-"""SendMessage: checked here and batched with other sends by broker/ingress.py. RecallMessage: by its handle.
+"""SendMessage: checked here and batched with other sends by broker/accepting/ingress.py. RecallMessage: by its handle.
 
 A call is one piece: its messages are accepted together or refused together, with the code of the first bad message. So
 its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a separate batcher, whose
@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from timeball.broker.appender import Accepted
-from timeball.broker.ingress import Piece
+from timeball.broker.accepting.appender import Accepted
+from timeball.broker.accepting.ingress import Piece
 from timeball.broker.registry.topic import MESSAGE_TYPE
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking import recall
@@ -141,7 +141,7 @@ class Sends:
             raise Refused(code, error.sentence) from error
         return RecallMessageResponse(status=OK, message_id=message_id)
 
-    # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
+    # -- an Edge of broker/accepting/ingress.py ------------------------------------------------------------------------
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Send each call the offsets of its messages."""

@@ -2,8 +2,8 @@
 
 A half message arrives by SendMessage (sends.py), whose answer contains the id of its transaction. Over gRPC a producer
 has no group, so the topic is used as its group. A producer of the topic is asked about an open half message on its
-Telemetry stream, and answers with another EndTransaction. broker/transaction_checks.py decides when. To end a
-transaction twice in the same way succeeds both times. The opposite end is refused.
+Telemetry stream, and answers with another EndTransaction. broker/transacting/transaction_checks.py decides when. To end
+a transaction twice in the same way succeeds both times. The opposite end is refused.
 
 Clients get the id of a transaction with the answer to a half message and return it. To them it is opaque:
 
@@ -20,7 +20,7 @@ from zlib import crc32
 
 import pyarrow as pa
 
-from timeball.broker.transactions import Half, Outcome
+from timeball.broker.transacting.transactions import Half, Outcome
 from timeball.edges.grpc._generated.definition_pb2 import (
     Code,
     MessageType,

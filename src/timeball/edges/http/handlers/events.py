@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from functools import partial
 
-from timeball.broker.live_tail import Offsets
+from timeball.broker.consuming.live_tail import Offsets
 from timeball.broker.service import Broker
 from timeball.edges.http import events_codec
 from timeball.edges.http.requests import Call, Paths, Stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.broker.grouped import GroupedBroker
+from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import AnyQuestion
 from timeball.broker.service import Broker
 from timeball.edges.http.problems import Answer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from timeball.broker.registry.shares import shares
 from timeball.broker.service import Broker
-from timeball.broker.shares import shares
 from timeball.edges.http import codec
 from timeball.edges.http.answers_codec import Health, Jobs, Leads, ReplicaGroups, TopicDeleted, TopicSize
 from timeball.edges.http.problems import Answer

@@ -7,8 +7,8 @@ import os
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from timeball.broker.appender import Accepted, Sent
-from timeball.broker.ingress import Piece, settle
+from timeball.broker.accepting.appender import Accepted, Sent
+from timeball.broker.accepting.ingress import Piece, settle
 from timeball.broker.service import Broker
 from timeball.edges.http import codec, send_codec
 from timeball.edges.http.problems import Answer
@@ -66,7 +66,7 @@ _FRESH = _Fresh()
 
 
 class Sends:
-    """Serves sends. An Edge of broker/ingress.py. Belongs to the event loop."""
+    """Serves sends. An Edge of broker/accepting/ingress.py. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._is_durable = broker, broker.parts.settings.durability == "sync"
@@ -129,7 +129,7 @@ class Sends:
         )
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
-        """Complete the requests with the positions of their messages (see Edge in broker/ingress.py)."""
+        """Complete the requests with the positions of their messages (see Edge in broker/accepting/ingress.py)."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
             settle(piece.accepted, _Stood(first_seq, accepted.store_ms, accepted.sent))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.registry.topics import Queue
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.records import encode_stored

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.components import in_thread
+from timeball.broker.accepting.components import in_thread
+from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import retry
-from timeball.broker.ingress import AsyncBatcher
-from timeball.broker.rates import Stat, of_group
 from timeball.broker.registry.groups import times_max
+from timeball.broker.registry.rates import Stat, of_group
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.edges.remoting.codec import delays
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from timeball.broker.few_sends import ROWS_MAX as FEW_ROWS_MAX
-from timeball.broker.few_sends import FewSends, Sends
-from timeball.broker.ingress import Piece
+from timeball.broker.accepting.few_sends import ROWS_MAX as FEW_ROWS_MAX
+from timeball.broker.accepting.few_sends import FewSends, Sends
+from timeball.broker.accepting.ingress import Piece
 from timeball.broker.registry.few_places import FewPlaces, tag_number
 from timeball.broker.registry.topic import Topic
 from timeball.edges.remoting.codec import delays
@@ -80,7 +80,7 @@ class RunTicket(Piece, gc=False):
 
 
 class Runs:
-    """Runs that share a batch. See SendRuns (broker/few_sends.py). Iterates over their rows."""
+    """Runs that share a batch. See SendRuns (broker/accepting/few_sends.py). Iterates over their rows."""
 
     def __init__(self, codec: Codec, runs: list[SendRun]) -> None:
         self._codec, self._runs = codec, runs

@@ -1,4 +1,4 @@
-"""Sends: checked here, batched with the sends of other clients by broker/ingress.py, and answered when durable.
+"""Sends: checked here, batched with those of other clients by broker/accepting/ingress.py, and answered when durable.
 
 A send that breaks a rule is answered at once and does not enter a batch. Two kinds of sends are redirected first. A
 message for a %RETRY% topic goes to the topic that broker/consuming/retry.py determines. A half message goes to a
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from timeball.broker.appender import Accepted
-from timeball.broker.ingress import Ingress
+from timeball.broker.accepting.appender import Accepted
+from timeball.broker.accepting.ingress import Ingress
 from timeball.broker.revoking.recall import RecallRefused, encode_handle
 from timeball.edges.remoting.calls import (
     Call,
@@ -243,7 +243,7 @@ class Sends:
             raise Refused(ResponseCode.ILLEGAL_OPERATION, str(error)) from error
         return call.answer(ext={"msgId": unique_key, **TRACED})
 
-    # -- an Edge of broker/ingress.py ------------------------------------------------------------------------
+    # -- an Edge of broker/accepting/ingress.py ------------------------------------------------------------------------
 
     def answer(self, pieces: list[Ticket | RunTicket], accepted: Accepted) -> None:
         """Answer these sends with one write per connection, even if the commit contains several of its sends."""

@@ -1,9 +1,9 @@
 """Transactions: handle END_TRANSACTION (37) from producers and send them CHECK_TRANSACTION_STATE (39).
 
 Half messages arrive as sends (sends.py). A client ends a transaction by the number that it got as the message's
-physical offset, nearly always with a one-way request. broker/transaction_checks.py decides when a producer is asked
-about a transaction that was not ended. Then the half message is pushed to a producer of the group, which answers with
-another END_TRANSACTION.
+physical offset, nearly always with a one-way request. broker/transacting/transaction_checks.py decides when a producer
+is asked about a transaction that was not ended. Then the half message is pushed to a producer of the group, which
+answers with another END_TRANSACTION.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from random import choice
 import msgspec
 import pyarrow as pa
 
-from timeball.broker import transactions as core
-from timeball.broker.transactions import Half, Outcome
+from timeball.broker.transacting import transactions as core
+from timeball.broker.transacting.transactions import Half, Outcome
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.edges.remoting.codec import delays
 from timeball.edges.remoting.codec.codes import (
@@ -60,7 +60,7 @@ def prepared(properties: str, group: str | None) -> str:
 
 
 class Transactions:
-    """Serves END_TRANSACTION, and asks producers for broker/transaction_checks.py."""
+    """Serves END_TRANSACTION, and asks producers for broker/transacting/transaction_checks.py."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context = context

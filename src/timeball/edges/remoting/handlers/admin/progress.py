@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from timeball.broker.components import in_thread
-from timeball.broker.rates import Stat, of_group
+from timeball.broker.accepting.components import in_thread
+from timeball.broker.registry.rates import Stat, of_group
 from timeball.broker.registry.topics import Topic
 from timeball.edges.remoting.calls import (
     Call,

@@ -3,8 +3,8 @@
 Some figures of RocketMQ have no counterpart in Timeball (thread pools, page-cache locks). They are 0, since tools read
 these names and fail without them. Rates come from samples that the edge takes once a second. "Yesterday" and "today"
 are days of UTC. If the broker started today, "today" begins with its start. Settings can be read but not written,
-because they are fixed when the broker starts. broker/rates.py counts messages and bytes by topic and group, which
-exporters and consoles draw.
+because they are fixed when the broker starts. broker/registry/rates.py counts messages and bytes by topic and group,
+which exporters and consoles draw.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import fields
 import msgspec
 
 from timeball import __version__
-from timeball.broker.components import in_thread
-from timeball.broker.rates import STATS, Rate, Stat, Window
+from timeball.broker.accepting.components import in_thread
+from timeball.broker.registry.rates import STATS, Rate, Stat, Window
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, data_version
 from timeball.edges.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import text

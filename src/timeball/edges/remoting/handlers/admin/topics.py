@@ -1,6 +1,6 @@
 """Administration of topics: create, change, list, delete.
 
-broker/administration.py defines the effect of a change. A tool's change is saved before the answer.
+broker/admin/administration.py defines the effect of a change. A tool's change is saved before the answer.
 
 Of the name server's key-value table, one namespace is still used: ordered topics. In RocketMQ a topic is declared as
 ordered twice, in the broker and in this table. The route of an ordered topic contains the number of queues of each
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.administration import TopicChange
+from timeball.broker.admin.administration import TopicChange
+from timeball.broker.registry.shares import shares
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
-from timeball.broker.shares import shares
 from timeball.edges.remoting.calls import (
     Call,
     Handlers,

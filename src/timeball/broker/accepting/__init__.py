@@ -1,0 +1,1 @@
+"""Accepts messages: checks and completes sends, appends rows to the log, and releases due messages."""

@@ -1,0 +1,369 @@
+"""Delivery: when a scheduled message is due, append a release record, which is the visible message, exactly once.
+
+There is no second write that could be lost or doubled. The release record names its promise, so a restart that finds
+the record knows that the promise is settled (released or cancelled). A check that no message is early is made here once
+more, independently of the schedule (G2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.accepting.components import Components
+from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.topics import Placement, Topics, check_topic
+from timeball.log.few_rows import (
+    Build,
+    EncodedRows,
+    NumberedRows,
+    Pairs,
+    ReadRows,
+    builder_of,
+    pairs_of,
+    read_batch,
+    stored_size,
+)
+from timeball.model import limits
+from timeball.model.errors import OutOfRange
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
+from timeball.schedule.columns import FEW, with_column
+from timeball.schedule.hour_log.pending import as_promises
+from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
+from timeball.schedule.level_cascade.timing_list import without_list
+
+FEW_ROWS = 64  # for more rows, columns cost less
+FEW_BYTES = limits.REQUEST_BYTES_MAX // 64
+_RELEASE = int(Kind.RELEASE)
+_BODY, _PROPERTIES, _DUE_MS, _STORE_MS = map(
+    READ_SCHEMA.get_field_index, ("body", "properties", "due_ms", "store_ms")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The result of a batch: the number of rows that it released durably, and the number of rows that it left."""
+
+    released: int
+    left: int
+
+
+class Delivery:
+    """Appends release records of due messages. Also rewrites messages whose row must move while they stay pending."""
+
+    def __init__(
+        self,
+        parts: Components,
+        *,
+        on_visible: Callable[[list[tuple[str, int]]], None],
+        lateness: Lateness,
+    ) -> None:
+        """Create the delivery. `on_visible` receives the queues that have new messages: topic and queue number."""
+        self._parts, self._scheduler = parts, parts.scheduler
+        self._on_visible, self._lateness, self._traces = on_visible, lateness, parts.traces
+        self._build = builder_of(parts.settings.codec)
+
+    def release(self, promises: ReadRows, now_ms: int) -> asyncio.Future[int]:
+        """Append release records for handed-out messages. The ticker calls this.
+
+        The future is done when all are durable.
+        """
+        few = few_values(promises)
+        if few is not None:
+            return self._release_few(promises, few, now_ms)
+        for part in in_frames(read_batch(promises)):
+            durable = self._release_frame(part, now_ms)
+        return durable
+
+    def _release_few(self, promises: ReadRows, values: Sequence[ReadRow], now_ms: int) -> asyncio.Future[int]:
+        parts, pairs = self._parts, pairs_of(promises)
+        few, places = few_release_rows(values, parts.topics, now_ms, self._build)
+        first_seq = parts.writer.next_seq
+        # Lateness counts from the acceptance if the due time had already passed then, because the broker did not miss
+        # that due time.
+        begin_ms = np.array([max(row[_DUE_MS], row[_STORE_MS]) for row in values], dtype=np.int64)
+        durable = parts.writer.append(
+            few, on_durable=lambda: self._released(promises, pairs, begin_ms, first_seq, places)
+        )[1]
+        places.give_out()  # without an await after the append, so that no other row gets these offsets
+        return durable
+
+    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+        parts = self._parts
+        # First, because the index and the rates count the properties that a consumer gets.
+        promises = without_lists(promises)
+        # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
+        placement = parts.topics.place(promises)
+        rows = release_rows(
+            promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
+        )
+        first_seq, pairs = parts.writer.next_seq, pairs_of(promises)
+        begin_ms = np.maximum(pairs[0], int64(promises.column("store_ms")))  # as in `_release_few`
+        return parts.writer.append(
+            rows, on_durable=lambda: self._released(promises, pairs, begin_ms, first_seq, placement)
+        )[1]
+
+    def rewrite(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        """Append again messages whose rows must be rewritten while they stay pending. The ticker calls this."""
+        for part in in_frames(promises):
+            self._move_frame(part, now_ms)
+
+    def _move_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
+        first_seq, rows = self._parts.writer.next_seq, promises.num_rows
+
+        def on_durable() -> None:
+            row_seq = np.arange(first_seq, first_seq + rows)
+            # Only when durable: until then the message counts as pending in its old row, where a restart would find it.
+            self._scheduler.rewritten(int64(promises.column("seq")), row_seq, self._parts.clock.now_ms())
+
+        self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
+
+    def _released(
+        self,
+        promises: ReadRows,
+        pairs: Pairs,
+        begin_ms: Int64Array,
+        first_seq: int,
+        placement: Placement | FewPlaces,
+    ) -> None:
+        seq = pairs[1]
+        placement.index(first_seq)
+        placement.count(self._parts.rates, released=True)
+        now_ms = self._parts.clock.now_ms()
+        # After the index: consumers must find the message before it counts as released.
+        self._scheduler.released(seq)
+        if self._parts.lease_counts.waiting_rows:
+            # Rows that come as values were never moved, so `seq` is their number.
+            numbers = seq if isinstance(promises, NumberedRows) else names(promises)[0].to_numpy()
+            self._parts.lease_counts.end(numbers)
+        self._on_visible(placement.queues())
+        self._lateness.add(np.maximum(0, now_ms - begin_ms))
+        if self._traces is not None:
+            self._traces.released(read_batch(promises), now_ms)
+
+    # -- releases by a dispatcher outside: it reads due promises in the table's files and hands them in ----------
+
+    def lease_to_dispatcher(self, lease_ms: int) -> None:
+        """Leave the messages in data files to a dispatcher for `lease_ms`, at most one hour. 0 ends the lease now."""
+        self._parts.scheduler.lease(self._parts.clock.now_ms(), lease_ms)
+
+    async def release_brought(self, rows: pa.RecordBatch) -> Brought:
+        """Release those of these rows that are pending. They are durable on return.
+
+        `rows` are valid rows in TABLE_SCHEMA. The dispatcher decides nothing: messages that were cancelled, brought
+        before, or already loaded because they were late are left. So any call may be repeated. The bodies are trusted,
+        as those of attached files are. Raises OutOfRange if a row of the batch is not due yet. The dispatcher may bring
+        it again later.
+        """
+        parts = self._parts
+        # Ordinary releases have the same limit: neither path may fill the memory faster than the disk writes.
+        while parts.scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
+            await parts.writer.flushed()
+        now_ms = parts.clock.now_ms()
+        last_ms = int(int64(rows.column("due_ms")).max())
+        # Only the broker's clock counts: a dispatcher whose clock is ahead must not release early (G2).
+        if last_ms > now_ms:
+            raise OutOfRange(f"a row is due at {last_ms} and it is {now_ms} here: bring it then")
+        for name in rows.column("topic").unique().to_pylist():
+            if parts.topics.find_topic(name) is None:
+                check_topic(name)  # raises for an invalid name, so before any row is in flight
+        # No await from here on: rows in flight must be in the log in the same order.
+        promises = parts.scheduler.take_brought(as_promises(pa.Table.from_batches([rows])))
+        if promises is None:
+            return Brought(0, rows.num_rows)
+        # Shielded: the rows are in flight. If the dispatcher disconnects, the commit of others must not be cancelled.
+        await asyncio.shield(self.release(promises, now_ms))
+        return Brought(promises.num_rows, rows.num_rows - promises.num_rows)
+
+
+def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield the rows in parts that fit into a frame each. A thousand large bodies may be due in one millisecond."""
+    # Not `nbytes`, which reads each column and takes as long as releasing a row.
+    if promises.num_rows == 1 or pa.ipc.get_record_batch_size(promises) <= limits.REQUEST_BYTES_MAX:
+        yield promises
+        return
+    # Split in halves by rows, which may have different sizes. A single row always fits (limits.BODY_BYTES_MAX).
+    half = promises.num_rows // 2
+    yield from in_frames(promises.slice(0, half))
+    yield from in_frames(promises.slice(half))
+
+
+def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
+    """Compute `source_seq` and `version_seq`, by which other rows name these promises.
+
+    They are the numbers of the promises and, for moved ones, their versions.
+    """
+    moved = promises.column("kind").to_numpy() == Kind.MOVED
+    # Almost always none was moved, and the columns are passed on as they are.
+    if not moved.any():
+        return promises.column("seq"), promises.column("version_seq")  # all values are null
+    mask, seq = pa.array(moved), promises.column("seq")
+    return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
+        mask, seq, pa.scalar(None, pa.int64())
+    )
+
+
+def without_lists(promises: pa.RecordBatch) -> pa.RecordBatch:
+    """Remove the levels that a level cascade has stored in the properties.
+
+    This happens here and not in a backlog, because a message may have gone to another strategy or into a file with its
+    list.
+    """
+    properties = promises.column("properties")
+    if not pc.any(pc.match_substring(properties, TIMING_LIST)).as_py():  # usually no row has a list
+        return promises
+    return with_column(promises, "properties", without_list(properties))
+
+
+def release_rows(
+    promises: pa.RecordBatch, *, now_ms: int, queue_id: Int64Array, queue_offset: Int64Array
+) -> pa.RecordBatch:
+    """Build LOG_SCHEMA release records for READ_SCHEMA promises, in the same order."""
+    due_ms = int64(promises.column("due_ms"))
+    # Guarantee G2 is checked once more here, because everything before this line is a cache.
+    assert len(due_ms) and int(due_ms.max()) <= now_ms, "a promise must never be kept before its instant"
+    number, version = names(promises)
+    changed = {
+        "kind": pa.array(np.full(len(due_ms), Kind.RELEASE, dtype=np.int8)),
+        "queue_id": pa.array(queue_id.astype(np.int32)),
+        "queue_offset": pa.array(queue_offset),
+        "store_ms": pa.array(np.full(len(due_ms), now_ms, dtype=np.int64)),
+        "accepted_ms": promises.column("store_ms"),
+        "source_seq": number,
+        "version_seq": version,
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def few_values(promises: ReadRows) -> list[ReadRow] | None:
+    """Convert READ_SCHEMA promises to values if they can be released row by row.
+
+    None if they must be released as columns. They can if they are few and of the usual sizes, and none has a list of a
+    level cascade.
+    """
+    if promises.num_rows > FEW_ROWS:
+        return None
+    if isinstance(promises, NumberedRows):
+        values = promises.values
+    elif pa.ipc.get_record_batch_size(promises) >= FEW_BYTES:
+        return None
+    else:
+        values = list(zip(*(column.to_pylist() for column in promises.columns), strict=True))
+    size_bytes = 0
+    for row in values:
+        # The length in characters is enough: UTF-8 needs at most four times as many bytes, and FEW_BYTES is far below a
+        # frame's limit.
+        body, properties = row[_BODY], row[_PROPERTIES]
+        size_bytes += len(body or b"")
+        if properties:
+            size_bytes += len(properties)
+            if TIMING_LIST in properties:
+                return None
+    return values if size_bytes < FEW_BYTES else None
+
+
+def few_release_rows(
+    promises: Sequence[ReadRow], topics: Topics, now_ms: int, build: Build
+) -> tuple[EncodedRows, FewPlaces]:
+    """Do the work of `Topics.place` and `release_rows` for a few promises.
+
+    The caller still has to give out the offsets. A tick of a steady load hands out one or a few promises. As columns,
+    one promise costs 0.5 ms, as much as many do (decision 0037). `tests/broker/test_few_releases.py` checks that both
+    ways give the same rows.
+    """
+    places = FewPlaces()
+    built: list[LogRow] = []
+    for at, row in enumerate(promises):
+        (
+            seq, kind, topic, queue_id, _, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
+            store_host, flag, sys_flag, reconsume_times, due_ms, _, source_seq, version_seq, from_due_ms,
+        ) = row  # fmt: skip
+        # Guarantee G2, as in `release_rows`.
+        assert due_ms <= now_ms, "a promise must never be kept before its instant"
+        # The same rule as in `names`.
+        number, version = (source_seq, seq) if kind == Kind.MOVED else (seq, version_seq)
+        queue_id, offset = places.choose(
+            topics.find_topic(topic) or topics.ensure(topic),
+            at, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag, properties,
+        )  # fmt: skip
+        built.append(
+            (
+                _RELEASE, topic, queue_id, offset, tag, keys, unique_key, body, properties, born_ms, born_host, now_ms,
+                store_host, flag, sys_flag, reconsume_times, due_ms, store_ms, number, version, from_due_ms,
+            )
+        )  # fmt: skip
+    return build(built), places
+
+
+def moved_rows(promises: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
+    """Build LOG_SCHEMA rows that replace the rows of READ_SCHEMA promises, in the same order."""
+    count, (number, version) = promises.num_rows, names(promises)
+    changed = {
+        "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
+        "store_ms": pa.array(np.full(count, now_ms, dtype=np.int64)),
+        "accepted_ms": promises.column("store_ms"),
+        "source_seq": number,
+        "version_seq": version,
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+def as_moves(promises: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert new LOG_SCHEMA promises to moves of the READ_SCHEMA promises `before`."""
+    number, version = names(before)
+    changed = {
+        "kind": pa.array(np.full(promises.num_rows, Kind.MOVED, dtype=np.int8)),
+        "accepted_ms": before.column("store_ms"),
+        "source_seq": number,
+        "version_seq": version,
+        "from_due_ms": before.column("due_ms"),
+    }
+    return pa.RecordBatch.from_arrays(
+        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+    )
+
+
+class Lateness:
+    """A histogram of the lateness of releases in ms, with a count per bound. Cheap enough for every batch."""
+
+    BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 60_000)
+
+    def __init__(self) -> None:
+        # A fixed number of bounds, so a batch costs one search and one addition of two short arrays.
+        self._edges = np.array(self.BOUNDS, dtype=np.int64)
+        self.counts = np.zeros(len(self.BOUNDS) + 1, dtype=np.int64)
+        self.released = 0
+        self.max_ms = self.sum_ms = 0
+
+    def add(self, late_ms: Int64Array) -> None:
+        """Count the releases of a batch. `late_ms` is the lateness of each."""
+        self.released += len(late_ms)
+        if len(late_ms) <= FEW:
+            for late in late_ms.tolist():
+                self.counts[bisect_left(self.BOUNDS, late)] += 1
+                self.sum_ms += late
+                self.max_ms = max(self.max_ms, late)
+            return
+        self.counts += np.bincount(np.searchsorted(self._edges, late_ms), minlength=len(self.counts))
+        self.sum_ms += int(late_ms.sum())
+        self.max_ms = max(self.max_ms, int(late_ms.max()))
+
+    def summary(self) -> dict[str, int | dict[str, int]]:
+        """Summarize the histogram for `status`.
+
+        A bucket counts the lateness above the previous bound and up to its own.
+        """
+        buckets = {f"<={bound}ms": int(n) for bound, n in zip(self.BOUNDS, self.counts, strict=False) if n}
+        if self.counts[-1]:
+            buckets[f">{self.BOUNDS[-1]}ms"] = int(self.counts[-1])
+        return {"released": self.released, "max_ms": self.max_ms, "buckets": buckets}

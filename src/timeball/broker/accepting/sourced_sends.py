@@ -1,0 +1,64 @@
+"""Sends of batches made from the records of a source. Each record is in the log once, however often it is sent.
+
+    put -> the batch begins at the source's position -> rows and the new position, in one frame -> answer
+        -> it begins elsewhere                       -> Conflict
+
+These sends are not collected as others are, because a bridge sends large batches. The position moves with the append,
+on the event loop. So several batches of one source may be under way, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from timeball.broker.accepting.appender import Accepted, Appender
+from timeball.broker.accepting.components import Components
+from timeball.broker.accepting.ingress import Piece, answer, refuse
+from timeball.model.access import Caller
+from timeball.model.errors import Unavailable
+from timeball.model.message import build_rows
+from timeball.model.wire import SourceStep
+
+
+class SourcedSends:
+    """The sends of sources. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, appender: Appender) -> None:
+        self._parts, self._send = parts, parts.traced(appender.send_with)
+
+    def positions(self, source: str, caller: Caller) -> dict[int, int]:
+        """Return the positions of the caller's source of this name, by partition."""
+        return self._parts.source_positions.of(caller.name, source)
+
+    def put(self, piece: Piece, step: SourceStep) -> None:
+        """Send a piece of SEND_COLUMNS, which may be empty, and move its source. Its edge receives the outcome later.
+
+        Raises Conflict, and the errors of a send.
+        """
+        caller = piece.caller
+        positions = self._parts.source_positions
+        if piece.count:
+            # The row of the position is in the same frame as the messages, so a crash cannot separate them.
+            moved = positions.moved
+            accepted, durable = self._send(
+                piece.rows, lambda first_seq, store_ms: moved(caller.name, step), caller
+            )
+        else:
+            # Records may produce no message. The source still moves past them.
+            self._parts.writer.check_room()
+            changed = positions.moved(caller.name, step)
+            store_ms, rows = self._parts.clock.now_ms(), build_rows(0)
+            first_seq, durable = self._parts.writer.append(changed.rows)
+            changed.keep()
+            accepted = Accepted(first_seq, 0, store_ms, rows)
+        piece.first_row = 0  # no other piece shares its batch
+        durable.add_done_callback(partial(_ended, piece, accepted))
+
+
+def _ended(piece: Piece, accepted: Accepted, durable: asyncio.Future[int]) -> None:
+    failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
+    if failure is not None:
+        refuse([piece], failure)
+    else:
+        answer([piece], accepted)

@@ -1,0 +1,138 @@
+"""Read the status files of the pipeline's jobs and the result of the last audit.
+
+    pipeline/status/<job>.json    written by each job every few seconds (spark/run/job_status.py)
+    pipeline/audit.json           written by `timeball audit`
+
+Jobs with another folder for their checkpoints, or with a table in an object store, write elsewhere and are not visible
+here. The files are for people: no decision of the broker depends on them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.policy import Policy
+from timeball.model.access import Caller, Verb
+
+logger = logging.getLogger(__name__)
+
+STATUS, AUDIT = "pipeline/status", "pipeline/audit.json"
+# Jobs write into this folder. If one of them fills it, reading it must not become slow.
+FILES_MAX = 100
+FILE_BYTES_MAX = 64 * 1024
+
+Report = dict[str, object]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The latest micro-batch of a job. `position` is its end: a row of the log (seq) or a due time in ms (due_ms)."""
+
+    unit: Literal["seq", "due_ms"]
+    position: int
+    took_ms: int
+
+
+class JobFigures(msgspec.Struct, frozen=True):
+    """The figures of a job's report that metrics need."""
+
+    # The lengths are limited, because any program may have written the file.
+    job: Annotated[str, Meta(max_length=100)]
+    state: Annotated[str, Meta(max_length=20)]
+    updated_ms: int
+    epochs: int = 0
+    rows: int = 0
+    last: Batch | None = None
+    failures: int = 0
+
+
+class JobState(NamedTuple):
+    """A job's figures, and its lag behind the broker now. A lag is None if the job's position does not determine it."""
+
+    figures: JobFigures
+    lag_rows: int | None
+    lag_ms: int | None
+
+
+class JobReports:
+    """Reads the reports of jobs. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, policy: Policy) -> None:
+        self._parts, self._policy = parts, policy
+
+    async def all(self, caller: Caller) -> tuple[list[Report], Report | None]:
+        """Read the reports of the jobs, sorted by name, and of the last audit. Raises Forbidden."""
+        # Errors in them may contain topics and URIs that not every account may see.
+        self._policy.allow(caller, Verb.ADMIN)
+        return await in_thread(self._parts.reader_thread, self._read_all)
+
+    async def states(self) -> list[JobState]:
+        """Read the states of the jobs for metrics, sorted by name. Omits reports without the necessary figures."""
+        parts = self._parts
+        return await in_thread(parts.reader_thread, self._states, parts.reader.next_seq, parts.clock.now_ms())
+
+    async def compaction_lag_ms(self) -> int:
+        """Compute the age in ms of the oldest row that compaction has not read. 0 if there is none."""
+        parts = self._parts
+        return await in_thread(
+            parts.reader_thread,
+            self._age_ms,
+            parts.ledger.watermark,
+            parts.reader.next_seq,
+            parts.clock.now_ms(),
+        )
+
+    def _states(self, next_seq: int, now_ms: int) -> list[JobState]:
+        found = []
+        for report in self._read_all()[0]:
+            try:
+                figures = msgspec.convert(report, JobFigures)
+            except msgspec.ValidationError as error:
+                logger.warning("report of a job not understood reason=%s", error)
+                continue
+            last = figures.last
+            if last is None:
+                found.append(JobState(figures, None, None))
+            elif last.unit == "due_ms":
+                found.append(JobState(figures, None, max(0, now_ms - last.position)))
+            else:
+                # Measured from the current end of the log, so the lag of a dead job grows.
+                lag_ms = self._age_ms(last.position, next_seq, now_ms)
+                found.append(JobState(figures, max(0, next_seq - last.position), lag_ms))
+        return found
+
+    def _age_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
+        """Compute the age in ms of the first row at or after `seq`. 0 if there is none."""
+        reader = self._parts.reader
+        first = max(seq, reader.first_seq)
+        # One frame at a time. Reserved numbers have no rows.
+        for rows in reader.coalesced(first, next_seq, None, 1, ["store_ms"]) if first < next_seq else ():
+            if rows.num_rows:
+                return max(0, now_ms - int(rows.column("store_ms")[0].as_py() or now_ms))
+        return 0
+
+    def _read_all(self) -> tuple[list[Report], Report | None]:
+        files = self._parts.files
+        # Jobs replace a file through a temporary file with another suffix, which is skipped here.
+        names = (
+            [name for name in files.list_dir(STATUS) if name.endswith(".json")]
+            if files.exists(STATUS)
+            else []
+        )
+        found = [self._read(f"{STATUS}/{name}") for name in sorted(names)[:FILES_MAX]]
+        return [each for each in found if each is not None], self._read(AUDIT)
+
+    def _read(self, name: str) -> Report | None:
+        files = self._parts.files
+        try:
+            # Another process may remove the file, or write any content into it.
+            if not files.exists(name) or files.size(name) > FILE_BYTES_MAX:
+                return None
+            return msgspec.json.decode(memoryview(files.map_readonly(name)), type=Report)
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("report of a job not read file=%s reason=%s", name, error)
+            return None

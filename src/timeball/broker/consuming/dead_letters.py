@@ -1,0 +1,444 @@
+"""Dead letters: messages that a consumer group has given up. Operators can list, resend or delete them.
+
+A dead letter is a row of the topic `%DLQ%<group>`. RocketMQ's tools see all dead letters there. An operator sees only
+the open ones: a resend or a delete records in the log that a position is resolved (registry/dead_letters.py).
+
+    resend    appends a copy for this group alone, with the full number of attempts, in one frame with the row that
+              marks the position as resolved
+    delete    appends only that row: the message stays in the queue until retention removes it
+    repeat    before retention removes the row of an open dead letter, a MOVED row without a due time repeats it at the
+              end of the log, in one frame with the META row that names it (decision 0079); its handle stays the same
+
+The copy goes to the retry topic, from which the group receives its other attempts. No other group reads that topic. A
+group that consumes in order reads no retry topic. Then the copy goes to the end of the original topic, where other
+groups also see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.consuming import retry
+from timeball.broker.consuming.redelivery_rows import (
+    FIRST_POP_TIME,
+    POP_CK,
+    retry_topic,
+)
+from timeball.broker.consuming.retention import log_expired
+from timeball.broker.policy import Policy
+from timeball.broker.registry.dead_letters import Position, Run, joined, left_of
+from timeball.broker.registry.expired import Expiry
+from timeball.broker.registry.meta import Change, together
+from timeball.broker.registry.shares import shares
+from timeball.broker.registry.topic import Topic
+from timeball.model import limits
+from timeball.model.access import Caller, Verb
+from timeball.model.answers import DeadLetterPage, DeadLetterRow, Resolved
+from timeball.model.errors import InvalidMessage
+from timeball.model.message import (
+    DLQ_PREFIX,
+    LOG_SCHEMA,
+    NACK_REASON,
+    NACK_TIME,
+    ORIGIN_GROUP,
+    READ_SCHEMA,
+    RETRY_TOPIC,
+    SEND_COLUMNS,
+    Int64Array,
+    Kind,
+    decode_properties,
+    encode_properties,
+    stored_sizes,
+)
+
+RESENT_AT_ONCE = 1_000  # rows that share a frame
+
+# A copy is a first attempt, so no property of the earlier attempts may have an effect.
+_DROPPED = retry.SPENT | {POP_CK, FIRST_POP_TIME, NACK_TIME, NACK_REASON}
+_COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
+
+
+class DeadLetters:
+    """The operations on dead letters. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, appender: Appender, policy: Policy) -> None:
+        self._parts, self._appender, self._policy = parts, appender, policy
+
+    def count(self, group: str) -> int:
+        """Count the open dead letters of a group."""
+        topic = self._topic(group)
+        return 0 if topic is None else sum(end - begin for _, begin, end in self._open(group, topic))
+
+    async def page(self, group: str, rows: int, after: str | None, caller: Caller) -> DeadLetterPage:
+        """List up to `rows` open dead letters after a handle. Raises Forbidden, GroupNotFound, InvalidMessage."""
+        # The same permission as for receiving the messages, because the page shows bodies.
+        self._policy.allow(caller, Verb.RECEIVE, group=group)
+        topic = self._topic(group)
+        if topic is None:
+            self._check_known(group)
+            return DeadLetterPage([])
+        begin = (0, 0) if after is None else _next(position_of(after))
+        # One more than the page shows, to see whether there is a next page.
+        positions = list(islice(self._positions(group, topic, begin), rows + 1))
+        shown = positions[:rows]
+        found = await self._read(topic, shown)
+        letters = [_letter(at, row) for at, row in zip(shown, found.to_pylist(), strict=True)]
+        return DeadLetterPage(letters, handle_of(shown[-1]) if len(positions) > rows else None)
+
+    async def resend(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
+        """Send these or all open dead letters to the group again. Durable on return.
+
+        Raises Forbidden, InvalidMessage.
+        """
+        return await self._resolve(group, handles, caller, is_resend=True)
+
+    async def delete(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
+        """Mark these or all open dead letters as resolved. Durable on return. Raises Forbidden, InvalidMessage."""
+        return await self._resolve(group, handles, caller, is_resend=False)
+
+    async def _resolve(
+        self, group: str, handles: Sequence[str] | None, caller: Caller, *, is_resend: bool
+    ) -> Resolved:
+        self._policy.allow(caller, Verb.ADMIN)
+        # A handle may be listed twice. Its dead letter is sent once.
+        named = None if handles is None else dict.fromkeys(map(position_of, handles))
+        topic, count, done = self._topic(group), 0, set[Position]()
+        if topic is None:
+            self._check_known(group)
+        else:
+            # Positions are read lazily while the first ones are resolved, so dead letters that arrive meanwhile in the
+            # current queue are included.
+            wanted = self._positions(group, topic, (0, 0)) if named is None else iter(named)
+            while some := list(islice(wanted, RESENT_AT_ONCE)):
+                resolved = await self._resolve_some(group, topic, some, is_resend=is_resend)
+                count += len(resolved)
+                if named is not None:
+                    done.update(resolved)
+        return Resolved(count, [] if handles is None else [position_of(each) in done for each in handles])
+
+    async def _resolve_some(
+        self, group: str, topic: Topic, some: list[Position], *, is_resend: bool
+    ) -> list[Position]:
+        some = [position for position in some if self._is_open(group, topic, position)]
+        rows = await self._read(topic, some) if is_resend else None
+        # Another request may have resolved some during the read. From here on there is no await before the append.
+        still = [self._is_open(group, topic, position) for position in some]
+        some = [position for position, is_open in zip(some, still, strict=True) if is_open]
+        if not some:
+            return []
+        # A delete needs no copies.
+        if rows is None:
+            change = self._resolved(group, topic, some)
+            self._parts.writer.append(change.rows)
+            change.keep()  # after the append, because it may refuse
+            await self._parts.writer.flushed()
+        else:
+            copies = self._copies(group, rows.filter(pa.array(still)))
+            _, durable = self._appender.send_with(copies, lambda *_: self._resolved(group, topic, some))
+            await durable
+        return some
+
+    def _resolved(self, group: str, topic: Topic, some: Sequence[Position]) -> Change:
+        """Build the rows that mark these positions as resolved."""
+        # Retention never restores a position, so spans before its bound need not be stored.
+        kept_from = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
+        in_queue = [(queue, offset) for queue, offset in some if offset >= kept_from[queue]]
+        change = self._parts.resolved_dead_letters.changed(group, in_queue, kept_from)
+        repeated = self._parts.repeated_dead_letters
+        if all(repeated.find_seq(group, *position) is None for position in some):
+            return change
+        return together(change, repeated.changed({group: some}))
+
+    def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:
+        config = self._parts.groups.find_group(group)
+        in_order = config is not None and config.consume_message_orderly
+        topics, texts = [], []  # a group may have dead letters from several topics
+        for text, name in zip(
+            *(rows.column(name).to_pylist() for name in ("properties", "topic")), strict=True
+        ):
+            properties = decode_properties(text or "")
+            origin = properties.get(RETRY_TOPIC, name)
+            if in_order:
+                topics.append(origin)
+            elif ORIGIN_GROUP in properties:
+                # The consuming engine redelivers through a topic per group and origin.
+                topics.append(retry_topic(group, origin))
+            else:
+                # Handed back by a client that receives its attempts from the retry topic of the group.
+                topics.append(retry.retry_topic(group))
+            texts.append(encode_properties({n: v for n, v in properties.items() if n not in _DROPPED}))
+        columns = {"topic": topics, "properties": texts, "reconsume_times": [0] * rows.num_rows}
+        columns |= {name: rows.column(name) for name in _COPIED}
+        return pa.RecordBatch.from_pydict(
+            columns, schema=pa.schema([(name, SEND_COLUMNS[name]) for name in columns])
+        )
+
+    # -- retention ----------------------------------------------------------------------------------------------
+
+    async def repeat(self, before_seq: int) -> None:
+        """Repeat the open dead letters in the rows before `before_seq`, which retention is about to remove.
+
+        Durable on return. Dead letters that are too old, and the oldest ones beyond `kept_bytes`, are not repeated but
+        counted and logged. Raises OverLimit if the disk is full.
+        """
+        names = [topic.name for topic in self._parts.topics.all() if topic.name.startswith(DLQ_PREFIX)]
+        async for some in shares(names):
+            for name in some:
+                topic = self._parts.topics.find_topic(name)
+                if topic is None:  # deleted while other topics were processed
+                    continue
+                for chunk in self._chunks(topic, self._spans_before(topic, before_seq)):
+                    self._parts.writer.check_room()
+                    await self._repeat_some(topic, chunk)
+
+    def _spans_before(self, topic: Topic, before_seq: int) -> list[tuple[int, int, int]]:
+        """List (queue, begin, end) of the open dead letters that are stored only in rows before `before_seq`."""
+        group, found = topic.name.removeprefix(DLQ_PREFIX), list[tuple[int, int, int]]()
+        for queue, begin, end in self._open(group, topic):
+            index = topic.queues[queue].index
+            # Spans below `min_offset` are repeated dead letters, which have no queue entry. Of the others, those in
+            # later segments need no repeat.
+            if begin >= index.min_offset:
+                end = min(end, index.first_at(before_seq, begin))
+            # An earlier pass that was interrupted may have repeated some of them.
+            runs = self._parts.repeated_dead_letters.runs(group, queue)
+            done = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
+            found += [(queue, *span) for span in left_of((begin, end), done)]
+        return found
+
+    def _chunks(self, topic: Topic, spans: Iterable[tuple[int, int, int]]) -> Iterator[list[Position]]:
+        """Yield the positions of the spans in chunks that fit into a frame."""
+        chunk, size_bytes, rows_max = list[Position](), 0, limits.DEAD_LETTERS_REPEATED_AT_ONCE
+        for queue, first, last in spans:
+            for begin in range(first, last, rows_max):
+                end = min(last, begin + rows_max)
+                for offset, bytes_ in zip(
+                    range(begin, end), self._sizes(topic, queue, begin, end), strict=True
+                ):
+                    is_full = size_bytes + bytes_ > limits.DEAD_LETTERS_REPEATED_BYTES
+                    if chunk and (is_full or len(chunk) == rows_max):
+                        yield chunk
+                        chunk, size_bytes = [], 0
+                    chunk.append((queue, offset))
+                    size_bytes += bytes_
+        if chunk:
+            yield chunk
+
+    def _sizes(self, topic: Topic, queue: int, begin: int, end: int) -> list[int]:
+        index = topic.queues[queue].index
+        if begin >= index.min_offset:
+            sizes: list[int] = index.read(begin, end - begin)["size"].tolist()
+            return sizes
+        # Estimated from the average of the run. Positions that were resolved meanwhile count as 0.
+        runs = self._parts.repeated_dead_letters.runs(topic.name.removeprefix(DLQ_PREFIX), queue)
+        of_run = {at: run.size_bytes // run.rows for run in runs for at in range(run.offset, run.end)}
+        return [of_run.get(at, 0) for at in range(begin, end)]
+
+    async def _repeat_some(self, topic: Topic, chunk: Sequence[Position]) -> None:
+        """Repeat some dead letters, in one frame with the rows that state where they are."""
+        parts, group = self._parts, topic.name.removeprefix(DLQ_PREFIX)
+        chunk = [position for position in chunk if self._is_open(group, topic, position)]
+        if not chunk:
+            return
+        rows = await self._read(topic, chunk)
+        # Requests may have resolved some during the read. From here on there is no await before the append.
+        is_left = np.array([self._is_open(group, topic, position) for position in chunk], dtype=np.bool_)
+        retention_ms = parts.settings.dead_letter_retention_ms
+        died_ms, now_ms = rows.column("store_ms").to_numpy(), parts.clock.now_ms()
+        # A retention of 0 keeps dead letters without a limit of age.
+        is_kept = is_left & ((died_ms > now_ms - retention_ms) if retention_ms else True)
+        sizes = stored_sizes(rows)
+        evicted = self._evicted(group, chunk, int(sizes[is_kept].sum()), int(died_ms[is_kept].max(initial=0)))
+        # None: all dead letters that could be evicted are newer than this chunk. So this chunk has the oldest, and is
+        # not kept.
+        if evicted is None:
+            is_kept[:], evicted = False, []
+        runs = _runs(chunk, np.flatnonzero(is_kept).tolist(), parts.writer.next_seq, sizes, died_ms)
+        expired = [chunk[at] for at in np.flatnonzero(is_left & ~is_kept).tolist()]
+        lost = self._lost(group, topic, expired)
+        # All previous runs of the chunk are replaced.
+        dropped: dict[str, list[Position]] = {group: list(chunk)}
+        for name, queue, run in evicted:
+            dropped.setdefault(name, []).extend((queue, at) for at in range(run.offset, run.end))
+            lost.append(Expiry(name, DLQ_PREFIX + name, run.rows, {}))
+        changes = [parts.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])]
+        if lost:
+            changes.append(parts.expired.changed(lost, now_ms))
+        change = together(*changes)
+        copies = [_as_repeated(rows.filter(pa.array(is_kept)))] if runs else []
+        _, durable = parts.writer.append(pa.concat_batches([*copies, change.rows]))
+        change.keep()
+        await durable  # only one chunk is in memory at a time
+        log_expired(lost, dead=True)
+
+    def _evicted(
+        self, group: str, chunk: Sequence[Position], size_bytes: int, died_ms: int
+    ) -> list[tuple[str, int, Run]] | None:
+        """List the runs to evict so that `size_bytes` more fit. None if those runs are newer than the chunk."""
+        bytes_max, repeated = self._parts.settings.kept_bytes, self._parts.repeated_dead_letters
+        over_bytes = repeated.size_bytes + size_bytes - bytes_max
+        if not bytes_max or over_bytes <= 0:
+            return []
+        # Runs of the chunk will be replaced, so their bytes become free. A chunk contains the begin or the end of such
+        # a run.
+        moving, others, found = set(chunk), list[tuple[str, int, Run]](), list[tuple[str, int, Run]]()
+        for one in repeated.by_age():
+            name, queue, run = one
+            if name == group and ((queue, run.offset) in moving or (queue, run.end - 1) in moving):
+                over_bytes -= run.size_bytes
+            else:
+                others.append(one)
+        for one in others:
+            if over_bytes > 0 and one[2].died_ms <= died_ms:
+                found.append(one)
+                over_bytes -= one[2].size_bytes
+        return found if over_bytes <= 0 else None
+
+    def _lost(self, group: str, topic: Topic, expired: Sequence[Position]) -> list[Expiry]:
+        """Count the dead letters that are not kept. One that is still in its queue is counted only once."""
+        counted_to, rows, new = self._parts.expired.counted_to(group, topic.name), 0, dict[int, int]()
+        for queue, offset in expired:
+            if offset < topic.queues[queue].index.min_offset:
+                rows += 1
+            elif offset >= counted_to.get(queue, 0):
+                rows += 1
+                new[queue] = offset + 1
+        return [Expiry(group, topic.name, rows, new)] if rows else []
+
+    def _check_known(self, group: str) -> None:
+        """Raise GroupNotFound if a group never existed. Otherwise a typing error would look like an empty result."""
+        # A deleted group may still have offsets.
+        if not self._parts.offsets.topics_of(group):
+            self._parts.groups.get(group)
+
+    # -- positions ----------------------------------------------------------------------------------------------
+
+    def _topic(self, group: str) -> Topic | None:
+        return self._parts.topics.find_topic(retry.dead_letter_topic(group))
+
+    def _open(self, group: str, topic: Topic, first: Position = (0, 0)) -> Iterator[tuple[int, int, int]]:
+        """Yield (queue, begin, end) of open positions, beginning at `first`."""
+        for number in range(first[0], len(topic.queues)):
+            index, low = topic.queues[number].index, first[1] if number == first[0] else 0
+            # Below the queue's first offset only repeated dead letters are open. A resolved one is no longer in
+            # `repeated_dead_letters`.
+            for run in self._parts.repeated_dead_letters.runs(group, number):
+                begin, end = max(low, run.offset), min(run.end, index.min_offset)
+                if begin < end:
+                    yield number, begin, end
+            begin = max(index.min_offset, low)
+            for span in self._parts.resolved_dead_letters.open_spans(group, number, begin, index.max_offset):
+                yield number, *span
+
+    def _positions(self, group: str, topic: Topic, first: Position) -> Iterator[Position]:
+        for queue, begin, end in self._open(group, topic, first):
+            for offset in range(begin, end):
+                yield queue, offset
+
+    def _is_open(self, group: str, topic: Topic, position: Position) -> bool:
+        queue, offset = position
+        # A handle may contain any queue number.
+        if queue >= len(topic.queues):
+            return False
+        index = topic.queues[queue].index
+        if offset < index.min_offset:
+            return self._parts.repeated_dead_letters.find_seq(group, queue, offset) is not None
+        end = min(offset + 1, index.max_offset)
+        return any(True for _ in self._parts.resolved_dead_letters.open_spans(group, queue, offset, end))
+
+    async def _read(self, topic: Topic, positions: Sequence[Position]) -> pa.RecordBatch:
+        """Read the rows at these positions, in READ_SCHEMA."""
+        if not positions:
+            return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+        group, find_seq = topic.name.removeprefix(DLQ_PREFIX), self._parts.repeated_dead_letters.find_seq
+        # Prefer the repeated row: retention may remove the row in the queue at any moment.
+        # -1: the row is in the queue.
+        seqs: Int64Array = np.array([find_seq(group, *at) or -1 for at in positions], dtype=np.int64)
+        queues = np.array([queue for queue, _ in positions])
+        offsets: Int64Array = np.array([offset for _, offset in positions], dtype=np.int64)
+        for queue in set(queues[seqs < 0].tolist()):
+            mine = (queues == queue) & (seqs < 0)
+            seqs[mine] = topic.queues[queue].index.at(offsets[mine])["seq"]
+        return await in_thread(self._parts.reader_thread, self._parts.reader.read_rows, seqs)
+
+
+def _runs(
+    chunk: Sequence[Position], kept: Sequence[int], first_seq: int, sizes: Int64Array, died_ms: Int64Array
+) -> list[tuple[int, Run]]:
+    """Build the runs of the kept positions. Their rows get the numbers from `first_seq` on."""
+    found = list[tuple[int, Run]]()
+    for nth, at in enumerate(kept):
+        (queue, offset), size_bytes, at_ms = chunk[at], int(sizes[at]), int(died_ms[at])
+        if found and found[-1][0] == queue and found[-1][1].end == offset:
+            run = found[-1][1]
+            found[-1] = (
+                queue,
+                Run(run.offset, run.seq, run.rows + 1, run.size_bytes + size_bytes, max(run.died_ms, at_ms)),
+            )
+        else:
+            found.append((queue, Run(offset, first_seq + nth, 1, size_bytes, at_ms)))
+    return found
+
+
+def _as_repeated(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert READ_SCHEMA rows of dead letters to LOG_SCHEMA rows that repeat them.
+
+    These are no messages and no promises.
+    """
+    kinds, seq, source_seq = (rows.column(name) for name in ("kind", "seq", "source_seq"))
+    is_repeated = pc.equal(kinds, int(Kind.MOVED))
+    changed = {
+        "kind": pa.array(np.full(rows.num_rows, Kind.MOVED, np.int8)),
+        "source_seq": pc.if_else(is_repeated, source_seq, seq),
+        # A row with a queue offset would be a message, and one with a due time a promise.
+        **dict.fromkeys(
+            ("queue_offset", "due_ms", "accepted_ms", "version_seq", "from_due_ms"),
+            pa.nulls(rows.num_rows, pa.int64()),
+        ),
+    }
+    columns = [changed[name] if name in changed else rows.column(name) for name in LOG_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
+
+
+def handle_of(position: Position) -> str:
+    """Build the handle of a dead letter: its queue and its offset there."""
+    return f"{position[0]}-{position[1]}"
+
+
+def position_of(handle: str) -> Position:
+    """Parse a handle. Raises InvalidMessage."""
+    queue, dash, offset = handle.partition("-")
+    is_one = dash and handle.isascii() and queue.isdecimal() and offset.isdecimal()
+    if not is_one or len(handle) > limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX:
+        raise InvalidMessage(f"dead letter {handle[:40]!r}: use what the list of them says, as in '0-15'")
+    return int(queue), int(offset)
+
+
+def _next(position: Position) -> Position:
+    return position[0], position[1] + 1
+
+
+def _letter(position: Position, row: dict[str, Any]) -> DeadLetterRow:
+    properties, body = decode_properties(row["properties"] or ""), row["body"] or b""
+    return DeadLetterRow(
+        dead_letter=handle_of(position),
+        id=row["unique_key"],
+        topic=properties.get(RETRY_TOPIC, row["topic"]),
+        died_ms=row["store_ms"],
+        attempts=row["reconsume_times"] or 0,
+        body=body[: limits.SHOWN_BODY_BYTES_MAX],
+        size_bytes=len(body),
+        tag=row["tag"],
+        keys=(row["keys"] or "").split(),
+        properties=properties,
+        # Without ORIGIN_GROUP, a client has set the properties, so a reason in them is not the broker's.
+        reason=properties.get(NACK_REASON) if ORIGIN_GROUP in properties else None,
+    )

@@ -1,0 +1,1 @@
+"""A cluster of several groups: one broker answers for all of them, and a group can hand its messages to others."""

@@ -1,0 +1,420 @@
+"""Change the pending table: reserve, attach, compact, rewrite. One change at a time.
+
+The row of an attach in the log decides it. The steps around the row are in table/catalog.py. They run under one lock,
+because each attach begins at the end of the last one, and because a checkpoint cannot save the state between steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from timeball.broker.accepting.appender import TailCount
+from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.registry import attach
+from timeball.broker.registry.campaigns import CampaignFacts
+from timeball.broker.registry.meta import Change
+from timeball.broker.tables import compact, rewrite
+from timeball.broker.tables.memory import give_back
+from timeball.model import limits
+from timeball.model.errors import OverLimit, RequestError, Unavailable
+from timeball.model.message import Int64Array, Kind, build_rows
+from timeball.model.wire import Attached
+from timeball.schedule.locations import Waiting, take_promises
+from timeball.table import attachment as att
+from timeball.table.attachment import Attachment, FileEntry, within
+from timeball.table.data_file import overlapping
+
+logger = logging.getLogger(__name__)
+
+
+class TableChanges:
+    """The changes of the pending table, one at a time. Belongs to the event loop."""
+
+    def __init__(self, parts: Components, *, promises_since_watermark: int) -> None:
+        self.parts = parts
+        self._loop = asyncio.get_running_loop()
+        self.lock = asyncio.Lock()
+        # Held during the long work of compaction and rewriting. `lock` is held only during the short steps of an
+        # attach, so a bulk attach need not wait for a compaction.
+        self._compact_lock = asyncio.Lock()
+        self.tail_count = TailCount(parts.ledger.watermark, promises_since_watermark)
+        self.outside_compactor_until_ms = 0
+        self.compactions = compact.Figures(parts.clock.clock)
+        # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
+        # checkpoint, so no checkpoint may be saved now, and no later attach may overtake this one.
+        self.is_unfinished = False
+        # Updates a table that could not follow the log, because the disk was full or its object store did not answer.
+        self.behind: Callable[[], object] | None = None
+
+    async def reserve(self, rows: int) -> int:
+        """Reserve sequence numbers for a bulk attach, and return the first."""
+        self.parts.ledger.check_reserve(rows)
+        body, now_ms = att.encode(att.Reservation(rows)), self.parts.clock.now_ms()
+        row = build_rows(1, kind=int(Kind.TABLE), body=body, store_ms=now_ms)
+        # After the row itself: the span of its frame includes the numbers, so no other row can get them.
+        first_seq = self.parts.writer.next_seq + 1
+        _, durable = self.parts.writer.append(
+            row, span=1 + rows, on_durable=lambda: self.parts.ledger.reserve(first_seq, rows)
+        )
+        await durable
+        return first_seq
+
+    async def attach(self, attachment: Attachment) -> Attached:
+        """Attach files to the pending table atomically. See table/catalog.py for the order of the steps."""
+        attach.check_count(attachment)
+        if attachment.job == "compact":
+            self._check_compacts()
+        # A separate task: a caller that disconnects must not leave an attach half done and unlocked.
+        return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
+
+    async def _attach(self, attachment: Attachment) -> Attached:
+        is_elsewhere = self.parts.file_replication is not None or self.parts.cache is not None
+        if is_elsewhere and not self.parts.ledger.is_repeated(attachment):
+            # Outside the lock, because these steps wait for other replicas or an object store. All checks are repeated
+            # under the lock.
+            await self._check_files(attachment, self.parts.clock.now_ms())
+            await self._make_local(self.parts.hour_log.pending.entries(attachment.removes))
+            await self._make_durable(attachment.files)
+        async with self.lock:
+            parts, ledger = self.parts, self.parts.ledger
+            self._check_finished()
+            # A job that was interrupted between the row and its answer repeats the attach. It gets the same answer, and
+            # nothing is attached twice.
+            if ledger.is_repeated(attachment):
+                version = await in_thread(self.parts.table_thread, lambda: parts.catalog.version)
+                return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
+            live = {file.entry.path for file in parts.hour_log.pending.all()}
+            now_ms = parts.clock.now_ms()
+            parts.campaigns.check_attach(attachment)
+            ledger.check(
+                attachment, durable_seq=parts.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
+            )
+            await self._check_files(attachment, now_ms)
+            # Before the row: when the log contains the attach, a power failure must not lose the file.
+            await in_thread(parts.table_thread, parts.catalog.sync_data, attachment.files)
+            state = parts.campaigns.attached(attachment, now_ms)
+            return await self._attach_checked(attachment, now_ms, state)
+
+    async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
+        await in_thread(self.parts.table_thread,
+            attach.check_files, self.parts.files, attachment,
+            now_ms=now_ms, delay_ms_max=self.parts.settings.delay_ms_max, cache=self.parts.cache,
+        )  # fmt: skip
+
+    async def _make_durable(self, entries: list[FileEntry]) -> None:
+        """Wait until the files are durable: in the store, or here and at enough replicas. Raises NotLeader."""
+        await in_thread(self.parts.table_thread, self.parts.catalog.sync_data, entries)
+        await self._make_local(entries)
+        if self.parts.file_replication is not None and entries:
+            paths = [entry.path for entry in entries]
+            await asyncio.wrap_future(self.parts.file_replication.ship(paths))
+
+    async def _attach_checked(
+        self, attachment: Attachment, now_ms: int, state: Change | None = None, resumes: str = ""
+    ) -> Attached:
+        """Append the attach, and in the same frame its change of a campaign. Then update the caches."""
+        parts = self.parts
+        # Read before the attach removes the files, because the Delta log must name them as removed.
+        removed = parts.hour_log.pending.entries(attachment.removes)
+        row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=now_ms)
+        rows = row if state is None else pa.concat_batches([row, state.rows])
+        seq = parts.writer.next_seq
+        _, durable = parts.writer.append(rows, on_durable=lambda: parts.ledger.apply(attachment, seq, now_ms))
+        if state is not None:
+            state.keep()
+        self.is_unfinished = True
+        await durable
+        await parts.writer.synced()  # the table must not contain a row that `async` durability may lose
+        try:
+            await parts.scheduler.attach(attachment, resumes, parts.clock.now_ms())
+            version = await self._commit(partial(parts.catalog.commit, attachment, seq, removed, now_ms))
+        except BaseException as error:
+            # The log contains the attach, so only a recovery, which repeats these steps, may continue.
+            parts.on_failure(error)
+            raise
+        if attachment.job == "compact":
+            self.tail_count.drop_below(attachment.to_seq)
+        self.compactions.attached(attachment, now_ms)
+        return Attached(version=version, watermark=parts.ledger.watermark, seq=seq)
+
+    async def _make_local(self, entries: Sequence[FileEntry]) -> None:
+        """Fetch those of these files that have messages due soon.
+
+        They are about to join the table, or must be opened before they leave it.
+        """
+        parts = self.parts
+        if parts.cache is not None:
+            await in_thread(parts.table_thread, parts.cache.keep_near, entries, parts.soon_ms())
+            parts.hour_log.look_again()
+
+    async def _commit(self, commit: Callable[[], int]) -> int:
+        """Update the table and return its version. If a disk is full or a store unreachable, this is done later."""
+        try:
+            version = await in_thread(self.parts.table_thread, commit)
+        except (Unavailable, OverLimit) as error:
+            # Not a failure: the row is durable and the schedule is up to date. `catch_up` repeats the commit.
+            logger.warning("pending table is behind the log reason=%s", error)
+            self.behind = commit
+            return self.parts.catalog.version
+        self.is_unfinished = False
+        return version
+
+    def follow_later(self, bring_up: Callable[[], object]) -> None:
+        """Treat the table as behind the log until `catch_up` has called `bring_up`."""
+        self.behind, self.is_unfinished = bring_up, True
+
+    async def follow(self) -> None:
+        """Update the table. If a disk is full or its object store does not answer, log this and leave it for later."""
+        try:
+            await self.catch_up()
+        except (Unavailable, OverLimit) as error:
+            logger.warning("pending table is behind the log reason=%s", error)
+
+    async def catch_up(self) -> None:
+        """Update a table that could not follow the log. Raises Unavailable or OverLimit if it still cannot."""
+        async with self.lock:
+            if self.behind is not None:
+                await in_thread(self.parts.table_thread, self.behind)
+                self.behind, self.is_unfinished = None, False
+
+    def _check_finished(self) -> None:
+        if self.behind is not None and self.parts.cache is None:
+            raise OverLimit(
+                "the pending table is behind the log until the disk has room; free some, then go on"
+            )
+        if self.behind is not None:
+            raise Unavailable("the pending table is behind the log until its store answers; ask again later")
+        if self.is_unfinished:
+            raise Unavailable("an attach has failed half way and the broker stops; start it again")
+
+    def _check_store(self) -> None:
+        """Raise OverLimit or Unavailable if files that are written now could not join the table."""
+        if self.behind is not None:
+            self._check_finished()
+        if self.parts.cache is not None and self.parts.cache.problem:
+            raise Unavailable(self.parts.cache.problem)
+
+    async def _attach_written(self, attachment: Attachment) -> Attached:
+        """Attach files that this broker has written, or delete them if that fails."""
+        try:
+            return await self.attach(attachment)
+        except (Unavailable, OverLimit):
+            # Each try writes new files under new names. If a store is unreachable for an hour, these would fill the
+            # disk.
+            if self.behind is not None or not self.is_unfinished:
+                await in_thread(self.parts.background, compact.remove, self.parts.files, attachment.files)
+            raise
+
+    def _check_compacts(self) -> None:
+        schedule = self.parts.settings.strategy
+        if schedule != "hour_log":
+            raise RequestError(f"nothing is compacted with --strategy {schedule}: it has files of its own")
+
+    async def adopt(self, waiting: Waiting) -> None:
+        """Move pending messages that another strategy stored, and may have rewritten, to the pending table.
+
+        Afterwards every pending message is in the table or in the log after the watermark, as `hour_log` requires.
+        """
+        parts, now_ms = self.parts, self.parts.clock.now_ms()
+        from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
+
+        def write() -> list[FileEntry]:
+            rows = take_promises(parts.reader, np.sort(waiting.row_seq))
+            table = pa.Table.from_batches([compact.as_table_rows(rows)])
+            return compact.write_files(parts.files, table, now_ms)
+
+        entries = await self._loop.run_in_executor(parts.background, write)
+        await self.attach(
+            Attachment(
+                job="compact", job_id=compact.JOB_ID, epoch=to_seq, files=entries, from_seq=from_seq, to_seq=to_seq,
+            )
+        )  # fmt: skip
+
+    async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
+        """Move the scheduled messages after the watermark from the log to the pending table. None if there are none.
+
+        `even_without_promises`: advance the watermark even if there are none, so that retention may remove older rows.
+        """
+        self._check_compacts()
+        ledger, end_seq, attached = self.parts.ledger, self.parts.reader.next_seq, None
+        try:
+            # A run holds its rows in memory, so a long tail takes several runs. Rows that arrive meanwhile are left for
+            # the next call.
+            while ledger.watermark < end_seq:
+                is_followed = ledger.watermark + compact.RUN_ROWS_MAX < end_seq
+                found = await self._compact(even_without_promises=even_without_promises or is_followed)
+                if found is None:
+                    break
+                attached = found
+        except Exception:  # any error is counted and raised again
+            self.compactions.failures += 1
+            raise
+        return attached
+
+    async def _compact(self, *, even_without_promises: bool) -> Attached | None:
+        self._check_store()
+        async with self._compact_lock:
+            parts, began_ns = self.parts, self.parts.clock.clock.monotonic_ns()
+            from_seq = parts.ledger.watermark
+            to_seq = min(parts.reader.next_seq, from_seq + compact.RUN_ROWS_MAX)
+            if to_seq <= from_seq:
+                return None
+            # Read after `to_seq` is durable: only then does it cover every scheduled message before `to_seq`.
+            settled_before_ms, now_ms = parts.scheduler.settled_before_ms, parts.clock.now_ms()
+            settled = parts.scheduler.settled().seq
+            attachment = await self._loop.run_in_executor(
+                parts.background,
+                lambda: compact.compact(
+                    parts.files, parts.reader, settled=settled,
+                    from_seq=from_seq, to_seq=to_seq, settled_before_ms=settled_before_ms, now_ms=now_ms,
+                ),
+            )  # fmt: skip
+            try:
+                if not attachment.files and not even_without_promises:
+                    return None
+                attached = await self._attach_written(attachment)
+                self.compactions.durations.add(parts.clock.clock.monotonic_ns() - began_ns)
+                return attached
+            finally:
+                await in_thread(parts.background, give_back)
+
+    async def rewrite(self) -> Attached | None:
+        """Merge or split files of the pending table if that is worth the cost. None if it is not."""
+        self._check_store()
+        async with self._compact_lock:
+            parts, now_ms = self.parts, self.parts.clock.now_ms()
+            pending = parts.hour_log.pending
+            there = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
+            chosen = {entry.path for entry in rewrite.choose(there, now_ms)}
+            if not chosen:
+                return None
+            # Read after the choice, without an await in between, so that no attach can have removed one of the files.
+            entries = [f.entry for f in parts.hour_log.pending.all() if f.entry.path in chosen]
+            settled, settled_before_ms = parts.scheduler.settled(), parts.scheduler.settled_before_ms
+            attachment = await self._loop.run_in_executor(
+                parts.background,
+                lambda: rewrite.rewrite(
+                    parts.files, parts.whole_files, entries, settled.seq,
+                    settled_before_ms=settled_before_ms, holds=parts.outcomes.holds, now_ms=now_ms,
+                    epoch=parts.reader.next_seq,
+                ),
+            )  # fmt: skip
+            try:
+                return await self._attach_written(attachment)
+            finally:
+                await in_thread(parts.background, give_back)
+
+    async def resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
+        """Rewrite the held messages of a paused campaign with later due times, and end the hold. Returns their number.
+
+        Requests that cancel single messages continue while the files are written. Afterwards no such request may run.
+        Then the files with messages that were cancelled meanwhile are written again without them.
+        """
+        # A separate task, as for any attach.
+        return await asyncio.shield(self._loop.create_task(self._resume(campaign, facts, shift_ms)))
+
+    async def _resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
+        parts = self.parts
+        async with self._compact_lock:
+            # Messages that were handed out before the pause are settled (released or cancelled) when their rows are
+            # durable.
+            await parts.writer.flushed()
+            now_ms = parts.clock.now_ms()
+            entries = [file.entry for file in overlapping(parts.hour_log.pending.all(), facts.ranges)]
+            chosen = dict(enumerate(rewrite.runs(entries)))
+            low_ms = min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
+            # Check all files before writing the first one, because there may be thousands.
+            await in_thread(
+                parts.background, rewrite.check_resume, list(chosen.values()),
+                low_ms=low_ms, shift_ms=shift_ms, now_ms=now_ms,
+            )  # fmt: skip
+            settled = parts.scheduler.settled().seq
+            written: dict[int, list[FileEntry]] = {}
+            begun: list[FileEntry] = []
+            is_attaching = False
+            try:
+                await self._write_resumed(written, chosen, settled, facts, shift_ms, now_ms, begun)
+                if parts.file_replication is not None or parts.cache is not None:
+                    # Make most files durable now, while other requests continue. The few files that are written again
+                    # follow below.
+                    await self._make_durable(begun)
+                async with parts.revoking.alone(), self.lock:
+                    # `within`: only messages of the campaign change their due time. Other messages in these files keep
+                    # their due time and number, so if they were settled meanwhile, they are also settled in the new
+                    # files.
+                    late = np.setdiff1d(parts.scheduler.settled().seq, settled)
+                    late = late[within(late, facts.ranges)]
+                    again = {at: run for at, run in chosen.items() if _may_hold(run, late)}
+                    settled = np.union1d(settled, late)
+                    await self._write_resumed(written, again, settled, facts, shift_ms, now_ms, begun)
+                    removes = [entry.path for run in chosen.values() for entry in run]
+                    if self.is_unfinished or len(parts.hour_log.pending.entries(removes)) < len(removes):
+                        raise Unavailable("the pending table has changed meanwhile; resume again")
+                    is_attaching = True
+                    return await self._attach_resumed(campaign, facts, removes, written, now_ms)
+            finally:
+                # Delete files that did not join the table. If the attach may be in the log, keep all files.
+                if not (is_attaching and self.is_unfinished):
+                    live = {entry.path for entry in parts.hour_log.pending.live_entries()}
+                    left = [entry for entry in begun if entry.path not in live]
+                    await in_thread(parts.background, compact.remove, parts.files, left)
+                await in_thread(parts.background, give_back)
+
+    async def _write_resumed(
+        self,
+        written: dict[int, list[FileEntry]],
+        chosen: dict[int, list[FileEntry]],
+        settled: Int64Array,
+        facts: CampaignFacts,
+        shift_ms: int,
+        now_ms: int,
+        begun: list[FileEntry],
+    ) -> None:
+        parts, settled_before_ms = self.parts, self.parts.scheduler.settled_before_ms
+        for at, run in chosen.items():  # only one run is in memory at a time
+            parts.writer.check_room()
+            written[at] = await in_thread(
+                parts.background, rewrite.resume, parts.files, parts.whole_files, run, settled,
+                ranges=facts.ranges, settled_before_ms=settled_before_ms, holds=parts.outcomes.holds,
+                shift_ms=shift_ms, now_ms=now_ms, begun=begun,
+            )  # fmt: skip
+
+    async def _attach_resumed(
+        self,
+        campaign: str,
+        facts: CampaignFacts,
+        removes: list[str],
+        written: dict[int, list[FileEntry]],
+        now_ms: int,
+    ) -> int:
+        parts = self.parts
+        entries = [entry for fresh in written.values() for entry in fresh]
+        attachment = Attachment(
+            job="rewrite", job_id=rewrite.JOB_ID, epoch=parts.reader.next_seq,
+            files=entries, removes=removes, ranges=facts.ranges,
+        )  # fmt: skip
+        await self._make_durable(entries)
+        mine = [e for e in entries if within(np.array([e.min_seq]), facts.ranges).all()]
+        running = msgspec.structs.replace(
+            facts, state="running", since_ms=now_ms, held_from_ms=None,
+            last_due_ms=max((entry.max_due_ms for entry in mine), default=-1),
+        )  # fmt: skip
+        state = parts.campaigns.changed(campaign, running)
+        await self._attach_checked(attachment, now_ms, state, resumes=campaign)
+        return sum(entry.rows for entry in mine)
+
+    def lease(self, lease_ms: int) -> None:
+        """Leave the log's tail to an external compactor for `lease_ms`, at most one hour."""
+        # Limited, so that after a compactor has died the tail grows for an hour at most.
+        self.outside_compactor_until_ms = self.parts.clock.elapsed_ms() + min(lease_ms, limits.HOUR_MS)
+
+
+def _may_hold(run: list[FileEntry], seq: Int64Array) -> bool:
+    return any(((seq >= entry.min_seq) & (seq <= entry.max_seq)).any() for entry in run)

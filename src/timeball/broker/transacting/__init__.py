@@ -1,0 +1,1 @@
+"""RocketMQ transactions: half messages, their commit or rollback, and checks with the producer."""

@@ -1,0 +1,107 @@
+"""Rows of several kinds in one append: each goes where its kind belongs, and what refuses does so before."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.on_node import column, on_node
+from tests.crash.world import World
+
+from timeball.broker.accepting.appender import TailCount
+from timeball.model import limits
+from timeball.model.errors import OverLimit
+from timeball.model.message import Kind, build_rows
+
+KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.PROMISE]
+
+
+def mixed(now_ms: int, cancelled_topic: str = "gone") -> pa.RecordBatch:
+    return build_rows(
+        3,
+        kind=[int(kind) for kind in KINDS],
+        topic=[cancelled_topic, "now", "later"],
+        queue_id=-1,
+        body=[None, b"a", b"b"],
+        store_ms=now_ms,
+        store_host="here",
+        born_ms=now_ms,
+        born_host="here",
+        flag=0,
+        sys_flag=0,
+        reconsume_times=0,
+        due_ms=[now_ms + 5_000, None, now_ms + 5_000],
+        source_seq=[10**9, None, None],
+    )
+
+
+@on_node()
+async def test_each_row_goes_where_its_kind_belongs(world: World) -> None:
+    appender = world.broker.appender
+    heard: list[int] = []
+    rows = mixed(world.clock.wall)
+    appender.make_topics(rows.slice(1))
+    assert set(world.broker.topics()) == {"now", "later"}
+    rows = appender.prepare(rows, world.clock.wall)
+    appended = appender.append(rows, lambda: heard.append(world.broker.parts.reader.next_seq))
+    assert not heard and appended.rows.num_rows == 3
+    assert await appended.durable == appended.first_seq
+    assert heard == [appended.first_seq + 3], "told when the rows are there"
+    assert column(appended.rows, "queue_offset") == [None, 0, None]
+    now = await world.broker.pull("now", {0: 0, 1: 0}, 8, 0)
+    assert column(now, "seq") == [appended.first_seq + 1]
+    await world.advance(5_000)
+    later = await world.broker.pull("later", {0: 0, 1: 0}, 8, 0)
+    assert column(later, "source_seq") == [appended.first_seq + 2]
+    assert world.broker.mover.tail_count.rows == 1
+
+
+@on_node(auto_create_topics=False)
+async def test_what_refuses_does_so_before_anything_is_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TOPICS_MAX", 0)
+    before = world.broker.parts.writer.next_seq
+    with pytest.raises(OverLimit, match="topics exist"):
+        world.broker.appender.make_topics(mixed(world.clock.wall).slice(1))
+    assert world.broker.parts.writer.next_seq == before
+
+
+@on_node()
+async def test_part_of_what_is_prepared_may_be_appended(world: World) -> None:
+    rows = world.broker.appender.prepare(mixed(world.clock.wall), world.clock.wall)
+    appended = world.broker.appender.append(rows.filter(pa.array([False, True, False])))
+    await appended.durable
+    assert column(appended.rows, "kind") == [Kind.MESSAGE]
+    assert world.broker.parts.reader.next_seq == appended.first_seq + 1
+
+
+# ---- how much the tail has --------------------------------------------------------------------------------
+
+STEPS = st.lists(st.tuples(st.integers(1, 2 * TailCount.STEP), st.booleans()), max_size=30)
+
+
+@given(STEPS, st.data())
+def test_the_count_is_right_to_within_a_step(steps: list[tuple[int, bool]], data: st.DataObject) -> None:
+    """Against a list of every append; the watermark moves to any place, also between two marks."""
+    count, appends, next_seq, watermark = TailCount(1, 0), [], 1, 1
+    for rows, moves in steps:
+        next_seq += rows
+        appends.append((next_seq, rows))
+        count.add(next_seq, rows)
+        if moves:
+            watermark = data.draw(st.integers(watermark, next_seq))
+            count.drop_below(watermark)
+        # An append that the watermark cuts counts with the rows above it.
+        true = sum(min(rows, end - watermark) for end, rows in appends if end > watermark)
+        largest = max(rows for _, rows in appends)
+        assert abs(count.rows - true) <= TailCount.STEP + largest
+
+
+def test_a_tail_that_was_moved_whole_counts_for_nothing_much() -> None:
+    count = TailCount(1, 50_000)
+    for _ in range(10):
+        count.add(60_000, 9_999)
+        count.drop_below(60_000)
+        assert 0 <= count.rows < TailCount.STEP

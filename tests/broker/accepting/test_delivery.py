@@ -1,0 +1,326 @@
+"""A promise that is due becomes a release record; many large ones become several frames."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.broker.revoking.test_cancel import delivered, said
+from tests.crash.world import SECOND_MS, World
+from tests.node_fixture import eventually, running_node
+
+from timeball.broker.accepting.delivery import (
+    FEW_ROWS,
+    Brought,
+    Lateness,
+    in_frames,
+    moved_rows,
+    release_rows,
+)
+from timeball.io.clock import ManualClock
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
+from timeball.model.limits import DAY_MS
+from timeball.model.message import TABLE_SCHEMA, Kind, build_rows, lateness_ms, with_seq
+from timeball.schedule.locations import as_promises
+
+
+def promises(sizes: list[int]) -> pa.RecordBatch:
+    rows = build_rows(
+        len(sizes),
+        kind=int(Kind.PROMISE),
+        topic="orders",
+        body=[bytes(size) for size in sizes],
+        due_ms=list(range(len(sizes))),
+        store_ms=[5] * len(sizes),
+    )
+    return with_seq(rows, 17)
+
+
+def released(rows: pa.RecordBatch, now_ms: int = 1_000) -> pa.RecordBatch:
+    queue = np.arange(rows.num_rows, dtype=np.int64)
+    return release_rows(rows, now_ms=now_ms, queue_id=queue, queue_offset=queue + 40)
+
+
+def test_a_release_is_the_message_and_names_its_promise() -> None:
+    rows = released(promises([1, 2, 3]))
+    assert set(rows.column("kind").to_pylist()) == {int(Kind.RELEASE)}
+    assert rows.column("source_seq").to_pylist() == [17, 18, 19]
+    assert rows.column("queue_offset").to_pylist() == [40, 41, 42]
+    assert rows.column("accepted_ms").to_pylist() == [5, 5, 5]
+    assert rows.column("store_ms").to_pylist() == [1_000] * 3
+    assert rows.column("body").equals(promises([1, 2, 3]).column("body"))
+
+
+def test_a_promise_written_again_names_itself_and_keeps_its_age() -> None:
+    rows = moved_rows(promises([1, 2, 3]), now_ms=1_000)
+    assert set(rows.column("kind").to_pylist()) == {int(Kind.MOVED)}
+    assert rows.column("source_seq").to_pylist() == [17, 18, 19]
+    assert rows.column("accepted_ms").to_pylist() == [5, 5, 5]
+    assert rows.column("store_ms").to_pylist() == [1_000] * 3
+    assert rows.column("queue_offset").null_count == 3
+    assert as_promises(with_seq(rows, 90)).equals(promises([1, 2, 3]))
+
+
+def test_never_early_is_asserted_here_once_more() -> None:
+    released(promises([1, 1]), now_ms=1)
+    with pytest.raises(AssertionError, match="before its instant"):
+        released(promises([1, 1]), now_ms=0)
+
+
+@given(st.lists(st.integers(0, 5_000), min_size=1, max_size=40))
+def test_parts_fit_into_frames_and_are_the_whole_in_its_order(sizes: list[int]) -> None:
+    whole = promises(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "REQUEST_BYTES_MAX", 8_192)
+        parts = list(in_frames(whole))
+    assert pa.Table.from_batches(parts).combine_chunks().to_batches()[0].equals(whole)
+    assert all(part.nbytes <= 8_192 or part.num_rows == 1 for part in parts)
+
+
+def test_what_fits_is_not_cut() -> None:
+    assert len(list(in_frames(promises([100] * 100)))) == 1
+
+
+def test_lateness_counts_every_release_once() -> None:
+    lateness = Lateness()
+    lateness.add(np.array([0, 1, 3, 70_000], dtype=np.int64))
+    summary = lateness.summary()
+    assert (summary["released"], summary["max_ms"]) == (4, 70_000)
+    assert summary["buckets"] == {"<=0ms": 1, "<=1ms": 1, "<=5ms": 1, ">60000ms": 1}
+
+
+def test_more_bytes_due_at_once_than_a_frame_holds_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FRAME_BYTES_MAX", 1 << 18)
+    monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 1 << 17)
+
+    clock = ManualClock()
+    due_ms = clock.wall + 5_000
+
+    def sent(count: int) -> pa.RecordBatch:
+        columns = {"topic": ["large"] * count, "body": [bytes(10_000)] * count}
+        return pa.RecordBatch.from_pydict({**columns, "due_ms": pa.array([due_ms] * count)})
+
+    with running_node(tmp_path, clock) as node:
+        for _ in range(10):
+            node.run(node.broker.send(sent(10)))
+        clock.advance(5_000)
+        eventually(lambda: node.broker.lateness.released == 100, "all are released")
+        assert sum(high - low for low, high in node.broker.queues("large").values()) == 100
+        with pytest.raises(OverLimit, match="split it"):
+            node.run(node.broker.send(sent(14)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS + 1])
+@on_node()
+async def test_what_was_due_before_it_was_accepted_is_not_late(world: World, rows: int) -> None:
+    due_ms = pa.array([world.clock.wall - DAY_MS] * rows, pa.int64())
+    await world.broker.send(batch(rows, due_ms=due_ms))
+    await world.until(lambda: world.broker.lateness.released == rows, "all are released")
+    assert world.broker.lateness.max_ms == world.broker.lateness.sum_ms == 0
+    seqs = world.broker.parts.reader
+    told = [row for part in world.broker.read_log(1, seqs.next_seq) for row in part.to_pylist()]
+    released = [row for row in told if row["kind"] == Kind.RELEASE]
+    assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # it stays the one that was asked for
+    assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
+
+
+# ---- releases by a dispatcher --------------------------------------------------------------------------------------
+
+
+LEAD_MS = 30 * SECOND_MS
+GRACE_MS = 2 * SECOND_MS
+LEASE_MS = 600 * SECOND_MS
+
+
+async def near(world: World, delays_ms: list[int]) -> tuple[list[str], pa.RecordBatch]:
+    """Ids of promises that a dispatcher is to bring, half a minute on and then so many ms, and their rows."""
+    world.broker.delivery.lease_to_dispatcher(LEASE_MS)
+    keys = await world.campaign("spring", "a", [LEAD_MS + ms for ms in delays_ms])
+    await pass_by(world, LEAD_MS - SECOND_MS)
+    await world.until(lambda: dispatched(world) == len(keys), "all are left to the dispatcher")
+    (file,) = world.broker.parts.hour_log.pending.all()
+    rows = file.rows_between((0, 0), (1 << 62, 0)).combine_chunks().to_batches()[0]
+    return keys, pa.RecordBatch.from_arrays(rows.select(TABLE_SCHEMA.names).columns, schema=TABLE_SCHEMA)
+
+
+async def pass_by(world: World, ms: int) -> None:
+    """Time passes, and the ticker looks at the clock."""
+    world.clock.advance(ms)
+    world.broker.ticker.wake()
+    await asyncio.sleep(0)
+
+
+def dispatched(world: World) -> int:
+    return world.broker.schedule_statistics()["dispatched_rows"]
+
+
+@on_node()
+async def test_what_is_brought_is_released_once(world: World) -> None:
+    keys, rows = await near(world, [0, 1, 2, 5_000])
+    await pass_by(world, SECOND_MS + 2)
+    release = world.broker.delivery.release_brought
+    assert await release(rows.slice(1, 2)) == Brought(2, 0)
+    assert await release(rows.slice(0, 3)) == Brought(1, 2)
+    assert await release(pa.concat_batches([rows.slice(0, 3)] * 2)) == Brought(0, 6)
+    assert sorted(await delivered(world)) == sorted(keys[:3])
+    assert world.broker.status()["lateness"]["released"] == 3
+    assert dispatched(world) == 1
+
+
+@on_node()
+async def test_what_is_brought_too_early_is_refused_whole(world: World) -> None:
+    keys, rows = await near(world, [0, 1])
+    await pass_by(world, SECOND_MS)
+    with pytest.raises(OutOfRange, match="bring it then"):
+        await world.broker.delivery.release_brought(rows)
+    assert await delivered(world) == []
+    await pass_by(world, 1)
+    assert await world.broker.delivery.release_brought(rows) == Brought(2, 0)
+    assert sorted(await delivered(world)) == sorted(keys)
+
+
+@on_node()
+async def test_what_a_campaign_holds_is_left_and_comes_after_its_resume(world: World) -> None:
+    keys, rows = await near(world, [0, 1])
+    await world.pause("spring")
+    assert dispatched(world) == 0
+    await pass_by(world, SECOND_MS + 1)
+    assert await world.broker.delivery.release_brought(rows) == Brought(0, 2)
+    await pass_by(world, 2 * GRACE_MS)
+    assert await world.resume("spring", keys, shift=True) == 2
+    assert await world.broker.delivery.release_brought(rows) == Brought(
+        0, 2
+    )  # they are due at other instants now
+    await world.advance(2 * GRACE_MS)
+    await world.advance(GRACE_MS)
+    assert sorted(await delivered(world)) == sorted(keys)
+
+
+@on_node()
+async def test_what_he_does_not_bring_is_late_by_the_grace(world: World) -> None:
+    keys, rows = await near(world, [0])
+    await pass_by(world, SECOND_MS + GRACE_MS - 1)
+    assert await delivered(world) == []
+    await pass_by(world, 1)
+    await world.settled()
+    assert await delivered(world) == keys
+    assert await world.broker.delivery.release_brought(rows) == Brought(0, 1)
+
+
+@on_node()
+async def test_rows_of_nobody_are_left(world: World) -> None:
+    keys, rows = await near(world, [0, 0, 0])
+    await pass_by(world, SECOND_MS)
+    for name, change in (("seq", 1_000), ("due_ms", -1)):
+        at = rows.schema.get_field_index(name)
+        strange = rows.set_column(at, rows.schema.field(name), pc.add(rows[name], change))
+        assert await world.broker.delivery.release_brought(strange) == Brought(0, 3)
+    assert await delivered(world) == []
+    assert await world.broker.delivery.release_brought(rows) == Brought(3, 0)
+    assert sorted(await delivered(world)) == sorted(keys)
+
+
+@on_node()
+async def test_cancel_and_release_have_one_winner(world: World) -> None:
+    keys, rows = await near(world, [0, 0, 0])
+    await pass_by(world, SECOND_MS)
+    assert await said(world, ids=keys[:1]) == ["cancelled"]
+    brought, verdicts = await asyncio.gather(
+        world.broker.delivery.release_brought(rows), said(world, ids=keys[1:])
+    )
+    assert brought.released == verdicts.count("released")
+    assert brought.left == 1 + verdicts.count("cancelled")
+    assert await said(world, ids=keys[:1]) == ["already_cancelled"]
+    assert len(await delivered(world)) == brought.released
+
+
+@on_node()
+async def test_a_restart_repeats_nothing_and_loses_nothing(world: World) -> None:
+    keys, rows = await near(world, [0, 0, 0])
+    await pass_by(world, SECOND_MS)
+    assert await world.broker.delivery.release_brought(rows.slice(1, 1)) == Brought(1, 0)
+    await world.stop()
+    await world.start()
+    assert await world.broker.delivery.release_brought(rows.slice(1, 1)) == Brought(0, 1)
+    await world.settled()
+    assert sorted(await delivered(world)) == sorted(keys)
+    assert await world.broker.delivery.release_brought(rows) == Brought(0, 3)
+
+
+@on_node()
+async def test_what_is_brought_waits_while_the_disk_is_behind(
+    world: World,
+) -> None:
+    keys, rows = await near(world, [0] * 50)
+    await pass_by(world, SECOND_MS)
+    before, limits.RELEASE_ROWS_IN_FLIGHT_MAX = limits.RELEASE_ROWS_IN_FLIGHT_MAX, 10
+    most = 0
+    try:
+        release = world.broker.delivery.release_brought
+        tasks = [asyncio.create_task(release(rows.slice(at, 5))) for at in range(0, 50, 5)]
+        while not all(task.done() for task in tasks):
+            most = max(most, world.broker.parts.scheduler.in_flight_rows)
+            await asyncio.sleep(0)
+    finally:
+        limits.RELEASE_ROWS_IN_FLIGHT_MAX = before
+    assert 0 < most <= 15
+    assert sum(task.result().released for task in tasks) == len(await delivered(world)) == len(keys)
+
+
+@on_node()
+async def test_a_topic_that_cannot_be_costs_nothing(world: World) -> None:
+    keys, rows = await near(world, [0])
+    await pass_by(world, SECOND_MS)
+    strange = rows.set_column(
+        rows.schema.get_field_index("topic"), "topic", pa.array(["no/topic"] * len(keys))
+    )
+    with pytest.raises(InvalidMessage, match="no/topic"):
+        await world.broker.delivery.release_brought(strange)
+    assert await world.broker.delivery.release_brought(rows) == Brought(1, 0)
+
+
+@on_node(strategy="timer_wheel")
+async def test_with_another_schedule_what_lies_in_files_is_brought(world: World) -> None:
+    keys, rows = await near(world, [0, 1])
+    await pass_by(world, SECOND_MS + 1)
+    assert await world.broker.delivery.release_brought(rows) == Brought(2, 0)
+    assert sorted(await delivered(world)) == sorted(keys)
+
+
+@on_node()
+async def test_a_lease_ends_by_a_word(world: World) -> None:
+    keys, _ = await near(world, [0])
+    world.broker.delivery.lease_to_dispatcher(0)
+    assert dispatched(world) == 0
+    await world.until(lambda: world.broker.schedule_statistics()["wheel_rows"] == 1, "it is loaded")
+    await world.advance(SECOND_MS)
+    assert await delivered(world) == keys
+    assert world.broker.schedule_statistics()["fetched_rows"] == 0
+
+
+@on_node()
+async def test_what_comes_back_to_a_group_is_brought_however_long_its_names_are(world: World) -> None:
+    """What a group has received waits for its retry topic, whose name may be longer than a user's."""
+    _, rows = await near(world, [0])
+    await pass_by(world, SECOND_MS)
+    name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    for topic, allowed in ((name + "x", False), (name, True)):
+        renamed = rows.set_column(
+            rows.schema.get_field_index("topic"), "topic", pa.array([topic], rows.schema.field("topic").type)
+        )
+        if allowed:
+            assert await world.broker.delivery.release_brought(renamed) == Brought(1, 0)
+        else:
+            with pytest.raises(InvalidMessage, match="topic"):
+                await world.broker.delivery.release_brought(renamed)
+    assert name in world.broker.topics()

@@ -1,0 +1,149 @@
+"""A few sends: row by row they become the very rows, places and index entries that the way of columns gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.broker.on_node import batch, on_node
+from tests.crash.lives import run
+from tests.crash.world import World
+from tests.crash_files import CrashFiles
+
+from timeball.broker.accepting import few_sends
+from timeball.broker.accepting.admission import batch_of
+from timeball.broker.registry.topic import TopicConfig
+from timeball.io.clock import ManualClock
+from timeball.log import format as fmt
+from timeball.log.few_rows import rows_of
+from timeball.model import limits
+from timeball.model.errors import TimeballError
+from timeball.model.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows
+
+NOW_MS = 1_700_000_000_000
+TOPICS = ("one", "many", "missing")
+INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
+TEXT = st.one_of(st.none(), st.text(max_size=4), st.sampled_from(["a||b", "x" * (limits.TAG_BYTES_MAX + 1)]))
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "topic": st.sampled_from(TOPICS),
+    "body": st.binary(max_size=4),
+    "queue_id": st.one_of(st.none(), st.integers(-2, 5)),
+    "born_ms": st.one_of(st.none(), INT64),
+    "flag": st.one_of(st.none(), INT32),
+    "sys_flag": st.one_of(st.none(), INT32),
+    "reconsume_times": st.one_of(st.none(), INT32),
+    "due_ms": st.one_of(
+        st.none(), st.none(), st.integers(-1, 5_000).map(lambda ms: NOW_MS + ms), st.just(-1)
+    ),
+    "delay_level": st.one_of(st.none(), st.none(), st.integers(-1, 2)),
+}
+ROWS = st.lists(st.tuples(*(VALUES.get(name, TEXT) for name in SEND_NAMES)), min_size=1, max_size=8)
+
+
+async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """What a broker has after these sends: its answers, the bytes of its log, its queues, its counts."""
+    world = World(CrashFiles(), ManualClock(wall=NOW_MS), auto_create_topics=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if few is not None:
+            patch.setattr(few_sends, "are_plain", few)
+        await world.start()
+        try:
+            broker = world.broker
+            for name, kind in (("one", "SINGLE_TAG"), ("many", "MULTI_TAG")):
+                broker.parts.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
+            answers: list[object] = []
+            for rows in batches:
+                try:
+                    accepted, durable = broker.appender.send(rows)
+                    await durable
+                    answers.append((accepted.first_seq, accepted.rows, accepted.kept.to_pylist()))
+                except TimeballError as error:
+                    answers.append((type(error), str(error)))
+            parts = broker.parts
+            frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
+            queues = [
+                (topic.name, at, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
+                for topic in parts.topics.all()
+                for at, queue in enumerate(topic.queues)
+            ]
+            counts = [parts.rates.total("TOPIC_PUT_SIZE", name) for name in TOPICS]
+            return answers, frames, queues, counts, broker.mover.tail_count.rows
+        finally:
+            await world.abandon()
+
+
+@settings(max_examples=30)
+@given(st.lists(ROWS, min_size=1, max_size=3))
+def test_both_ways_write_the_same(batches: list[list[SendRow]]) -> None:
+    by_rows, by_columns = (run(written(batches, few)) for few in (None, lambda *_, **__: False))
+    assert by_rows == by_columns
+
+
+def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the comparison."""
+    row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
+    assert run(written([[row]], None)) == run(written([[row]], lambda *_, **__: False))
+    monkeypatch.setattr(few_sends, "stored_size", lambda *_: 0)
+    assert run(written([[row]], None)) != run(written([[row]], lambda *_, **__: False))
+
+
+def values_of(field: pa.Field) -> st.SearchStrategy[Any]:
+    if pa.types.is_string(field.type) or pa.types.is_binary(field.type):
+        values: st.SearchStrategy[Any] = st.text(max_size=9)
+        return st.one_of(st.none(), values if pa.types.is_string(field.type) else values.map(str.encode))
+    return st.one_of(
+        st.none(), st.integers(-(2 ** (field.type.bit_width - 1)), 2 ** (field.type.bit_width - 1) - 1)
+    )
+
+
+@given(st.lists(st.tuples(*(values_of(field) for field in LOG_SCHEMA)), min_size=1, max_size=9))
+def test_rows_built_at_once_have_the_bytes_of_rows_built_by_columns(values: list[tuple[Any, ...]]) -> None:
+    columns = dict(zip(LOG_SCHEMA.names, map(list, zip(*values, strict=True)), strict=True))
+    by_columns = build_rows(len(values), **columns)
+    assert frame_of(rows_of(values)) == frame_of(by_columns)
+
+
+def frame_of(rows: pa.RecordBatch) -> bytes:
+    _, parts = fmt.encode_frame(
+        rows, first_seq=1, span=rows.num_rows, append_ms=2, epoch=3, position=64, synced_to=64
+    )
+    return b"".join(bytes(part) for part in parts)
+
+
+@given(ROWS)
+def test_columns_become_the_rows_they_were_made_of(rows: list[SendRow]) -> None:
+    assert few_sends.rows_in(batch_of(rows)) == rows
+
+
+def test_what_admission_casts_or_refuses_and_what_is_much_stays_columns() -> None:
+    plain = batch()
+    assert few_sends.rows_in(plain) is not None
+    assert few_sends.rows_in(plain.slice(0, 0)) is None
+    assert few_sends.rows_in(batch(few_sends.ROWS_MAX + 1)) is None
+    for name, values in (
+        ("unknown", pa.array(["x"])),
+        ("delay_ms", pa.array([5])),
+        ("tag", pa.array([b"t"])),
+    ):
+        assert few_sends.rows_in(plain.append_column(name, values)) is None
+    assert few_sends.rows_in(plain.append_column("body", plain.column("body"))) is None
+    assert few_sends.rows_in(batch(2, body=[bytes(limits.REQUEST_BYTES_MAX // 64)] * 2)) is None
+
+
+@on_node(auto_create_topics=False)
+async def test_a_value_that_no_column_can_hold_takes_no_place(world: World) -> None:
+    await world.broker.create_topic("orders", 2)
+    good = tuple({"topic": "orders", "body": b"x"}.get(name) for name in SEND_NAMES)
+    bad = tuple({"topic": "orders", "body": b"x", "flag": 1 << 40}.get(name) for name in SEND_NAMES)
+    next_seq = world.broker.parts.writer.next_seq
+    with pytest.raises((pa.ArrowInvalid, OverflowError)):
+        world.broker.appender.send([good, bad])
+    assert world.broker.parts.writer.next_seq == next_seq
+    accepted, durable = world.broker.appender.send([good])
+    await durable
+    assert accepted.kept.to_pylist()[0]["queue_offset"] == 0
+    assert accepted.kept.column("kind").to_pylist() == [Kind.MESSAGE]

@@ -1,0 +1,375 @@
+"""Sends with an idempotency key: repeated at any moment, also after a crash, they are in the log once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import InTurn, batch, on_node
+from tests.crash.lives import run, until_cut
+from tests.crash.world import HOUR_MS, CutFiles, World
+from tests.crash_files import CrashFiles
+
+from timeball.broker.accepting import keyed_sends
+from timeball.broker.accepting.appender import Accepted
+from timeball.broker.accepting.ingress import Piece
+from timeball.broker.registry import idempotency
+from timeball.io.clock import ManualClock
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS, Caller
+from timeball.model.errors import Conflict, InvalidMessage, InvalidName, OverLimit
+from timeball.model.message import Kind
+
+
+class Named(Caller):
+    """A caller with an account, which may do everything."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+class Client:
+    """An edge whose sends are futures."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._futures: dict[int, asyncio.Future[tuple[int, int, Any]]] = {}
+
+    def put(
+        self,
+        key: str,
+        rows: pa.RecordBatch,
+        caller: Any = ANONYMOUS,
+        attempt: str = "",
+        *,
+        anew: bool = False,
+    ) -> asyncio.Future[tuple[int, int, Any]]:
+        piece = Piece(self, rows, rows.num_rows, rows.nbytes, 0, caller)
+        future = self._futures[id(piece)] = asyncio.get_running_loop().create_future()
+        self._world.broker.keyed_sends.put(piece, key, attempt, anew=anew)
+        return future
+
+    async def send(self, key: str, rows: pa.RecordBatch, caller: Any = ANONYMOUS) -> tuple[int, int]:
+        """Return first_seq and store_ms."""
+        return (await asyncio.wait_for(self.put(key, rows, caller), 60))[:2]
+
+    async def states(self, key: str, rows: pa.RecordBatch, attempt: str = "") -> Any:
+        """Return (state, due_ms) of each message that was sent before, "created" when this send is the first.
+
+        With an attempt it is sent anew. Of a repeated attempt its outcome stands before the states.
+        """
+        sent = (await asyncio.wait_for(self.put(key, rows, attempt=attempt, anew=bool(attempt)), 60))[2]
+        if sent is None:
+            return "created"
+        states = [(each.state, each.due_ms) for each in sent.states]
+        return states if sent.outcome == "exists" else [sent.outcome, *states]
+
+    def answer(self, pieces: list[Piece], accepted: Accepted) -> None:
+        for piece in pieces:
+            answer = accepted.first_seq + piece.first_row, accepted.store_ms, accepted.sent
+            self._futures.pop(id(piece)).set_result(answer)
+
+    def refuse(self, pieces: list[Piece], error: BaseException) -> None:
+        for piece in pieces:
+            self._futures.pop(id(piece)).set_exception(error)
+
+
+def bodies(world: World) -> list[bytes]:
+    """What is in the log, promises included."""
+    reader = world.broker.parts.reader
+    kinds = [Kind.MESSAGE, Kind.PROMISE]
+    return [
+        body
+        for rows in reader.rows(reader.first_seq, reader.next_seq, kinds)
+        for body in rows.column("body").to_pylist()
+    ]
+
+
+@on_node()
+async def test_a_repeated_send_gets_the_answer_of_the_first(world: World) -> None:
+    client = Client(world)
+    first = await client.send("a", batch(2, delay_ms=[None, 10 * HOUR_MS]))
+    other = await client.send("b", batch(2))
+    world.clock.advance(5_000)
+    assert await client.send("a", batch(2, delay_ms=[None, 10 * HOUR_MS])) == first != other
+    assert len(bodies(world)) == 4
+
+
+@on_node()
+async def test_a_key_is_of_its_caller_and_of_its_messages(world: World) -> None:
+    client, one, two = Client(world), Named("one"), Named("two")
+    assert await client.send("a", batch(), one) != await client.send("a", batch(), two)
+    with pytest.raises(Conflict, match="use a new key for each send"):
+        await client.send("a", batch(body=[b"other"]), one)
+    # A client that sends again stamps its message anew.
+    assert await client.send("a", batch(born_ms=[7]), one) == await client.send("a", batch(), one)
+    for key in ("", "x" * (limits.IDEMPOTENCY_KEY_BYTES_MAX + 1)):
+        with pytest.raises(InvalidMessage, match="an idempotency key has 1 to 512 bytes"):
+            client.put(key, batch())
+    with pytest.raises(InvalidMessage, match="messages under one idempotency key"):
+        client.put("many", batch(limits.ROWS_PER_REQUEST_MAX))
+
+
+@on_node(InTurn)
+async def test_a_send_that_is_repeated_while_it_is_under_way_is_one(world: World) -> None:
+    client = Client(world)
+    sends = [client.put(key, batch(body=[key.encode()])) for key in ("a", "b", "a", "a", "b", "c")]
+    with pytest.raises(Conflict):
+        client.put("a", batch(body=[b"other"]))
+    a, b, again, more, other, c = [answer[:2] for answer in await asyncio.gather(*sends)]
+    assert a == again == more and b == other and len({a, b, c}) == 3
+    assert sorted(bodies(world)) == [b"a", b"b", b"c"]
+    assert world.broker.keyed_sends._under_way == {}
+
+
+@on_node()
+async def test_a_refused_send_has_not_used_its_key(world: World) -> None:
+    client = Client(world)
+    wrong, right = batch(topic=["no topic!"]), batch()
+    answers = await asyncio.gather(
+        client.send("a", wrong), client.send("b", right), client.send("a", wrong), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [InvalidName, tuple, InvalidName]
+    await client.send("a", right)
+    assert len(bodies(world)) == 2
+
+
+@on_node()
+async def test_a_full_log_leaves_no_key_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, writer = Client(world), world.broker.parts.writer
+    await client.send("before", batch())
+
+    def full(*_: object, **__: object) -> None:
+        raise OverLimit("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", full)
+        with pytest.raises(OverLimit):
+            await client.send("a", batch())
+    assert len(world.broker.parts.idempotency_keys) == 1
+    assert (await client.send("a", batch()))[0] == writer.next_seq - 2
+
+
+@on_node(idempotency_ms=60_000)
+async def test_keys_expire_and_the_oldest_give_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, keys = Client(world), world.broker.parts.idempotency_keys
+    monkeypatch.setattr(limits, "IDEMPOTENCY_KEYS_MAX", 3)
+    sent = {key: await client.send(key, batch()) for key in "abcd"}
+    assert len(keys) == 3
+    assert await client.send("b", batch()) == sent["b"]
+    assert await client.send("a", batch()) != sent["a"]
+    world.clock.advance(60_000)
+    again = await client.send("c", batch())
+    assert again != sent["c"] and await client.send("c", batch()) == again
+    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    assert len(keys) == 1
+    await world.restart()
+    assert await client.send("c", batch()) == again
+
+
+# ---- what became of the messages -------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_a_repeated_send_is_told_the_current_state_and_due_time(world: World) -> None:
+    client, now_ms = Client(world), world.clock.wall
+    rows = batch(4, delay_ms=[None, HOUR_MS, HOUR_MS, HOUR_MS], unique_key=["a", "b", "c", None])
+    assert await client.states("a", rows) == "created"
+    first_seq = (await client.send("a", rows))[0]
+    await world.broker.cancel(ids=["b"])
+    await world.broker.reschedule(seqs=[first_seq + 3], due_ms=now_ms + 7 * HOUR_MS)
+    due_ms = now_ms + HOUR_MS
+    expected = [
+        ("visible", None), ("cancelled", due_ms), ("waiting", due_ms), ("waiting", now_ms + 7 * HOUR_MS),
+    ]  # fmt: skip
+    assert await client.states("a", rows) == expected
+    await world.restart()
+    assert await client.states("a", rows) == expected
+    await world.advance(HOUR_MS)
+    assert await client.states("a", rows) == [*expected[:2], ("visible", due_ms), expected[3]]
+    assert await client.states("now", batch()) == "created"
+    assert await client.states("now", batch()) == [("visible", None)]
+
+
+@on_node()
+async def test_a_send_is_made_anew_when_it_asks_and_nothing_waits(world: World) -> None:
+    client = Client(world)
+    rows, others = batch(2, delay_ms=[HOUR_MS] * 2), batch(1, body=[b"other"], delay_ms=[2 * HOUR_MS])
+    first_seq = (await client.send("a", rows))[0]
+    waiting = await client.states("a", rows)
+    assert await client.states("a", rows, "r1") == waiting
+    await world.broker.cancel(seqs=[first_seq])
+    with pytest.raises(
+        Conflict, match=f"1 messages of an earlier send .* from number {first_seq} on, still wait"
+    ):
+        await client.put("a", others, attempt="r1", anew=True)
+    await world.broker.cancel(seqs=[first_seq + 1])
+    # Other messages may take the place of those that are settled, and only when that is asked for.
+    with pytest.raises(Conflict, match="ask to send anew"):
+        client.put("a", others)
+    assert await client.states("a", others, "r1") == "created"
+    new_seq = (await client.send("a", others))[0]
+    assert new_seq > first_seq + 1
+    await world.broker.cancel(seqs=[new_seq])
+    # The answer was lost, and the same attempt is repeated: also when the new message is settled already.
+    due_ms = world.clock.wall + 2 * HOUR_MS
+    assert await client.states("a", others, "r1") == ["created", ("cancelled", due_ms)]
+    await world.restart()
+    due_ms = world.clock.wall + 2 * HOUR_MS
+    assert await client.states("a", others, "r1") == ["created", ("cancelled", due_ms)]
+    assert await client.states("a", others, "r2") == "created"
+    assert bodies(world) == [b"body", b"body", b"other", b"other"]
+
+
+@on_node(InTurn)
+async def test_of_several_sends_anew_at_one_moment_one_is_made(world: World) -> None:
+    client, rows = Client(world), batch(delay_ms=[HOUR_MS])
+    await world.broker.cancel(seqs=[(await client.send("a", rows))[0]])
+    sends = [client.put("a", rows, attempt=attempt, anew=bool(attempt)) for attempt in ("r1", "r2", "r1", "")]
+    answers = await asyncio.gather(*sends)
+    assert sum(sent is None for *_, sent in answers) == 1
+    assert len({seq for seq, *_ in answers[:3]}) == 1
+    # The look that ends first wins, and a repetition of its attempt is told that it has created them.
+    outcomes = ["new" if sent is None else sent.outcome for *_, sent in answers]
+    assert sorted(outcomes[:3:2]) in (["created", "new"], ["exists", "exists"])
+    assert outcomes[3] == "exists"
+    assert bodies(world) == [b"body", b"body"]
+    # One that does not ask to send anew repeats the send that it finds, the earlier or the newer.
+    assert answers[3][2].states[0].state in ("cancelled", "waiting")
+
+
+@on_node()
+async def test_an_attempt_has_a_bound_and_is_needed_to_send_anew(world: World) -> None:
+    client = Client(world)
+    await client.send("a", batch(delay_ms=[HOUR_MS]))
+    for attempt in ("x" * 513, "é" * 257):
+        with pytest.raises(InvalidMessage, match="the name of an attempt has at most 512 bytes"):
+            client.put("a", batch(), attempt=attempt)
+    with pytest.raises(InvalidMessage, match="to send anew, name the attempt"):
+        client.put("a", batch(), anew=True)
+
+
+@on_node(idempotency_ms=60_000)
+async def test_a_key_is_known_as_long_as_its_message_waits(world: World) -> None:
+    client, keys, now_ms = Client(world), world.broker.parts.idempotency_keys, world.clock.wall
+    rows, moved = batch(delay_ms=[HOUR_MS], unique_key=["a"]), batch(delay_ms=[HOUR_MS], unique_key=["b"])
+    await client.send("a", rows)
+    await client.send("b", moved)
+    await client.send("now", batch())
+    await world.broker.reschedule(ids=["b"], due_ms=now_ms + 2 * HOUR_MS)
+    await world.restart()
+    client, keys = Client(world), world.broker.parts.idempotency_keys
+    world.clock.advance(HOUR_MS - 1_000)
+    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    assert len(keys) == 2
+    assert await client.states("a", rows) == [("waiting", now_ms + HOUR_MS)]
+    await world.advance(61_000)
+    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    assert len(keys) == 1
+    assert await client.states("b", moved) == [("waiting", now_ms + 2 * HOUR_MS)]
+    assert await client.states("a", rows) == "created"
+
+
+@on_node()
+async def test_a_snapshot_knows_the_keys(world: World) -> None:
+    client = Client(world)
+    sent = await client.send("a", batch())
+    assert await world.node.upkeep.snapshot()  # type: ignore[union-attr]
+    await world.stop()
+    for name in [name for name in world.files.list_dir("") if name == "checkpoint"]:
+        world.files.remove(name)
+    await world.start()
+    assert await client.send("a", batch()) == sent
+
+
+# ---- power cuts ------------------------------------------------------------------------------------------------
+
+
+async def sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
+    """Send three times, with one of the two kinds of row each, and note what was answered."""
+    client = Client(world)
+    for key, delay_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
+        answers[key] = await client.send(key, batch(body=[key.encode()], delay_ms=[delay_ms]))
+
+
+async def renewed_sends(world: World, answers: dict[str, tuple[int, int]]) -> None:
+    """Send, cancel, and send anew under the same key; note what was answered to the last."""
+    client = Client(world)
+    with suppress(Conflict):  # of the second life, when the key names the newer send already
+        await client.send("a", batch(body=[b"1"], delay_ms=[HOUR_MS], unique_key=["one"]))
+    await world.broker.cancel(ids=["one"])
+    second = client.put(
+        "a", batch(body=[b"2"], delay_ms=[HOUR_MS], unique_key=["two"]), attempt="r", anew=True
+    )
+    answers["a"] = (await asyncio.wait_for(second, 60))[:2]
+
+
+def found_after(
+    call: int | None, seed: int, *, again: bool = True, sends: Any = sends
+) -> tuple[int, list[bytes], bool]:
+    """Cut the power at a call, start, send all again; return calls made, bodies, and whether answers stayed."""
+    files, clock, answers = CutFiles(crash_at=call), ManualClock(), dict[str, tuple[int, int]]()
+    world = World(files, clock)
+
+    async def live() -> None:
+        await world.start()
+        await sends(world, answers)
+
+    async def repeat(image: CrashFiles) -> tuple[list[bytes], bool]:
+        later: dict[str, tuple[int, int]] = {}
+        second = World(image, clock)
+        await second.start()
+        try:
+            if again:
+                await sends(second, later)
+            found = bodies(second)
+            await second.stop()
+        finally:
+            await second.abandon()
+        return found, all(later.get(key) == answer for key, answer in answers.items())
+
+    run(until_cut(world, files, live))
+    return files.calls, *run(repeat(files.crash(seed, "random")))
+
+
+def test_after_a_power_cut_a_repeated_send_is_in_the_log_once() -> None:
+    calls, found, is_same = found_after(None, 1)
+    assert sorted(found) == [b"a", b"b", b"c"] and is_same
+    for call in sorted(np.random.default_rng(1).choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
+        _, found, is_same = found_after(call, call)
+        assert sorted(found) == [b"a", b"b", b"c"] and is_same, f"call {call} of {calls}"
+
+
+@pytest.mark.slow
+def test_after_any_power_cut_a_repeated_send_is_in_the_log_once() -> None:
+    calls, *_ = found_after(None, 1)
+    for call in range(1, calls + 1):
+        for seed in range(3):
+            _, found, is_same = found_after(call, seed)
+            assert sorted(found) == [b"a", b"b", b"c"] and is_same, f"call {call} of {calls}, seed {seed}"
+
+
+def test_after_a_power_cut_a_send_anew_is_in_the_log_once() -> None:
+    calls, found, is_same = found_after(None, 1, sends=renewed_sends)
+    assert found == [b"1", b"2"] and is_same
+    for call in sorted(np.random.default_rng(2).choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
+        _, found, is_same = found_after(call, call, sends=renewed_sends)
+        assert found == [b"1", b"2"] and is_same, f"call {call} of {calls}"
+
+
+def test_keys_that_are_forgotten_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without the look at known keys a repeated send is there twice."""
+    monkeypatch.setattr(idempotency.IdempotencyKeys, "get", lambda *_: None)
+    _, found, is_same = found_after(None, 1)
+    assert len(found) == 6 and not is_same
+    assert keyed_sends.key_use is idempotency.key_use

@@ -1,0 +1,152 @@
+"""Sends of a source's records: each record is in the log once, whatever is sent again and whatever is cut."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.broker.accepting.test_keyed_sends import bodies
+from tests.broker.on_node import batch, on_node
+from tests.crash.lives import run, until_cut
+from tests.crash.world import HOUR_MS, CutFiles, World
+from tests.crash_files import CrashFiles
+
+from timeball.broker.accepting.appender import Accepted
+from timeball.broker.accepting.ingress import Piece
+from timeball.broker.registry import source_positions
+from timeball.io.clock import ManualClock
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Conflict, InvalidName
+from timeball.model.message import build_rows
+from timeball.model.wire import SourceStep
+
+RECORDS = 9
+
+
+class Bridge:
+    """An edge whose sends are futures: record n of the only partition has the body n."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._futures: dict[int, asyncio.Future[Accepted]] = {}
+
+    @property
+    def stands(self) -> int:
+        return self._world.broker.parts.source_positions.of("", "s").get(0, 0)
+
+    def put(self, begin: int, end: int, rows: pa.RecordBatch | None = None) -> asyncio.Future[Accepted]:
+        if rows is None:
+            rows = batch(end - begin, body=[str(at).encode() for at in range(begin, end)])
+        piece = Piece(self, rows, rows.num_rows, rows.nbytes, 0, ANONYMOUS)
+        future = self._futures[id(piece)] = asyncio.get_running_loop().create_future()
+        self._world.broker.sourced_sends.put(piece, SourceStep(source="s", begin={0: begin}, end={0: end}))
+        return future
+
+    async def send(self, begin: int, end: int, rows: pa.RecordBatch | None = None) -> Accepted:
+        return await asyncio.wait_for(self.put(begin, end, rows), 60)
+
+    def answer(self, pieces: list[Piece], accepted: Accepted) -> None:
+        for piece in pieces:
+            self._futures.pop(id(piece)).set_result(accepted)
+
+    def refuse(self, pieces: list[Piece], error: BaseException) -> None:
+        for piece in pieces:
+            self._futures.pop(id(piece)).set_exception(error)
+
+
+@on_node()
+async def test_a_batch_that_was_taken_is_refused_when_it_comes_again(world: World) -> None:
+    bridge = Bridge(world)
+    first = await bridge.send(0, 2)
+    later = await bridge.send(2, 5, batch(3, delay_ms=[None, HOUR_MS, None]))
+    assert later.first_seq > first.first_seq and bridge.stands == 5
+    for begin, end in ((0, 2), (2, 5), (4, 9), (6, 9)):
+        with pytest.raises(Conflict):
+            bridge.put(begin, end)
+    assert len(bodies(world)) == 5 and bridge.stands == 5
+
+
+@on_node()
+async def test_batches_may_be_under_way_one_behind_the_other(world: World) -> None:
+    bridge = Bridge(world)
+    await asyncio.gather(*(bridge.put(at, at + 1) for at in range(20)))
+    assert bodies(world) == [b"%d" % at for at in range(20)]
+
+
+@on_node()
+async def test_a_refused_batch_has_not_moved_its_source(world: World) -> None:
+    bridge = Bridge(world)
+    with pytest.raises(InvalidName):
+        bridge.put(0, 1, batch(topic=["no topic!"]))
+    assert bridge.stands == 0
+    await bridge.send(0, 1)
+    assert bridge.stands == 1
+
+
+@on_node()
+async def test_records_that_become_no_message_are_passed_by(world: World) -> None:
+    bridge = Bridge(world)
+    accepted = await bridge.send(0, 7, build_rows(0))
+    assert accepted.rows == 0 and bridge.stands == 7 and bodies(world) == []
+    with pytest.raises(Conflict):
+        bridge.put(0, 7, build_rows(0))
+
+
+# ---- power cuts ------------------------------------------------------------------------------------------------
+
+
+async def bring(world: World) -> None:
+    """Send all records in threes, from where the log says that the source stands."""
+    bridge = Bridge(world)
+    for begin in range(bridge.stands, RECORDS, 3):
+        await bridge.send(begin, min(begin + 3, RECORDS))
+
+
+def found_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
+    """Cut the power at a call, start, and go on; return calls made, and all bodies."""
+    files, clock = CutFiles(crash_at=call), ManualClock()
+    world = World(files, clock)
+
+    async def live() -> None:
+        await world.start()
+        await bring(world)
+
+    async def go_on(image: CrashFiles) -> list[bytes]:
+        second = World(image, clock)
+        await second.start()
+        try:
+            await bring(second)
+            found = bodies(second)
+            await second.stop()
+        finally:
+            await second.abandon()
+        return found
+
+    run(until_cut(world, files, live))
+    return files.calls, run(go_on(files.crash(seed, "random")))
+
+
+ONCE = [b"%d" % at for at in range(RECORDS)]
+
+
+def test_after_a_power_cut_each_record_is_in_the_log_once() -> None:
+    calls, found = found_after(None, 1)
+    assert found == ONCE
+    for call in sorted(np.random.default_rng(1).choice(np.arange(1, calls + 1), 12, replace=False).tolist()):
+        assert found_after(call, call)[1] == ONCE, f"call {call} of {calls}"
+
+
+@pytest.mark.slow
+def test_after_any_power_cut_each_record_is_in_the_log_once() -> None:
+    calls, _ = found_after(None, 1)
+    for call in range(1, calls + 1):
+        for seed in range(2):
+            assert found_after(call, seed)[1] == ONCE, f"call {call} of {calls}, seed {seed}"
+
+
+def test_a_source_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a broker that does not look where a source stands has its records twice."""
+    monkeypatch.setattr(source_positions.SourcePositions, "of", lambda *_: {})
+    assert sorted(found_after(None, 1)[1]) == sorted(2 * ONCE)

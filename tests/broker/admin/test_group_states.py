@@ -1,0 +1,150 @@
+"""Figures of groups: how far behind, what is held, how many are dead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from tests.broker.consuming.subscriber import GROUP, TOPIC, acknowledge, receive, send
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+from tests.loop_turns import LoopTurns, Watched
+
+from timeball.broker.admin.group_states import add_in_flight, lags
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.lease_counts import Counts
+from timeball.broker.registry.shares import GROUPS_AT_ONCE
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.answers import TopicState
+from timeball.model.errors import GroupNotFound, OutOfRange
+
+
+@on_node()
+async def test_a_group_is_behind_by_what_it_was_not_handed(world: World) -> None:
+    await send(world, [b"%d" % number for number in range(10)])
+    received = await receive(world, 4)
+    await acknowledge(world, received)
+    state = await world.broker.groups.one(GROUP, ANONYMOUS)
+    assert (state.lag, state.topics) == (6, [TopicState(TOPIC, 6, 0)])
+    assert await world.broker.groups.lags() == {(GROUP, TOPIC): 6}
+    with pytest.raises(GroupNotFound, match="does not exist"):
+        await world.broker.groups.one("none", ANONYMOUS)
+
+
+MANY = 3_000
+
+
+async def with_many_groups(world: World) -> LoopTurns:
+    """Make thousands of groups that have received; a look at one's offsets is counted."""
+    await send(world, [b"x"], queue_id=[0], unique_key=["named"])
+    for number in range(MANY):
+        await world.broker.commit_offsets(f"g{number:04d}", TOPIC, {0: number % 2})
+    offsets, turns = world.broker.parts.offsets, LoopTurns()
+    offsets.table = Watched(offsets.table, turns)
+    return turns
+
+
+async def scraped(world: World) -> int:
+    assert world.node is not None
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
+    assert 'timeball_group_lag_messages{group="(others)",topic="(others)"}' in text
+    return MANY
+
+
+async def paged(world: World) -> int:
+    page = await world.broker.groups.page(limits.LISTED_ROWS_MAX, None, ANONYMOUS)
+    assert page.next_page == page.groups[-1].group == f"g{limits.LISTED_ROWS_MAX - 1:04d}"
+    return len(page.groups)
+
+
+async def found(world: World) -> int:
+    (place,) = await world.broker.find("named")
+    return len(place.groups)
+
+
+@pytest.mark.parametrize(
+    ("read_out", "groups"), [(scraped, MANY), (paged, limits.LISTED_ROWS_MAX), (found, MANY)]
+)
+@on_node()
+async def test_few_groups_are_looked_at_in_one_turn_of_the_loop(
+    world: World, read_out: Callable[[World], Coroutine[Any, Any, int]], groups: int
+) -> None:
+    turns = await with_many_groups(world)
+    assert await turns.most(read_out(world)) == (groups, GROUPS_AT_ONCE)
+
+
+@on_node()
+async def test_a_walk_over_all_groups_in_one_turn_is_noticed(world: World) -> None:
+    turns = await with_many_groups(world)
+
+    async def walk() -> Counts:
+        return lags(world.broker.parts, world.broker.parts.offsets.table)
+
+    _, most = await turns.most(walk())
+    assert most == MANY
+
+
+@on_node()
+async def test_pages_have_each_group_once(world: World) -> None:
+    names = [f"g{number:04d}" for number in range(7)]
+    for name in reversed(names):
+        world.broker.parts.groups.update(SubscriptionGroup(name))
+    seen, page = list[str](), await world.broker.groups.page(3, None, ANONYMOUS)
+    while page.next_page is not None:
+        seen += [state.group for state in page.groups]
+        assert len(page.groups) == 3
+        page = await world.broker.groups.page(3, page.next_page, ANONYMOUS)
+    assert [*seen, *(state.group for state in page.groups)] == names
+    with pytest.raises(OutOfRange, match="1 to 1000"):
+        await world.broker.groups.page(limits.LISTED_ROWS_MAX + 1, None, ANONYMOUS)
+
+
+def held(world: World) -> Counts:
+    found = world.broker.parts.lease_counts.held()
+    add_in_flight(found, world.broker.consuming.leases.all())
+    return found
+
+
+@on_node()
+async def test_what_is_leased_in_memory_is_in_flight(world: World) -> None:
+    await send(world, [b"%d" % number for number in range(10)])
+    received = await receive(world, 4, in_log=False)
+    assert held(world) == {(GROUP, TOPIC): 4}
+    assert world.broker.consuming.acknowledge_positions(received.receipts) == [True] * 4
+    state = await world.broker.groups.one(GROUP, ANONYMOUS)
+    assert (state.lag, state.in_flight) == (6, 0)
+
+
+@on_node()
+async def test_what_is_leased_in_the_log_is_in_flight(world: World) -> None:
+    await send(world, [b"%d" % number for number in range(10)])
+    received = await receive(world, 6)
+    engine, receipts = world.broker.consuming, received.receipts
+    assert held(world) == {(GROUP, TOPIC): 6}
+    await engine.acknowledge(receipts[:1])
+    await engine.nack(receipts[1], 5_000)
+    assert await engine.dead_letter(receipts[2])
+    await engine.change_invisible_time(receipts[3], 120_000)
+    assert held(world) == {(GROUP, TOPIC): 3}
+    await world.advance(61_000)
+    assert held(world) == {(GROUP, TOPIC): 1}
+    again = await receive(world, 6)
+    assert held(world) == {(GROUP, TOPIC): 1 + len(again.receipts)}, "what came again counts for its topic"
+    await world.restart()
+    assert held(world) == {(GROUP, TOPIC): 1 + len(again.receipts)}
+
+
+@on_node()
+async def test_in_order_what_is_given_back_is_not_in_flight(world: World) -> None:
+    world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    await send(world, [b"a"])
+    (receipt,) = (await receive(world, 1, in_order=True)).receipts
+    assert held(world) == {(GROUP, TOPIC): 1}
+    assert await world.broker.consuming.nack(receipt, 5_000, "not yet") == receipt
+    assert held(world) == {}
+    await world.restart()
+    assert held(world) == {}
+    assert await world.broker.consuming.change_invisible_time(receipt, 5_000) == receipt
+    assert held(world) == {(GROUP, TOPIC): 1}, "its consumer has changed its mind"

@@ -1,0 +1,32 @@
+"""Reports of jobs: shown as they were written, and what is none is left out."""
+
+from __future__ import annotations
+
+import pytest
+from tests.broker.admin.test_push_changes import principal
+from tests.broker.on_node import on_node
+from tests.crash.world import World
+
+from timeball.broker.admin import job_reports
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden
+
+
+@on_node()
+async def test_what_jobs_and_audit_have_written_is_shown(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, files = world.broker.job_reports, world.broker.parts.files
+    assert await reports.all(ANONYMOUS) == ([], None)
+    files.make_dir("pipeline")
+    files.make_dir("pipeline/status")
+    files.replace("pipeline/status/compact.json", b'{"job": "compact", "state": "running"}')
+    files.replace("pipeline/status/half.json", b'{"job": ')
+    files.replace("pipeline/status/list.json", b"[]")
+    files.replace("pipeline/status/ledger.json.new", b"{}")
+    files.replace("pipeline/audit.json", b'{"ok": true}')
+    assert await reports.all(ANONYMOUS) == ([{"job": "compact", "state": "running"}], {"ok": True})
+    with pytest.raises(Forbidden):
+        await reports.all(principal())
+    monkeypatch.setattr(job_reports, "FILE_BYTES_MAX", 1)
+    assert await reports.all(ANONYMOUS) == ([], None)

@@ -1,0 +1,237 @@
+"""Dead letters are browsed, sent again and deleted; each once, also when the power goes in between."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from tests.broker.consuming.subscriber import (
+    AGAIN,
+    DEAD,
+    GROUP,
+    TOPIC,
+    attempts,
+    bodies,
+    engine,
+    in_queue,
+    receive,
+    send,
+    try_at_most,
+)
+from tests.broker.on_node import on_node
+from tests.crash.lives import run, until_cut
+from tests.crash.world import CutFiles, World
+from tests.crash_files import CrashFiles
+
+from timeball.broker.accepting.appender import Appender
+from timeball.broker.consuming import dead_letters
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.io.clock import ManualClock
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.answers import DeadLetterRow
+from timeball.model.errors import GroupNotFound, InvalidMessage
+
+
+async def kill(world: World, texts: list[bytes]) -> None:
+    """Send these, and have the group give them up."""
+    await send(world, texts, unique_key=[f"id-{text.decode()}" for text in texts])
+    left = set(texts)
+    while left:
+        received = await receive(world)
+        for receipt in received.receipts:
+            assert await engine(world).dead_letter(receipt)
+        left -= set(bodies(received))
+
+
+async def shown(world: World, rows: int = 100) -> list[DeadLetterRow]:
+    page = await world.broker.dead_letters.page(GROUP, rows, None, ANONYMOUS)
+    return page.dead_letters
+
+
+@on_node()
+async def test_what_was_given_up_is_shown_page_by_page(world: World) -> None:
+    await kill(world, [b"%d" % number for number in range(7)])
+    found: list[DeadLetterRow] = []
+    after: str | None = None
+    while True:
+        page = await world.broker.dead_letters.page(GROUP, 3, after, ANONYMOUS)
+        found += page.dead_letters
+        after = page.next_page
+        if after is None:
+            break
+    assert sorted(one.body for one in found) == [b"%d" % number for number in range(7)]
+    assert {one.topic for one in found} == {TOPIC}
+    assert {one.id for one in found} == {f"id-{number}" for number in range(7)}
+    assert world.broker.dead_letters.count(GROUP) == 7
+    state = await world.broker.groups.one(GROUP, ANONYMOUS)
+    assert state.dead_letters == 7 and state.attempts_max == 17
+    await world.broker.administration.configure_groups([SubscriptionGroup("other")], ANONYMOUS)
+    assert await world.broker.dead_letters.page("other", 3, None, ANONYMOUS) == type(page)([])
+
+
+@on_node()
+async def test_a_group_that_never_was_is_an_error(world: World) -> None:
+    letters = world.broker.dead_letters
+    for verb in (
+        letters.page("ohter", 3, None, ANONYMOUS),
+        letters.resend("ohter", None, ANONYMOUS),
+        letters.delete("ohter", ["0-1"], ANONYMOUS),
+    ):
+        with pytest.raises(GroupNotFound, match="'ohter' does not exist"):
+            await verb
+
+
+@on_node()
+async def test_a_resend_gives_it_to_the_group_alone_and_once(world: World) -> None:
+    await kill(world, [b"a", b"b"])
+    first, second = await shown(world)
+    resolved = await world.broker.dead_letters.resend(GROUP, [first.dead_letter, "0-99"], ANONYMOUS)
+    assert (resolved.rows, resolved.found) == (1, [True, False])
+    received = await receive(world)
+    assert (bodies(received), attempts(received)) == ([first.body], [1])
+    assert await in_queue(world, AGAIN) == [first.body]
+    assert len(await in_queue(world, TOPIC)) == 2
+    assert await shown(world) == [second]
+    again = await world.broker.dead_letters.resend(GROUP, [first.dead_letter], ANONYMOUS)
+    assert (again.rows, again.found) == (0, [False])
+    # RocketMQ's tools see all there ever were.
+    assert len(await in_queue(world, DEAD)) == 2
+
+
+@on_node()
+async def test_one_that_dies_again_is_a_dead_letter_again(world: World) -> None:
+    try_at_most(world, 0)
+    await kill(world, [b"a"])
+    for _ in range(3):
+        (letter,) = await shown(world)
+        await world.broker.dead_letters.resend(GROUP, [letter.dead_letter], ANONYMOUS)
+        assert await shown(world) == []
+        (receipt,) = (await receive(world)).receipts
+        assert await engine(world).dead_letter(receipt)
+    assert world.broker.dead_letters.count(GROUP) == 1
+
+
+@on_node()
+async def test_a_group_in_order_gets_it_from_its_topic(world: World) -> None:
+    await kill(world, [b"a"])
+    world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    assert (await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)).rows == 1
+    assert await in_queue(world, TOPIC) == [b"a", b"a"]
+
+
+@on_node()
+async def test_all_are_deleted_and_stay_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters, "RESENT_AT_ONCE", 2)
+    await kill(world, [b"%d" % number for number in range(5)])
+    deleted = await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
+    assert (deleted.rows, deleted.found) == (5, [])
+    files = world.files.crash(survival="nothing")
+    await world.abandon()
+    world.files = files
+    await world.start()
+    assert await shown(world) == []
+    await kill(world, [b"new"])
+    assert [one.body for one in await shown(world)] == [b"new"]
+
+
+@on_node()
+async def test_with_their_topic_they_are_forgotten(world: World) -> None:
+    await kill(world, [b"a"])
+    await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
+    await world.broker.administration.delete_topic(DEAD, ANONYMOUS)
+    await kill(world, [b"b"])
+    assert [one.body for one in await shown(world)] == [b"b"]
+
+
+@on_node()
+async def test_a_long_body_is_cut_and_a_handle_is_checked(world: World) -> None:
+    await send(world, [b"x" * (limits.SHOWN_BODY_BYTES_MAX + 1)])
+    (receipt,) = (await receive(world)).receipts
+    await engine(world).dead_letter(receipt)
+    (letter,) = await shown(world)
+    assert len(letter.body) == limits.SHOWN_BODY_BYTES_MAX == letter.size_bytes - 1
+    for wrong in ("", "0", "0-", "-1", "a-b", "٣-1", "0-" + "9" * 40):
+        with pytest.raises(InvalidMessage, match="dead letter"):
+            dead_letters.position_of(wrong)
+
+
+# ---- power cuts ------------------------------------------------------------------------------------------------
+
+
+def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
+    """Cut the power at a call of a resend, start, resend what is left; return calls made, and the copies there are."""
+    files, clock = CutFiles(crash_at=call), ManualClock()
+    world = World(files, clock)
+
+    async def live() -> None:
+        await world.start()
+        await kill(world, [b"a", b"b"])
+        first, _ = await shown(world)
+        await world.broker.dead_letters.resend(GROUP, [first.dead_letter], ANONYMOUS)
+        await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
+
+    async def repeat(image: CrashFiles) -> list[bytes]:
+        second = World(image, clock)
+        await second.start()
+        try:
+            with contextlib.suppress(GroupNotFound):  # the power went before its first member came
+                await second.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
+            found = await in_queue(second, AGAIN)
+            count = len(await in_queue(second, DEAD))
+            assert second.broker.dead_letters.count(GROUP) == 0
+            assert len(found) == count, "a copy for each dead letter"
+            await second.stop()
+        finally:
+            await second.abandon()
+        return found
+
+    run(until_cut(world, files, live))
+    return files.calls, run(repeat(files.crash(seed, "random")))
+
+
+def test_after_a_power_cut_each_is_sent_again_once() -> None:
+    calls, found = copies_after(None, 1)
+    assert sorted(found) == [b"a", b"b"]
+    last = np.arange(max(1, calls - 12), calls + 1)
+    for call in sorted({*last.tolist(), *np.random.default_rng(1).integers(1, calls, 6).tolist()}):
+        copies_after(call, call)
+
+
+def test_a_resend_in_two_frames_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: with its copy and its row in two commits a cut between them doubles it."""
+
+    def in_two(self: Appender, batch, change):  # type: ignore[no-untyped-def]
+        async def both() -> None:
+            await self.send_again(batch)
+            found = change(0, 0)
+            self._parts.writer.append(found.rows)
+            found.keep()
+            await self._parts.writer.flushed()
+
+        return None, both()
+
+    monkeypatch.setattr(Appender, "send_with", in_two)
+    calls, _ = copies_after(None, 1)
+    with pytest.raises(AssertionError, match="a copy for each"):
+        for call in range(calls, 0, -1):
+            copies_after(call, call)
+
+
+@on_node()
+async def test_it_shows_why_it_was_given_up(world: World) -> None:
+    try_at_most(world, 0)
+    await send(world, [b"a", b"b", b"c"])
+    received = await receive(world)
+    by_body = dict(zip(bodies(received), received.receipts, strict=True))
+    assert await engine(world).dead_letter(by_body[b"a"], "no such\x02order")
+    assert await engine(world).nack(by_body[b"b"], 1_000, "no stock")
+    assert await engine(world).dead_letter(by_body[b"c"])
+    await world.advance(2_000)
+    assert {(one.body, one.reason) for one in await shown(world)} == {
+        (b"a", "no such order"), (b"b", "no stock"), (b"c", None),
+    }  # fmt: skip
+    await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
+    again = await receive(world)
+    assert not [text for text in again.rows.column("properties").to_pylist() if "NACK" in text]

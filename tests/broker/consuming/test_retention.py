@@ -1,0 +1,170 @@
+"""Retention and groups: unread messages stay up to a bound, and one that goes unread is counted and logged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tests.broker.on_node import on_node
+from tests.crash.world import HOUR_MS, World
+
+from timeball.broker.consuming import retention
+from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.model.access import ANONYMOUS
+
+MIB = 1024 * 1024
+TOPIC, GROUP = "orders", "billing"
+DAYS = {"retention_ms": HOUR_MS, "unread_retention_ms": 3 * HOUR_MS}
+
+
+async def filled(world: World, rows: int = 24) -> None:
+    """Segments hold about ten of these."""
+    for _ in range(rows // 6):
+        await world.send("filler", [None] * 6, 100_000)
+
+
+async def behind(world: World, read: int = 1, group: str = GROUP) -> None:
+    """Five messages in one queue, of which a group has read some; segments of others follow."""
+    await world.broker.create_topic(TOPIC, 1)
+    await world.send(TOPIC, [None] * 5)
+    await world.broker.commit_offsets(group, TOPIC, {0: read})
+    await filled(world)
+
+
+async def let_go(world: World, after_ms: int) -> None:
+    world.clock.advance(after_ms)
+    await world.checkpoint()
+    await world.let_go()
+
+
+def first_kept(world: World) -> int:
+    offset: int = world.broker.queues(TOPIC)[0][0]
+    return offset
+
+
+async def unread(world: World, group: str = GROUP) -> tuple[int, int]:
+    """The lag of the group, and how many of its messages have expired."""
+    state = await world.broker.groups.one(group, ANONYMOUS)
+    return state.lag, state.expired
+
+
+@on_node(**DAYS)
+async def test_unread_messages_stay_beyond_the_retention(world: World) -> None:
+    await behind(world)
+    await let_go(world, 2 * HOUR_MS)
+    assert first_kept(world) == 0 and await unread(world) == (4, 0)
+    rows = await world.broker.pull(TOPIC, {0: 1}, 10, 0)
+    assert rows.num_rows == 4
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 5})
+    await world.let_go()
+    assert first_kept(world) == 5 and await unread(world) == (0, 0)
+
+
+@on_node(**DAYS)
+async def test_messages_that_go_unread_are_counted_and_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await behind(world)
+    logging.disable(logging.NOTSET)
+    await let_go(world, 2 * HOUR_MS)
+    kept = "log kept beyond the retention for unread messages group=billing topic=orders bytes="
+    assert caplog.text.count(kept) == 1
+    await let_go(world, 2 * HOUR_MS)
+    assert first_kept(world) == 5
+    assert "unread messages expired group=billing topic=orders rows=4" in caplog.text
+    assert await unread(world) == (0, 4)
+    state = await world.broker.groups.one(GROUP, ANONYMOUS)
+    assert [(topic.topic, topic.expired) for topic in state.topics] == [(TOPIC, 4)]
+    assert world.node is not None
+    text = (await world.node.metrics.text(ANONYMOUS)).decode()
+    assert 'timeball_expired_unread_messages_total{group="billing",topic="orders"} 4.0' in text
+
+
+@on_node(**DAYS)
+async def test_the_count_outlives_a_crash_and_is_made_once(world: World) -> None:
+    await behind(world)
+    world.clock.advance(4 * HOUR_MS)
+    await world.checkpoint()
+    assert world.node is not None
+    await world.node.upkeep.save_offsets()
+    # The power goes between the count and the removal of the segments.
+    reader, keeper = world.broker.parts.reader, retention.Retention(world.broker.parts)
+    await keeper.count_expired(reader.segments.last.first_seq)
+    await world.broker.parts.writer.flushed()
+    files = world.files.crash(survival="nothing")
+    await world.abandon()
+    world.files = files
+    await world.start()
+    assert first_kept(world) == 0 and await unread(world) == (4, 4)
+    await world.checkpoint()
+    await world.let_go()
+    assert first_kept(world) == 5 and await unread(world) == (0, 4)
+
+
+@on_node(**DAYS, kept_bytes=3 * MIB)
+async def test_unread_messages_take_no_more_than_so_much_of_the_disk(world: World) -> None:
+    await behind(world)
+    await filled(world, 60)
+    await let_go(world, 2 * HOUR_MS)
+    assert first_kept(world) == 5 and await unread(world) == (0, 4)
+
+
+@on_node(**DAYS)
+async def test_a_group_without_offsets_and_a_deleted_one_keep_nothing(world: World) -> None:
+    await behind(world)
+    await world.broker.administration.configure_groups([SubscriptionGroup("idle")], ANONYMOUS)
+    await world.broker.administration.delete_group(GROUP, ANONYMOUS, with_offsets=False)
+    await let_go(world, 2 * HOUR_MS)
+    assert first_kept(world) == 5
+
+
+@on_node(**DAYS)
+async def test_a_group_that_was_made_again_keeps_its_messages(world: World) -> None:
+    await behind(world)
+    await world.broker.administration.delete_group(GROUP, ANONYMOUS, with_offsets=False)
+    await world.restart()
+    await world.broker.administration.configure_groups([SubscriptionGroup(GROUP)], ANONYMOUS)
+    await let_go(world, 2 * HOUR_MS)
+    assert first_kept(world) == 0
+
+
+@on_node(**DAYS)
+async def test_many_lines_become_one(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "LOGGED_MAX", 2)
+    await behind(world)
+    for number in range(4):
+        await world.broker.commit_offsets(f"g{number}", TOPIC, {0: 2})
+    logging.disable(logging.NOTSET)
+    await let_go(world, 4 * HOUR_MS)
+    assert caplog.text.count("unread messages expired group=") == 2
+    assert "more messages expired groups=3 rows=9" in caplog.text
+
+
+@on_node(**DAYS)
+async def test_deleting_a_topic_counts_what_groups_had_not_read(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await behind(world)
+    await world.send(TOPIC, [24 * HOUR_MS] * 2)
+    logging.disable(logging.NOTSET)
+    deleted = await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
+    assert (deleted.unread, deleted.dead_letters) == (4, 0)
+    assert "topic deleted topic=orders unread=4 dead_letters=0" in caplog.text
+    assert await unread(world) == (0, 4)
+    await world.restart()
+    assert await unread(world) == (0, 4)
+
+
+@on_node(**DAYS)
+async def test_a_message_that_waits_for_longer_than_the_retention_is_delivered(world: World) -> None:
+    """NATS 2.15.3 loses a schedule whose stream keeps its messages for a shorter time, and reports no error."""
+    await world.broker.create_topic(TOPIC, 1)
+    await world.send(TOPIC, [5 * HOUR_MS])
+    await filled(world)
+    await let_go(world, 4 * HOUR_MS)
+    assert world.broker.parts.reader.first_seq > 1, "its row in the log has been let go"
+    assert world.broker.queues(TOPIC)[0] == (0, 0)
+    await world.advance(HOUR_MS)
+    assert (await world.broker.pull(TOPIC, {0: 0}, 10, 0)).num_rows == 1

@@ -1,0 +1,44 @@
+"""An heir takes each transfer over once, of whom may ask for it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.broker.groups.test_grouped import shop
+from tests.broker.revoking.test_handed_rows import promises
+from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
+
+from timeball.broker.registry.drains import AdoptedFacts
+from timeball.broker.revoking.group_questions import AdoptHere
+from timeball.broker.revoking.handed_rows import encode_sent, handed_rows
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, InvalidMessage, OutOfRange
+
+
+def transfer(number: int, rows: int = 3, since_ms: int = 5) -> AdoptHere:
+    sent = encode_sent(handed_rows(promises([None] * rows), "g1", 9))
+    return AdoptHere(source="g2", since_ms=since_ms, transfer=number, rows=sent)
+
+
+@in_two_groups
+async def test_a_transfer_is_taken_over_once(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+    adoption, parts = one.broker.adoption, one.broker.parts
+    for number in (1, 1, 2, 1, 2):
+        await adoption.adopt(transfer(number), ANONYMOUS)
+    assert parts.drains.adopted("g2") == AdoptedFacts(since_ms=5, transfer=2, rows=6)
+    await one.restart()
+    await one.broker.adoption.adopt(transfer(2), ANONYMOUS)
+    await one.broker.adoption.adopt(transfer(1, since_ms=6), ANONYMOUS)
+    assert one.broker.parts.drains.adopted("g2") == AdoptedFacts(since_ms=6, transfer=1, rows=9)
+    with pytest.raises(OutOfRange, match="older drain"):
+        await one.broker.adoption.adopt(transfer(3), ANONYMOUS)
+    assert {"orders"} <= one.broker.topics().keys(), "made by its first message"
+
+
+@in_two_groups
+async def test_one_that_is_refused_leaves_nothing(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+    with pytest.raises(Forbidden):
+        await one.broker.adoption.adopt(transfer(1), shop())
+    with pytest.raises(InvalidMessage):
+        await one.broker.adoption.adopt(AdoptHere(source="g2", since_ms=5, transfer=1, rows=b"x"), ANONYMOUS)
+    assert one.broker.parts.drains.adopted("g2") is None
+    assert not one.broker.parts.waiting_messages

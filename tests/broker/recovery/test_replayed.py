@@ -1,0 +1,161 @@
+"""What rows add up to on top of a starting point: each settled number once, each move's last instant, open halves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.recovery.replayed import Replayed
+from timeball.broker.registry.attach import AttachState
+from timeball.broker.registry.campaigns import CampaignFacts
+from timeball.log.checkpoint import Checkpoint, Facts
+from timeball.model.message import NO_INSTANT_MS, Kind, build_rows, with_seq
+from timeball.schedule.moved import Moved
+from timeball.table.attachment import Attachment, FileEntry, Reservation, encode
+
+NONE = np.empty(0, np.int64)
+NOTHING = Checkpoint(Facts(seq=1), NONE, NONE)
+
+
+def known(pairs: list[tuple[int, int]], released: int = 0, **facts: Any) -> Checkpoint:
+    due_ms, seq = (np.array([pair[at] for pair in pairs], np.int64) for at in (0, 1))
+    return Checkpoint(Facts(**{"seq": 100, "settled_released": released, **facts}), due_ms, seq)
+
+
+def rows(first_seq: int, *each: dict[str, Any]) -> Any:
+    names = {name for row in each for name in row}
+    columns = {name: [row.get(name) for row in each] for name in names}
+    return with_seq(build_rows(len(each), **columns), first_seq)
+
+
+def release(due_ms: int, number: int) -> dict[str, Any]:
+    return {"kind": int(Kind.RELEASE), "due_ms": due_ms, "source_seq": number}
+
+
+def cancel(due_ms: int, number: int) -> dict[str, Any]:
+    return {"kind": int(Kind.CANCEL), "due_ms": due_ms, "source_seq": number}
+
+
+def moved(due_ms: int, number: int, from_due_ms: int) -> dict[str, Any]:
+    return {"kind": int(Kind.MOVED), "due_ms": due_ms, "source_seq": number, "from_due_ms": from_due_ms}
+
+
+def promise(due_ms: int | None) -> dict[str, Any]:
+    return {"kind": int(Kind.PROMISE), "due_ms": due_ms}
+
+
+def replayed(start: Checkpoint, *batches: Any, ledger: AttachState | None = None) -> Replayed:
+    found = Replayed(start, ledger or AttachState())
+    for batch in batches:
+        found.apply(batch)
+    found.fold()
+    return found
+
+
+def settled(found: Replayed) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pairs that were cancelled or moved, and those that were released."""
+    all_of = found.settled()
+    pairs = list(zip(all_of.due_ms.tolist(), all_of.seq.tolist(), strict=True))
+    cut = len(pairs) - all_of.released
+    return pairs[:cut], pairs[cut:]
+
+
+def test_what_is_settled_twice_is_kept_once_and_counted_once() -> None:
+    start = known([(5, 9), (7, 3), (6, 4)], released=1, waiting_rows=10)
+    found = replayed(start, rows(100, release(7, 3), cancel(8, 50)), rows(102, release(20, 51)))
+    assert settled(found) == ([(5, 9), (8, 50)], [(7, 3), (6, 4), (20, 51)])
+    assert found.waiting_rows == 8, "number 3 was settled before"
+    assert len(found) == 5
+
+
+def test_what_the_mark_covers_is_counted_no_second_time_unless_it_was_held() -> None:
+    campaign = CampaignFacts(
+        state="paused", since_ms=0, planned_ms=0, planned_seq=1, rows=2, ranges=[(20, 2)], held_from_ms=50
+    )
+    start = known(
+        [], settled_before_ms=100, settled_before_seq=90, waiting_rows=10,
+        meta={"campaign/c": msgspec.Raw(msgspec.json.encode(campaign))},
+    )  # fmt: skip
+    found = replayed(start, rows(100, cancel(60, 20), cancel(60, 30), cancel(60, 95), cancel(200, 31)))
+    assert found.waiting_rows == 7
+    # All are settled by name all the same: the mark speaks of what it knew.
+    assert len(settled(found)[0]) == 4
+
+
+def test_the_cursor_goes_on_with_releases_in_any_batches() -> None:
+    each = [release(1_500, 1), release(3_000, 2), cancel(9_000, 3), release(3_999, 4), release(2_999, 5)]
+    whole = replayed(known([], tick=(1_000, 7)), rows(100, *each))
+    single = replayed(known([], tick=(1_000, 7)), *(rows(100 + at, one) for at, one in enumerate(each)))
+    assert whole.cursor == single.cursor
+    assert (whole.cursor.tick_ms, whole.cursor.local_index) == (3_000, 2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 99), st.integers(0, 99)), max_size=30),
+    st.integers(1, 7),
+)
+def test_moves_are_those_that_the_schedule_remembers(
+    moves: list[tuple[int, int, int]], batch_rows: int
+) -> None:
+    each = [moved(due_ms, number, from_ms) for number, due_ms, from_ms in moves]
+    batches = [
+        rows(100 + at, *each[at : at + batch_rows]) for at in range(0, len(each), batch_rows)
+    ]  # fmt: skip
+    expected = Moved()
+    expected.add((due_ms, number, 100 + at, from_ms) for at, (number, due_ms, from_ms) in enumerate(moves))
+    found = replayed(NOTHING, *batches)
+    assert found.moved() == expected.rows()
+    again = Moved()
+    again.add(found.moved())
+    assert again.rows() == expected.rows()
+
+
+def test_a_move_settles_the_version_before_it_and_what_waits_stays_as_many() -> None:
+    found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, 20)))
+    assert settled(found) == ([(20, 9)], [])
+    assert found.waiting_rows == 1
+    # A half message had no instant: with it one more waits.
+    found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, NO_INSTANT_MS)))
+    assert found.waiting_rows == 2
+
+
+def test_halves_are_open_until_a_row_names_them() -> None:
+    start = known([], halves=[(3, 1), (4, 0), (5, 2)])
+    ends = [
+        {**cancel(0, 4), "due_ms": None},
+        moved(90, 3, NO_INSTANT_MS),
+        {**release(0, 101), "due_ms": None},
+    ]
+    found = replayed(start, rows(100, promise(None), promise(None), promise(None)), rows(103, *ends))
+    assert found.halves.tolist() == [5, 100, 102]
+
+
+def entry(name: str) -> FileEntry:
+    return FileEntry(
+        path=name, bucket="b", rows=2, size_bytes=1, min_due_ms=0, max_due_ms=1, min_seq=1, max_seq=2
+    )
+
+
+def table_row(change: Attachment | Reservation) -> dict[str, Any]:
+    return {"kind": int(Kind.TABLE), "body": encode(change), "store_ms": 5}
+
+
+def test_table_rows_change_the_ledger_and_the_files_that_live() -> None:
+    ledger = AttachState()
+    start = known([], files=[msgspec.to_builtins(entry("old"))], watermark=40, waiting_rows=3, late=[(1, 2)])
+    bulk = Attachment(job="bulk", job_id="b", epoch=0, files=[entry("new")], ranges=[(101, 2)])
+    rewrite = Attachment(job="rewrite", job_id="r", epoch=0, files=[entry("whole")], removes=["old", "new"])
+    compact = Attachment(job="compact", job_id="c", epoch=0, files=[entry("tail")], from_seq=40, to_seq=90)
+    found = replayed(
+        start, rows(100, table_row(Reservation(rows=2))), rows(103, table_row(bulk)),
+        rows(104, table_row(rewrite), table_row(compact)), ledger=ledger,
+    )  # fmt: skip
+    assert list(found.files) == ["whole", "tail"]
+    assert [seq for seq, _ in found.attaches] == [103, 104, 105]
+    assert (ledger.watermark, ledger.attach_seq, ledger.reserved) == (90, 105, {})
+    assert found.waiting_rows == 5, "only a bulk attach brings promises"
+    assert found.settled().late == ((1, 2), (101, 2))

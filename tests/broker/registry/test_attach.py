@@ -1,0 +1,291 @@
+"""What a job claims is checked against the log before it becomes part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.table.small_table import ALL_ZONES, NOW_MS, attachment, table_rows, write
+
+from timeball.broker.registry.attach import AttachState, check_count, check_files
+from timeball.io.files import Files
+from timeball.model import limits
+from timeball.model.errors import (
+    Corrupt,
+    InvalidDelay,
+    InvalidMessage,
+    NotFound,
+    OutOfRange,
+    OverLimit,
+    RequestError,
+)
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
+
+DURABLE = 100
+LIVE = "bucket=2026-11/live.parquet"
+
+
+def entry(first_seq: int, rows: int, path: str = "bucket=2026-11/new.parquet") -> FileEntry:
+    return FileEntry(
+        path=path, bucket="2026-11", rows=rows, size_bytes=9, min_due_ms=1, max_due_ms=2,
+        min_seq=first_seq, max_seq=first_seq + rows - 1,
+    )  # fmt: skip
+
+
+def compact(from_seq: int, to_seq: int, **fields: Any) -> Attachment:
+    return attachment([], **{"job": "compact", "from_seq": from_seq, "to_seq": to_seq, **fields})
+
+
+def bulk(*ranges: tuple[int, int], files: list[FileEntry] | None = None, **fields: Any) -> Attachment:
+    own = [entry(*one, f"bucket=2026-11/{i}.parquet") for i, one in enumerate(ranges)]
+    entries = own if files is None else files
+    return attachment(entries, **{"job": "bulk", "ranges": list(ranges), **fields})
+
+
+def check(ledger: AttachState, change: Attachment, now_ms: int = NOW_MS) -> None:
+    ledger.check(change, durable_seq=DURABLE, is_live=lambda path: path == LIVE, now_ms=now_ms)
+
+
+@pytest.fixture
+def ledger() -> AttachState:
+    ledger = AttachState(watermark=10)
+    ledger.reserve(50, 5)
+    ledger.reserve(60, 7)
+    return ledger
+
+
+# ---- what fits ----------------------------------------------------------------------------------------------
+
+
+def test_what_fits_the_log_is_let_in(ledger: AttachState) -> None:
+    for change in (
+        compact(10, 11), compact(10, DURABLE), bulk((50, 5)), bulk((60, 7), (50, 5)),
+        attachment([entry(1, 1)]), attachment([], removes=[LIVE]), attachment([entry(1, 1)], removes=[LIVE]),
+    ):  # fmt: skip
+        check(ledger, change)
+
+
+@pytest.mark.parametrize("from_seq", [0, 9, 11, 100])
+def test_a_compact_begins_at_the_watermark_or_rows_are_lost_or_doubled(
+    ledger: AttachState, from_seq: int
+) -> None:
+    with pytest.raises(OutOfRange, match="the watermark is 10"):
+        check(ledger, compact(from_seq, 100))
+
+
+@pytest.mark.parametrize("to_seq", [0, 9, 10, DURABLE + 1])
+def test_a_compact_ends_ahead_and_at_what_is_durable(ledger: AttachState, to_seq: int) -> None:
+    with pytest.raises(OutOfRange, match="between 11 and 100"):
+        check(ledger, compact(10, to_seq))
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(50, 4)], [(50, 6)], [(51, 4)], [(55, 5)], [(1, 1)], [(50, 5), (70, 1)], [(60, 5)]]
+)
+def test_numbers_that_nobody_set_aside_are_refused(
+    ledger: AttachState, ranges: list[tuple[int, int]]
+) -> None:
+    with pytest.raises(OutOfRange, match="were not set aside"):
+        check(ledger, bulk(*ranges))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [], [entry(50, 4)], [entry(50, 6)],  # fewer or more rows than set aside
+        [entry(49, 5)], [entry(51, 5)], [entry(60, 5)],  # elsewhere
+    ],
+)  # fmt: skip
+def test_files_hold_what_was_set_aside(ledger: AttachState, files: list[FileEntry]) -> None:
+    with pytest.raises(InvalidMessage, match=r"the ranges hold 5 rows|lie in no range"):
+        check(ledger, bulk((50, 5), files=files))
+
+
+def test_two_files_with_one_number_are_refused() -> None:
+    """As many rows as were set aside, and all in range; but one number would stand for two promises."""
+    ledger = AttachState()
+    ledger.reserve(50, 6)
+    doubled = [entry(50, 3), entry(52, 3, "bucket=2026-11/more.parquet")]
+    with pytest.raises(InvalidMessage, match="both hold seq 52"):
+        check(ledger, bulk((50, 6), files=doubled))
+    check(ledger, bulk((50, 6), files=[doubled[0], entry(53, 3, "bucket=2026-11/more.parquet")]))
+
+
+def test_one_range_twice_is_one_too_many(ledger: AttachState) -> None:
+    """Or a row would be counted for two promises."""
+    with pytest.raises(OutOfRange, match="twice"):
+        check(ledger, bulk((50, 5), (50, 5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (bulk((50, 5), from_seq=10), "covers no range of the log"),
+        (attachment([], to_seq=5), "covers no range of the log"),
+        (compact(10, 20, ranges=[(50, 5)]), "only a bulk attach has ranges"),
+        (attachment([], ranges=[(50, 5)]), "only a bulk attach has ranges"),
+        (compact(10, 20, removes=[LIVE]), "only a rewrite removes"),
+        (bulk((50, 5), removes=[LIVE]), "only a rewrite removes"),
+        (attachment([entry(1, 1, LIVE)]), "part of the pending table already"),
+        (attachment([entry(1, 1, LIVE)], removes=[LIVE]), "part of the pending table already"),
+        (attachment([entry(1, 1), entry(2, 1)]), "named twice"),
+        (attachment([], removes=[LIVE, LIVE]), "named twice"),
+    ],
+)
+def test_what_a_job_may_not_do(ledger: AttachState, change: Attachment, text: str) -> None:
+    with pytest.raises(InvalidMessage, match=text):
+        check(ledger, change)
+
+
+def test_only_what_is_there_can_leave(ledger: AttachState) -> None:
+    with pytest.raises(NotFound, match="not part of the pending table"):
+        check(ledger, attachment([], removes=["bucket=2026-11/gone.parquet"]))
+
+
+# ---- what has been ------------------------------------------------------------------------------------------
+
+
+def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: AttachState) -> None:
+    for change in (bulk((50, 5)), attachment([entry(1, 1)]), attachment([], removes=[LIVE])):
+        ledger.apply(change, 1, NOW_MS)
+        assert ledger.watermark == 10
+    ledger.apply(compact(10, 42), 1, NOW_MS)
+    assert ledger.watermark == 42
+
+
+def test_reserved_numbers_are_used_up_once(ledger: AttachState) -> None:
+    ledger.apply(bulk((50, 5)), 1, NOW_MS)
+    with pytest.raises(OutOfRange, match="used up"):
+        check(ledger, bulk((50, 5), job_id="another"))
+    check(ledger, bulk((60, 7)))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from(["", "r"])
+)
+def test_a_repeat_is_known_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
+    ledger, last = AttachState(), {}
+    for job_id, epoch in seen:
+        change = attachment([], job_id=job_id, epoch=epoch, digest=digest)
+        if digest and epoch < last.get(job_id, -1):
+            with pytest.raises(RequestError, match=f"has come to epoch {last[job_id]}"):
+                ledger.is_repeated(change)
+            continue
+        assert ledger.is_repeated(change) == (epoch <= last.get(job_id, -1))
+        if not ledger.is_repeated(change):
+            ledger.apply(change, 1, NOW_MS)
+            last[job_id] = epoch
+    assert ledger.epochs | {name: job.epoch for name, job in ledger.jobs.items()} == last
+
+
+def test_other_rows_under_a_known_name_are_refused() -> None:
+    """They are another write, and were dropped in silence once."""
+    ledger = AttachState()
+    first = attachment([], job_id="import", epoch=3, digest="30 rows 0a")
+    ledger.apply(first, 1, NOW_MS)
+    assert ledger.is_repeated(first)
+    other = msgspec.structs.replace(first, digest="30 rows 0b")
+    with pytest.raises(RequestError, match=r"\(30 rows 0a, now 30 rows 0b\).*another job_id.*on_repeat=skip"):
+        ledger.is_repeated(other)
+    for digest in ("", ANY_ROWS):
+        assert ledger.is_repeated(msgspec.structs.replace(first, digest=digest))
+    ledger.apply(msgspec.structs.replace(first, digest=ANY_ROWS), 1, NOW_MS)
+    assert ledger.is_repeated(other)
+
+
+def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: AttachState) -> None:
+    """Whoever moved it there, and whatever its number."""
+    assert not ledger.is_repeated(compact(10, 20, epoch=1))
+    ledger.apply(compact(10, 42, job_id="another", epoch=9), 1, NOW_MS)
+    assert ledger.is_repeated(compact(10, 20, epoch=1))
+    assert ledger.is_repeated(compact(10, 42, epoch=1))
+    assert not ledger.is_repeated(compact(10, 43, epoch=1))
+    assert not ledger.is_repeated(compact(0, 0, epoch=1))
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job without a digest, and the reservation, of longest ago is forgotten first."""
+    monkeypatch.setattr(limits, "RESERVATIONS_MAX", 3)
+    monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
+    ledger = AttachState()
+    for number in (1, 2, 3, 1, 4):
+        ledger.apply(attachment([], job_id=f"job{number}", epoch=number), 1, NOW_MS)
+        ledger.check_reserve(1)
+        ledger.reserve(number * 10, 1)
+    assert set(ledger.epochs) == {"job3", "job1", "job4"}
+    assert len(ledger.reserved) <= 3
+    assert 40 in ledger.reserved
+
+
+def test_what_may_be_repeated_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for others without a digest, however many, and for others with one not before it is old."""
+    monkeypatch.setattr(limits, "JOBS_MAX", 3)
+    monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
+    ledger = AttachState()
+
+    def named(number: int, epoch: int = 1) -> Attachment:
+        return attachment([], job_id=f"named{number}", epoch=epoch, digest="rows")
+
+    for number in range(3):
+        check(ledger, named(number))
+        ledger.apply(named(number), 1, NOW_MS + number)
+    for number in range(20):
+        ledger.apply(attachment([], job_id=f"once{number}"), 1, NOW_MS)
+    assert all(ledger.is_repeated(named(number)) for number in range(3))
+    with pytest.raises(OverLimit, match=r"3 jobs have been named within 7 days: .*option epoch"):
+        check(ledger, named(3), NOW_MS + 1 + limits.JOB_KEPT_MS - 2)
+    check(ledger, named(2, epoch=2))  # a name that is known needs no room
+    check(ledger, attachment([], job_id="once"))
+    check(ledger, named(3), NOW_MS + limits.JOB_KEPT_MS)
+    ledger.apply(named(3), 1, NOW_MS + limits.JOB_KEPT_MS)
+    assert set(ledger.jobs) == {"named1", "named2", "named3"}
+
+
+@pytest.mark.parametrize("rows", [0, -1, (1 << 40) + 1])
+def test_a_reservation_has_a_size(rows: int) -> None:
+    with pytest.raises(InvalidMessage, match="reserve"):
+        AttachState().check_reserve(rows)
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+def checked(files: Files, change: Attachment, delay_ms_max: int = 900 * DAY_MS) -> None:
+    check_files(files, change, now_ms=NOW_MS, delay_ms_max=delay_ms_max)
+
+
+def test_files_that_are_what_they_claim_pass() -> None:
+    files = CrashFiles()
+    checked(files, attachment(write(files, table_rows([NOW_MS, *ALL_ZONES]))))
+
+
+def test_a_claim_is_compared_with_the_file() -> None:
+    files = CrashFiles()
+    [honest] = write(files, table_rows([NOW_MS + HOUR_MS] * 3))
+    for name, text in {"rows": "rows 3", "max_due_ms": "max_due_ms", "min_seq": "min_seq 1"}.items():
+        claim = msgspec.structs.replace(honest, **{name: getattr(honest, name) + 1})
+        with pytest.raises(Corrupt, match=text):
+            checked(files, attachment([claim]))
+    with pytest.raises(NotFound):
+        checked(files, attachment([msgspec.structs.replace(honest, path="bucket=2026-11/none.parquet")]))
+
+
+def test_instants_beyond_the_maximum_delay_are_refused() -> None:
+    files = CrashFiles()
+    entries = write(files, table_rows([NOW_MS + 41 * DAY_MS]))
+    with pytest.raises(InvalidDelay, match="beyond the maximum delay"):
+        checked(files, attachment(entries), delay_ms_max=40 * DAY_MS)
+    with pytest.raises(InvalidDelay, match="due between -5"):
+        checked(files, attachment([msgspec.structs.replace(entries[0], min_due_ms=-5)]))
+
+
+def test_one_attach_names_so_many_files_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ATTACH_FILES_MAX", 3)
+    check_count(attachment([entry(1, 1)], removes=[LIVE, LIVE]))
+    with pytest.raises(OverLimit, match="at most 3 files"):
+        check_count(attachment([entry(1, 1)] * 2, removes=[LIVE, LIVE]))

@@ -1,0 +1,145 @@
+"""Counters by topic and group: what the windows say, and what there is no room for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from timeball.broker.registry import rates as module
+from timeball.broker.registry.rates import Rate, Rates, Stat
+from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
+
+NUMS = Stat.TOPIC_PUT_NUMS
+
+
+def at(rates: Rates, begin_ms: int, end_ms: int) -> None:
+    """Time passes: the state is looked at each second."""
+    for now_ms in range(begin_ms, end_ms + 1, SECOND_MS):
+        rates.sample(now_ms)
+
+
+def started() -> Rates:
+    rates = Rates()
+    rates.sample(0)
+    return rates
+
+
+def test_what_has_come_counts_at_once() -> None:
+    rates = started()
+    rates.put("t", 3, 300)
+    rates.put("t", 1, 100)
+    assert rates.rate(NUMS, "t", rates.minute, 2_000) == Rate(4, 2.0, 2.0)
+    assert rates.rate(Stat.TOPIC_PUT_SIZE, "t", rates.day, 4_000) == Rate(400, 100.0, 200.0)
+    assert rates.rate(Stat.BROKER_PUT_NUMS, "", rates.minute, 0) == Rate(4, 0.0, 2.0), "no time has passed"
+    assert rates.rate(NUMS, "nobody", rates.minute, 0) is None
+    assert (rates.total(NUMS, "t"), rates.total(NUMS, "nobody")) == (4, 0)
+
+
+def test_each_window_forgets_what_is_older_than_it() -> None:
+    rates = started()
+    rates.got("t", "g", 60, 600)
+
+    def sums(now_ms: int) -> list[int]:
+        rates.sample(now_ms)
+        found = [
+            rates.rate(Stat.GROUP_GET_NUMS, "t@g", w, now_ms) for w in (rates.minute, rates.hour, rates.day)
+        ]
+        return [rate.sum for rate in found if rate is not None]
+
+    at(rates, 1_000, MINUTE_MS)
+    assert sums(MINUTE_MS) == [60, 60, 60]
+    at(rates, MINUTE_MS, 2 * MINUTE_MS)
+    assert sums(2 * MINUTE_MS) == [0, 60, 60]
+    for minute in range(2, 80):
+        rates.sample(minute * MINUTE_MS)
+    assert sums(80 * MINUTE_MS) == [0, 0, 60]
+    for hour in range(2, 27):
+        rates.sample(hour * HOUR_MS)
+    assert sums(DAY_MS + 3 * HOUR_MS) == [0, 0, 0]
+
+
+def test_a_counter_that_begins_in_a_window_counts_from_nothing() -> None:
+    rates = started()
+    rates.put("old", 1, 1)
+    at(rates, 1_000, 40_000)
+    rates.put("new", 8, 1)
+    assert rates.rate(NUMS, "new", rates.minute, 40_000) == Rate(8, 0.2, 8.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 30_000)), max_size=60))
+def test_the_minute_is_what_came_since_its_oldest_state(steps: list[tuple[str, int, int]]) -> None:
+    rates, now_ms, came, states = started(), 0, dict.fromkeys("abc", 0), [(0, dict.fromkeys("abc", 0))]
+    for topic, count, pause_ms in steps:
+        rates.put(topic, count, 1)
+        came[topic] += count
+        now_ms += pause_ms
+        rates.sample(now_ms)
+        if now_ms - states[-1][0] >= 10 * SECOND_MS:
+            states = [*states, (now_ms, dict(came))][-7:]
+        for name, total in came.items():
+            found = rates.rate(NUMS, name, rates.minute, now_ms)
+            assert (found.sum if found else 0) == total - states[0][1][name]
+
+
+# ---- the bound ------------------------------------------------------------------------------------------------
+
+
+def test_there_are_only_so_many_and_idle_ones_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COUNTERS_MAX", 4)
+    rates = started()
+    for name in ("a", "b", "c", "d", "one too many"):
+        rates.add(NUMS, name, 1)
+    assert (len(rates), rates.rate(NUMS, "one too many", rates.minute, 0)) == (4, None)
+    for minute in range(130):
+        rates.sample(minute * MINUTE_MS)
+        rates.add(NUMS, "a", 1)
+        if minute == 60:
+            rates.add(NUMS, "too early", 1)
+    assert rates.total(NUMS, "too early") == 0
+    now_ms = 130 * MINUTE_MS
+    rates.sample(now_ms)
+    for name in ("e", "f"):
+        rates.add(NUMS, name, 5)
+    assert (rates.total(NUMS, "a"), len(rates)) == (131, 3)
+    for window in (rates.minute, rates.hour, rates.day):
+        found = rates.rate(NUMS, "f", window, now_ms)
+        assert found is not None and found.sum == 5, "nothing is left of what had this place before"
+
+
+def test_a_stranger_who_fills_them_costs_no_search_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COUNTERS_MAX", 2)
+    rates = started()
+    searches = []
+    monkeypatch.setattr(rates.hour, "idle", lambda times: searches.append(1) or [False] * len(times))
+    for number in range(100):
+        rates.add(NUMS, str(number), 1)
+    assert (len(searches), len(rates)) == (1, 2)
+
+
+def test_what_is_handed_out_counts_in_its_own_place_after_others_gave_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "COUNTERS_MAX", 6)
+    rates = started()
+
+    def got(group: str) -> tuple[int, int, int]:
+        key = module.of_group("t", group)
+        nums, sizes = rates.total(Stat.GROUP_GET_NUMS, key), rates.total(Stat.GROUP_GET_SIZE, key)
+        return nums, sizes, rates.total(Stat.BROKER_GET_NUMS)
+
+    for _ in range(3):
+        rates.got("t", "a", 2, 100)
+        rates.got("t", "a", 0, 0)
+    assert got("a") == (6, 300, 6)
+    assert rates.rate(Stat.GROUP_GET_SIZE, "t@a", rates.minute, 0) == Rate(300, 0.0, 100.0)
+    rates.got("t", "b", 1, 10)
+    rates.got("t", "c", 1, 10)
+    assert got("c") == (1, 0, 8), "one of its counters finds no room"
+    for minute in range(130):
+        rates.sample(minute * MINUTE_MS)
+        rates.got("t", "a", 1, 50)
+    for _ in range(2):
+        rates.got("t", "d", 3, 30)
+    rates.got("t", "a", 1, 50)
+    assert (got("b"), got("d"), got("a")) == ((0, 0, 145), (6, 60, 145), (137, 6_850, 145))

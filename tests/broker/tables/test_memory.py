@@ -1,0 +1,46 @@
+"""What was freed goes back: a process that has worked in bulk is about as small as before."""
+
+from __future__ import annotations
+
+import gc
+import platform
+
+import psutil
+import pyarrow as pa
+import pytest
+
+from timeball.broker.tables.memory import CYCLES_EVERY, collect_cycles_rarely, give_back, use_system_pool
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc can be asked")
+def test_small_pieces_that_were_freed_are_given_back() -> None:
+    process = psutil.Process()
+    give_back()
+    # Larger than what Python's own allocator takes, smaller than what malloc would map by itself.
+    pieces = [bytes(2_000) for _ in range(50_000)]
+    wall = [bytes(2_000)]  # stands above them, so that malloc alone cannot shrink its heap
+    full = process.memory_info().rss
+    del pieces
+    gc.collect()
+    assert give_back()
+    assert process.memory_info().rss < full - 50_000_000
+    assert wall
+
+
+def test_a_brokers_process_takes_arrows_memory_from_malloc() -> None:
+    before = pa.default_memory_pool()
+    try:
+        use_system_pool()
+        assert pa.default_memory_pool().backend_name == "system"
+    finally:
+        pa.set_memory_pool(before)
+
+
+def test_a_brokers_process_looks_for_cycles_rarely() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_cycles_rarely()
+        assert gc.get_threshold() == (CYCLES_EVERY, *before[1:]) and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -1,0 +1,323 @@
+"""Pages and counts of what waits, against a model: under every strategy, wherever a message lies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.broker.admin.test_push_changes import principal
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import HOUR_MS, SECOND_MS, World
+
+from timeball.broker.pending import forecast as forecasts
+from timeball.broker.pending import log_tail, table_walk
+from timeball.broker.pending.forecast import UNITS
+from timeball.broker.pending.pages import Page, Waiting, Wanted
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import Forbidden, NotFound, OutOfRange, OverLimit
+from timeball.table import layout
+
+STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are beside each of them
+
+
+async def every(world: World, rows: int = 7, **wanted: Any) -> list[Waiting]:
+    """All pages, each asked for from where the one before has ended."""
+    found, after = [], None
+    while True:
+        page: Page = await world.broker.listing.page(Wanted(rows, after=after, **wanted))
+        assert len(page.messages) <= rows
+        found += page.messages
+        if page.next_page is None:
+            return found
+        assert after is None or page.next_page > after
+        after = page.next_page
+
+
+def expected(world: World, topic: str | None = None) -> list[tuple[int, str]]:
+    """What waits, as those who sent and cancelled know it."""
+    over = {
+        key
+        for key, verdicts in world.observed.verdicts.items()
+        if {"cancelled", "already_cancelled"} & set(verdicts)
+    }
+    return sorted(
+        (sent.due_ms, key)
+        for key, sent in world.observed.sent.items()
+        if sent.due_ms is not None and sent.due_ms > world.clock.wall and key not in over
+        and topic in (None, sent.topic)
+    )  # fmt: skip
+
+
+def told(messages: list[Waiting]) -> list[tuple[int, str]]:
+    keys = [(one.due_ms, one.unique_key or "") for one in messages]
+    assert [one.due_ms for one in messages] == sorted(one.due_ms for one in messages)
+    return sorted(keys)
+
+
+async def many(world: World) -> list[str]:
+    """Messages near and far, of levels, cancelled, moved, moved again, and delivered."""
+    rng = np.random.default_rng(7)
+    delays = [int(ms) for ms in rng.integers(2 * SECOND_MS, 50 * HOUR_MS, 60)]
+    keys = await world.send("a", delays)
+    keys += await world.send("b", [5 * SECOND_MS, HOUR_MS, HOUR_MS, HOUR_MS])
+    keys += await world.send_levels("a", [3, 14, 18])
+    await world.cancel(keys[:5])
+    await world.reschedule(keys[10:20], 3 * HOUR_MS)
+    await world.reschedule(keys[15:25], 2 * HOUR_MS)
+    await world.cancel(keys[15:17])
+    return keys
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_says_what_waits(strategy: str) -> None:
+    @on_node(strategy=strategy)
+    async def told_as_it_is(world: World) -> None:
+        keys = await many(world)
+        assert told(await every(world)) == expected(world)
+        await world.advance(HOUR_MS // 2)
+        assert told(await every(world)) == expected(world)
+        await world.bulk("a", [HOUR_MS, 2 * HOUR_MS, 100 * HOUR_MS], 1)
+        await world.cancel([keys[30]])
+        assert told(await every(world)) == expected(world)
+        await world.restart()
+        assert told(await every(world)) == expected(world)
+        assert told(await every(world, topic="b")) == expected(world, "b")
+        await world.advance(60 * HOUR_MS)
+        assert told(await every(world)) == expected(world)
+
+    told_as_it_is()
+
+
+@on_node()
+async def test_what_lies_in_files_in_the_log_and_in_both_is_told_once(world: World) -> None:
+    keys = await many(world)
+    await every(world)  # what is kept of the log must not be told again when files have it
+    await world.compact()
+    assert told(await every(world)) == expected(world)
+    await world.reschedule(keys[40:45], 4 * HOUR_MS)
+    await world.cancel(keys[45:50])
+    await world.send("a", [HOUR_MS, 5 * HOUR_MS])
+    assert told(await every(world, rows=3)) == expected(world)
+    await world.compact()
+    await world.advance(2 * HOUR_MS)
+    await world.merge()
+    assert told(await every(world)) == expected(world)
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+@on_node()
+async def test_a_thousand_of_one_instant_are_paged_through(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_compacted: bool
+) -> None:
+    monkeypatch.setattr(layout, "ROW_GROUP_ROWS", 64)
+    monkeypatch.setattr(table_walk, "GROUPS_MAX", 2)
+    await world.send("a", [HOUR_MS] * 1_000)
+    await world.send("b", [HOUR_MS + 1] * 300)
+    if is_compacted:
+        await world.compact()
+    assert told(await every(world, rows=90)) == expected(world)
+    assert told(await every(world, rows=90, topic="b")) == expected(world, "b")
+
+
+@on_node()
+async def test_a_log_with_more_than_may_be_held_is_read_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.broker.listing._tail = log_tail.LogTail(world.broker.parts.reader, world.broker.listing._codes, 50)
+    await world.send("a", [HOUR_MS + (i * 37) % 211 for i in range(300)])
+    assert told(await every(world, rows=20)) == expected(world)
+
+
+@on_node()
+async def test_what_a_message_says_of_itself(world: World) -> None:
+    columns = {"unique_key": ["one"], "keys": ["order-1 vip"], "tag": ["paid"], "body": [b"x" * 300]}
+    first = (await world.broker.send(batch(delay_ms=[HOUR_MS], **columns))).first_seq
+    due_ms = world.clock.wall + HOUR_MS
+    whole = Waiting(first, "orders", due_ms, "one", "order-1 vip", "paid", 300, None)
+    for wanted in (Wanted(1), Wanted(1, key="vip")):
+        assert await world.broker.listing.page(wanted) == Page([whole], None)
+    await world.broker.reschedule(ids=["one"], due_ms=due_ms + 5)
+    await world.compact()
+    for wanted in (Wanted(1), Wanted(1, key="vip")):
+        assert await world.broker.listing.page(wanted) == Page([whole._replace(due_ms=due_ms + 5)], None)
+    assert await world.broker.listing.page(Wanted(1, key="one")) == Page([], None)
+
+
+@on_node()
+async def test_a_window_holds_its_beginning_and_not_its_end(world: World) -> None:
+    keys = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
+    now_ms = world.clock.wall
+    found = await every(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS)
+    assert [one.unique_key for one in found] == keys[:2]
+    await world.compact()
+    assert await every(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS) == found
+
+
+@on_node()
+async def test_a_key_is_paged_too(world: World) -> None:
+    await world.send("a", [HOUR_MS * (1 + i % 3) for i in range(20)])
+    await world.compact()
+    await world.send("a", [HOUR_MS] * 5)
+    assert told(await every(world, rows=4, key="every")) == expected(world)
+    assert await every(world, key="none") == []
+
+
+@on_node()
+async def test_a_message_of_a_campaign_names_it_and_one_that_is_held_waits(world: World) -> None:
+    await world.campaign("sale", "a", [HOUR_MS, 2 * HOUR_MS])
+    await world.send("a", [HOUR_MS])
+    assert [one.campaign for one in await every(world)] == ["sale", None, "sale"]
+    await world.pause("sale")
+    await world.advance(90 * 60 * SECOND_MS)
+    assert [one.campaign for one in await every(world)] == ["sale", "sale"]
+
+
+@on_node()
+async def test_topics_that_the_caller_may_not_look_at_are_not_there(world: World) -> None:
+    await world.send("a", [HOUR_MS])
+    await world.send("b", [HOUR_MS])
+    caller = principal(topics={"a": "SUB"})
+    page = await world.broker.listing.page(Wanted(10), caller)
+    assert [one.topic for one in page.messages] == ["a"]
+    page = await world.broker.listing.page(Wanted(10, key="every"), caller)
+    assert [one.topic for one in page.messages] == ["a"]
+    for topic in ("b", "none"):
+        with pytest.raises(Forbidden):
+            await world.broker.listing.page(Wanted(10, topic=topic), caller)
+
+
+@on_node()
+async def test_a_page_has_a_bound(world: World) -> None:
+    for rows in (0, 1_001):
+        with pytest.raises(OutOfRange, match="1 to 1000"):
+            await world.broker.listing.page(Wanted(rows))
+
+
+# ---- counts -----------------------------------------------------------------------------------------------------
+
+
+def counted_as_expected(world: World, by: str, from_ms: int, to_ms: int) -> dict[int, int]:
+    """The messages of the model by bucket."""
+    width = UNITS[by]
+    due = [due_ms for due_ms, _ in expected(world) if from_ms <= due_ms < to_ms]
+    return dict(Counter(due_ms - due_ms % width for due_ms in due))
+
+
+async def check_counts(world: World) -> None:
+    """Each unit, over all that waits, by a count that is made now."""
+    now_ms = world.clock.wall
+    for by, buckets in (("second", 10_000), ("minute", 4_000), ("hour", 200), ("day", 9)):
+        world.broker.forecast._counts.clear()
+        width = UNITS[by]
+        from_ms = now_ms - now_ms % width
+        to_ms = from_ms + buckets * width
+        found = await world.broker.forecast.counted(by, from_ms, to_ms)
+        assert dict(found.buckets) == counted_as_expected(world, by, from_ms, to_ms)
+        assert sum(found.topics.values()) == sum(due for _, due in found.buckets)
+        assert found.counted_ms == now_ms
+        of_b = await world.broker.forecast.counted(by, from_ms, to_ms, "b")
+        waiting_b = [due_ms for due_ms, _ in expected(world, "b") if from_ms <= due_ms < to_ms]
+        assert sum(due for _, due in of_b.buckets) == len(waiting_b)
+        assert of_b.topics == ({"b": len(waiting_b)} if waiting_b else {})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_counts_what_is_due(strategy: str) -> None:
+    @on_node(strategy=strategy)
+    async def counted_as_it_is(world: World) -> None:
+        keys = await many(world)
+        await check_counts(world)
+        await world.advance(HOUR_MS // 2)
+        await world.bulk("a", [HOUR_MS, 2 * HOUR_MS, 100 * HOUR_MS], 1)
+        await world.cancel([keys[30]])
+        await world.restart()
+        await check_counts(world)
+
+    counted_as_it_is()
+
+
+@on_node()
+async def test_counts_of_files_of_the_log_and_of_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "ROW_GROUP_ROWS", 8)
+    keys = await many(world)
+    await world.send("c", [HOUR_MS + i for i in range(40)])  # groups of one topic and one bucket
+    await world.compact()
+    await check_counts(world)
+    await world.reschedule(keys[40:45], 4 * HOUR_MS)
+    await world.cancel(keys[45:50])
+    await world.send("a", [HOUR_MS, 5 * HOUR_MS])
+    await check_counts(world)
+    await world.advance(2 * HOUR_MS)
+    await check_counts(world)
+
+
+@on_node()
+async def test_dashboards_share_a_count(world: World) -> None:
+    await world.send("a", [HOUR_MS])
+    forecast, now_ms = world.broker.forecast, world.clock.wall
+    found = await asyncio.gather(
+        *(forecast.counted("minute", now_ms + i, now_ms + 2 * HOUR_MS + i) for i in range(50))
+    )
+    assert forecast.counts == 1
+    assert {sum(one.topics.values()) for one in found} == {1}
+    await forecast.counted("minute", now_ms + 60_000, now_ms + 2 * HOUR_MS + 60_000)
+    assert forecast.counts == 1  # a minute later, and still within
+    await forecast.counted("hour", now_ms)
+    assert forecast.counts == 2
+    forecast._counts.clear()
+    await world.send("a", [HOUR_MS])
+    assert (await forecast.counted("hour", now_ms)).topics == {"a": 2}
+
+
+@on_node()
+async def test_what_a_pause_holds_is_not_due(world: World) -> None:
+    await world.campaign("sale", "a", [HOUR_MS, 2 * HOUR_MS])
+    await world.send("a", [HOUR_MS])
+    await world.pause("sale")
+    assert (await world.broker.forecast.counted("hour")).topics == {"a": 1}
+
+
+@on_node()
+async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: World) -> None:
+    await world.send("a", [HOUR_MS])
+    await world.send("b", [HOUR_MS, HOUR_MS])
+    caller = principal(topics={"a": "SUB"})
+    found = await world.broker.forecast.counted("hour", caller=caller)
+    assert found.topics == {"a": 1}
+    assert [due for _, due in found.buckets] == [1]
+    for topic in ("b", "none"):
+        with pytest.raises(Forbidden):
+            await world.broker.forecast.counted("hour", topic=topic, caller=caller)
+
+
+@on_node()
+async def test_a_window_has_a_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ms = world.clock.wall
+    for to_ms in (now_ms - HOUR_MS, now_ms + 10_002 * SECOND_MS):
+        with pytest.raises(OutOfRange, match="1 to 10000"):
+            await world.broker.forecast.counted("second", now_ms, to_ms)
+    monkeypatch.setattr(forecasts, "PAIRS_MAX", 3)
+    await world.send("a", [i * SECOND_MS for i in range(20, 30)])
+    with pytest.raises(OverLimit, match="longer buckets"):
+        await world.broker.forecast.counted("second")
+
+
+@on_node()
+async def test_a_topic_that_does_not_exist_is_an_error(world: World) -> None:
+    await world.send("orders", [HOUR_MS])
+    for read_out in (
+        world.broker.listing.page(Wanted(10, topic="oders")),
+        world.broker.listing.page(Wanted(10, topic="oders", key="k")),
+        world.broker.forecast.counted("hour", topic="oders"),
+    ):
+        with pytest.raises(NotFound, match="topic 'oders' does not exist"):
+            await read_out
+    await world.broker.create_topic("quiet")
+    assert (await world.broker.listing.page(Wanted(10, topic="quiet"))).messages == []
+    # A deleted topic may have messages that wait, and bring it back.
+    await world.broker.administration.delete_topic("orders", ANONYMOUS)
+    assert len((await world.broker.listing.page(Wanted(10, topic="orders"))).messages) == 1
+    assert (await world.broker.forecast.counted("hour", topic="orders")).topics == {"orders": 1}

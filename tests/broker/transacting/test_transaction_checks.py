@@ -1,0 +1,149 @@
+"""Who is asked about an open half, when, and what counts as asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.world import World
+
+from timeball.broker.transacting import transaction_checks
+from timeball.broker.transacting.transactions import Half
+from timeball.model import limits
+from timeball.model.errors import OverLimit
+from timeball.model.message import READ_SCHEMA, encode_properties
+
+
+class Edge:
+    """An edge with or without a producer, who takes what it is sent or does not."""
+
+    def __init__(self, *, connected: bool = True, takes: bool = True) -> None:
+        self.connected, self.takes = connected, takes
+        self.asked: list[tuple[int, int, bytes]] = []
+
+    def has_producer(self, half: Half) -> bool:
+        return self.connected
+
+    def ask(self, half: Half, row: pa.RecordBatch) -> int:
+        assert row.schema == READ_SCHEMA and row.column("seq").to_pylist() == [half.seq]
+        if not self.takes:
+            return 0
+        body: bytes = row.column("body")[0].as_py()
+        self.asked.append((half.seq, half.checks, body))
+        return len(body)
+
+
+async def prepare(world: World) -> int:
+    properties = encode_properties({"TRAN_MSG": "true", "PGROUP": "payers"})
+    accepted, durable = world.broker.prepare_nowait(batch(1, properties=[properties], sys_flag=[4]))
+    await durable
+    return int(accepted.first_seq)
+
+
+async def look(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
+    world.clock.advance(ms)
+    await world.broker.transaction_checks.ask_due()
+
+
+@on_node()
+async def test_the_first_edge_that_has_a_producer_asks(world: World) -> None:
+    away, first, second = Edge(connected=False), Edge(), Edge()
+    world.broker.transaction_checks.askers += [away, first, second]
+    seq = await prepare(world)
+    await look(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
+    assert first.asked == []
+    await look(world, 1)
+    await look(world)
+    assert (away.asked, first.asked, second.asked) == ([], [(seq, 0, b"body"), (seq, 1, b"body")], [])
+    assert world.broker.transactions.open() == [(seq, 2)]
+
+
+@on_node()
+async def test_a_producer_that_does_not_take_it_was_not_asked(world: World) -> None:
+    deaf = Edge(takes=False)
+    world.broker.transaction_checks.askers.append(deaf)
+    seq = await prepare(world)
+    await look(world)
+    assert world.broker.transactions.open() == [(seq, 0)]
+    hears = Edge()
+    world.broker.transaction_checks.askers.append(hears)
+    await look(world)
+    assert (len(hears.asked), world.broker.transactions.open()) == (1, [(seq, 1)])
+
+
+@on_node()
+async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
+    edge = Edge()
+    world.broker.transaction_checks.askers.append(edge)
+    seq = await prepare(world)
+    await world.broker.transactions.end(seq, "payers", commit=True)
+    await look(world)
+    assert edge.asked == []
+
+
+@on_node()
+async def test_too_often_is_rolled_back(world: World) -> None:
+    edge = Edge()
+    world.broker.transaction_checks.askers.append(edge)
+    await prepare(world)
+    for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
+        await look(world)
+    assert len(edge.asked) == limits.TRANSACTION_CHECKS_MAX
+    assert world.broker.transactions.open() == []
+
+
+@on_node()
+async def test_no_more_at_a_time_than_is_good(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction_checks, "CHECKS_PER_LOOK", 2)
+    edge = Edge()
+    world.broker.transaction_checks.askers.append(edge)
+    seqs = {await prepare(world) for _ in range(5)}
+    for count in (2, 4, 5):
+        await look(world, limits.TRANSACTION_FIRST_CHECK_MS if count == 2 else 0)
+        assert len(edge.asked) == count
+    assert {seq for seq, _, _ in edge.asked} == seqs
+
+
+class Unable(Edge):
+    """Once it cannot; `error` says how."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.errors = [error]
+
+    def ask(self, half: Half, row: pa.RecordBatch) -> int:
+        if self.errors:
+            raise self.errors.pop()
+        return super().ask(half, row)
+
+
+async def run_until(world: World, monkeypatch: pytest.MonkeyPatch, edge: Edge) -> None:
+    """The loop itself, until the edge was asked or the node has failed."""
+    monkeypatch.setattr(transaction_checks, "LOOK_S", 0)
+    world.broker.transaction_checks.askers.append(edge)
+    await prepare(world)
+    world.clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
+    running = asyncio.create_task(world.broker.transaction_checks.run())
+    for _ in range(10_000):
+        if edge.asked or running.done():
+            break
+        world.clock.advance(limits.TRANSACTION_CHECK_INTERVAL_MS)
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@on_node()
+async def test_what_passes_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    edge = Unable(OverLimit("later"))
+    await run_until(world, monkeypatch, edge)
+    assert len(edge.asked) == 1
+
+
+@on_node(failing=True)
+async def test_the_checks_do_not_just_stop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    edge = Unable(AssertionError("a bug"))
+    await run_until(world, monkeypatch, edge)
+    assert edge.asked == [] and isinstance(world.failure, AssertionError)
