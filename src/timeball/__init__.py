@@ -5,20 +5,22 @@
     with Timeball("grpc://127.0.0.1:7400") as ball:
         ball.send("orders", b"close order 17 if unpaid", after="30m")
 
-The main modules and packages, lower layers first:
+The packages, lower layers first. Each imports only packages above it in this list:
 
-    message clock errors limits   shared definitions; they import nothing else of Timeball
-    files config                  access to the disk, and the settings; other code gets both as arguments
-    log                           makes decisions durable: the commit log
-    table                         layout and catalogue of the pending table, which stores scheduled messages
-    inspect                       reads a data folder without a broker
-    schedule                      finds the scheduled messages that are due
-    broker                        makes decisions from requests
-    protocols                     converts bytes to requests, and answers to bytes
-    pipeline                      the log as tables (Spark)
-    client                        the library for Python programs
-    node                          the composition root
-    cli                           one file per command
+    model       messages and rows, errors, limits, settings; it imports nothing else of Timeball
+    io          the clock, files and certificates; other code gets them as arguments
+    client      the library for Python programs
+    log         makes decisions durable: the commit log
+    table       layout and catalogue of the pending table, which stores scheduled messages
+    schedule    finds the scheduled messages that are due
+    broker      makes decisions from requests
+    monitoring  metrics, spans, and states for systemd
+    edges       convert bytes to requests, and answers to bytes
+    cluster     one log on three machines
+    spark       the log as tables (Spark, DuckDB)
+    dashboard   static files for a browser
+    node        the composition root
+    cli         one file per command
 """
 
 from importlib import import_module

@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 from tests.cluster.worlds import LONG_TTL_MS, World, made, next_record
 
-from timeball.cluster.coordinator import Lease, Node
-from timeball.cluster.keys import KeyCoordinator
-from timeball.cluster.record import node_of
+from timeball.cluster.coordination.coordinator import Lease, Node
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.protocol.record import node_of
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from timeball.cluster.store import (
+from timeball.cluster.coordination.store import (
     Comparison,
     Delete,
     KeyValue,

@@ -20,11 +20,11 @@ from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.namespaces import ETCD, Network
 from tests.ports import free_ports
 
-from timeball.cluster.coordinator import GroupView
-from timeball.cluster.etcd import EtcdStore
-from timeball.cluster.etcd_members import EtcdAccess
-from timeball.cluster.keys import KeyCoordinator
-from timeball.cluster.record import Record, node_of
+from timeball.cluster.coordination.coordinator import GroupView
+from timeball.cluster.coordination.etcd import EtcdStore
+from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.protocol.record import Record, node_of
 from timeball.io.clock import SystemClock
 
 CLUSTER, GROUP = "tests", "g1"

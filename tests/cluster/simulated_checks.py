@@ -6,9 +6,9 @@ from collections import defaultdict
 
 from tests.cluster.simulated_disk import Disk, Entry
 
-from timeball.cluster.messages import Message, Promise
-from timeball.cluster.positions import Position
-from timeball.cluster.record import Record, majority
+from timeball.cluster.protocol.messages import Message, Promise
+from timeball.cluster.protocol.positions import Position
+from timeball.cluster.protocol.record import Record, majority
 
 
 class Fault(AssertionError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from timeball.cluster.effects import Holder, Propose
-from timeball.cluster.record import Record
+from timeball.cluster.protocol.effects import Holder, Propose
+from timeball.cluster.protocol.record import Record
 
 
 class Etcd:

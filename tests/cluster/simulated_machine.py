@@ -22,18 +22,18 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.cluster.simulated_wire import Wire
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.cluster import events as on
-from timeball.cluster.connections import ANSWERS_FROM, Listener
-from timeball.cluster.coordinator import Node as ClusterNode
-from timeball.cluster.data_files import DataFiles
+from timeball.cluster.coordination.coordinator import Node as ClusterNode
+from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.follower_caches import FollowerCaches
-from timeball.cluster.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
-from timeball.cluster.messages import Message, encode
-from timeball.cluster.receiver import Receiver
-from timeball.cluster.replica import Role, Rules
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.messages import Message, encode
+from timeball.cluster.protocol.receiver import Receiver
+from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
+from timeball.cluster.transport.connections import ANSWERS_FROM, Listener
+from timeball.cluster.transport.data_files import DataFiles
 from timeball.io.clock import ManualClock
 from timeball.log.disk_thread import Disk
 from timeball.log.replication import Leading
@@ -111,7 +111,7 @@ class Baton:
 
 
 class SimulatedConnections:
-    """Connections (cluster/connections.py) over the simulated wire; each message is encoded and decoded on its way."""
+    """transport/connections.py over the simulated wire; each message is encoded and decoded on its way."""
 
     listener: Listener
 

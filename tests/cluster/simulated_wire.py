@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from random import Random
 
-from timeball.cluster.messages import Message
+from timeball.cluster.protocol.messages import Message
 
 Pair = tuple[str, str]  # who opened the connection, and to whom
 

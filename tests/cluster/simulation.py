@@ -1,10 +1,11 @@
 """Replicas of one group in a world without luck: `python -m tests.cluster.simulation --seed 7 --steps 600`.
 
-The replicas are `timeball.cluster.machine.step` and nothing else: the simulation carries out its effects on a disk, a
-wire and a coordinator that behave as badly as they may. First come the faults: crashes (of the power or the process)
-between any two effects, pauses, wipes and damage, connections that end, block one way or lag, leases that end at any
-step, reads that are old, answers of swaps that are lost, replicas that join and leave, hand-overs. Then all is healed,
-and the group must come to one leader and one log. simulated_checks.py says what must hold, at each step and at the end.
+The replicas are `timeball.cluster.protocol.machine.step` and nothing else: the simulation carries out its effects on a
+disk, a wire and a coordinator that behave as badly as they may. First come the faults: crashes (of the power or the
+process) between any two effects, pauses, wipes and damage, connections that end, block one way or lag, leases that end
+at any step, reads that are old, answers of swaps that are lost, replicas that join and leave, hand-overs. Then all is
+healed, and the group must come to one leader and one log. simulated_checks.py says what must hold, at each step and at
+the end.
 
 `--fault NAME` breaks one thing on purpose (FAULTS): the simulation must find it.
 """
@@ -33,14 +34,14 @@ from tests.cluster.simulated_disk import (
 from tests.cluster.simulated_etcd import Etcd
 from tests.cluster.simulated_wire import Pair, Wire
 
-from timeball.cluster import effects as do
-from timeball.cluster import election, leading
-from timeball.cluster import events as on
-from timeball.cluster.machine import step
-from timeball.cluster.messages import Begin, Bytes, Complete, Data
-from timeball.cluster.positions import BEGINNING
-from timeball.cluster.record import Record
-from timeball.cluster.replica import Replica, Role, Rules
+from timeball.cluster.protocol import effects as do
+from timeball.cluster.protocol import election, leading
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.machine import step
+from timeball.cluster.protocol.messages import Begin, Bytes, Complete, Data
+from timeball.cluster.protocol.positions import BEGINNING
+from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Replica, Role, Rules
 from timeball.log.format import ALIGN
 from timeball.model.errors import PeerError
 

@@ -13,10 +13,10 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.broker.registry.epochs import EPOCH_KEY, EpochFacts
-from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.follower_caches import FollowerCaches
-from timeball.cluster.messages import Begin
+from timeball.cluster.protocol.messages import Begin
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.cluster.transport.data_files import CommittedFiles
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.log.checkpoint import Checkpoint, Facts, snapshot_row

@@ -11,8 +11,8 @@ from tests.bounds import BOUND_S
 from tests.cluster.trio import Replica, Trio, running_trio
 from tests.ports import free_ports
 
-from timeball.cluster.keys import KeyCoordinator
-from timeball.cluster.replica import Role
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.protocol.replica import Role
 
 
 def run(folder: Path, scenario: Callable[[Trio], Awaitable[None]], *, quorum_ms: int = 60_000) -> None:

@@ -12,8 +12,8 @@ from tests.bounds import BOUND_S
 from tests.cluster.trio import Replica, Trio, running_trio
 from tests.crash_files import CrashFiles
 
-from timeball.cluster import events as on
-from timeball.cluster.replica import Role
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.replica import Role
 from timeball.io.files import Files
 from timeball.model.errors import DiskFailed, LeaseLost, NotLeader, StorageError, TimeballError
 

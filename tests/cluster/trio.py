@@ -17,16 +17,16 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.log.small_log import batch
 from tests.ports import free_ports
 
-from timeball.cluster import events as on
-from timeball.cluster.connections import Connections, listen
-from timeball.cluster.coordinator import Node
-from timeball.cluster.data_files import CommittedFiles, DataFiles
-from timeball.cluster.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import Node
+from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
-from timeball.cluster.record import Record
-from timeball.cluster.replica import Role, Rules
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
+from timeball.cluster.transport.connections import Connections, listen
+from timeball.cluster.transport.data_files import CommittedFiles, DataFiles
 from timeball.io.clock import SystemClock
 from timeball.io.files import Files, RealFiles
 from timeball.log.segment import Segments

@@ -12,11 +12,11 @@ import os
 from typing import Any
 
 from timeball.cli.main import main
-from timeball.cluster import following, leading, machine, replicas
-from timeball.cluster.effects import Send
-from timeball.cluster.following import Step
-from timeball.cluster.messages import Ack, Data, Message
-from timeball.cluster.replica import Replica
+from timeball.cluster.protocol import following, leading, machine, replicas
+from timeball.cluster.protocol.effects import Send
+from timeball.cluster.protocol.following import Step
+from timeball.cluster.protocol.messages import Ack, Data, Message
+from timeball.cluster.protocol.replica import Replica
 
 FENCES = "UNFENCED"
 

@@ -14,12 +14,12 @@ import msgspec
 from tests.bounds import BOUND_S
 from tests.cluster.memory_store import Memory, MemoryStore
 
-from timeball.cluster.coordinator import GroupView, Lease
-from timeball.cluster.etcd import EtcdStore
-from timeball.cluster.etcd_members import EtcdAccess
-from timeball.cluster.keys import KeyCoordinator
-from timeball.cluster.record import Record
-from timeball.cluster.store import Comparison, Operation, Outcome, Store
+from timeball.cluster.coordination.coordinator import GroupView, Lease
+from timeball.cluster.coordination.etcd import EtcdStore
+from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.store import Comparison, Operation, Outcome, Store
+from timeball.cluster.protocol.record import Record
 from timeball.io.clock import Clock, ManualClock, SystemClock
 from timeball.model.errors import Unavailable
 

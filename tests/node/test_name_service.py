@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.cluster.worlds import led, world_of
 from tests.edges.remoting.wire import Wire
 
-from timeball.cluster.coordinator import Node
+from timeball.cluster.coordination.coordinator import Node
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command
 from timeball.model.config import Settings

@@ -14,7 +14,7 @@ from tests.cluster.etcd_cluster import need_etcd
 from tests.cluster.processes import CLUSTER, GROUP, Cluster, NodeProcess, running_cluster
 
 from timeball import Timeball
-from timeball.cluster.messages import Hello, encode
+from timeball.cluster.protocol.messages import Hello, encode
 
 pytestmark = pytest.mark.xdist_group("etcd")
 

@@ -162,7 +162,7 @@ def footers() -> int:
 
 
 def test_a_closed_file_leaves_nothing_for_the_collector_of_cycles() -> None:
-    """A footer weighs more than the promises of a small file, and that collector comes rarely (broker/tables/memory.py)."""
+    """A footer weighs more than the rows of a small file, and that collector comes rarely (broker/tables/memory.py)."""
     file = one_file(table_rows([1, 2, 3]))
     gc.collect()
     of_others = footers()  # that other tests still hold

@@ -41,7 +41,7 @@ def backup(
     """
     from timeball.io.clock import SystemClock
     from timeball.io.files import RealFiles
-    from timeball.node.node.backup import copying
+    from timeball.node.backup import copying
 
     if not data.is_dir():
         raise SetupError(f"--data {data}: there is no such folder")
@@ -68,7 +68,7 @@ def restore(
       timeball restore /backups/monday --data /var/lib/timeball-2 --json
     """
     from timeball.io.files import RealFiles
-    from timeball.node.node.backup import copying
+    from timeball.node.backup import copying
 
     if not source.is_dir():
         raise SetupError(f"{source}: there is no such folder")

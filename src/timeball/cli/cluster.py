@@ -13,14 +13,14 @@ from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption, as_parameter, cluster_options
 from timeball.cli.output import print_json, print_line, print_note, show
 from timeball.cli.units import parse_duration_ms
-from timeball.cluster.record import Record, majority, node_of
+from timeball.cluster.protocol.record import Record, majority, node_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
-    from timeball.cluster.coordinator import Coordinator, GroupView, Wish
-    from timeball.cluster.operations import Operations
+    from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
+    from timeball.cluster.operating.operations import Operations
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def init(
     """
     names = [name.strip() for name in nodes.split(",") if name.strip()]
 
-    from timeball.cluster.operations import Operations
+    from timeball.cluster.operating.operations import Operations
 
     async def ask(coordinator: Coordinator) -> Record:
         operations = Operations(coordinator, settings.group)
@@ -103,7 +103,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
       watch timeball cluster status
     """
     from timeball.cli.cluster_status import lines
-    from timeball.cluster.survey import survey
+    from timeball.cluster.operating.survey import survey
 
     groups = _asked(settings, survey)
     for group in groups:
@@ -220,7 +220,7 @@ def force(
             "among it, is lost by this. If one of them can be started, start it instead"
         )
 
-    from timeball.cluster.operations import Operations
+    from timeball.cluster.operating.operations import Operations
 
     async def ask(coordinator: Coordinator) -> tuple[Record | None, Record]:
         operations = Operations(coordinator, settings.group)
@@ -245,7 +245,7 @@ def _change(
     as_json: bool,
 ) -> None:
     """Ask the leader for a change, wait for the outcome, and print it. With `dry_run`, print the plan only."""
-    from timeball.cluster.operations import Operations
+    from timeball.cluster.operating.operations import Operations
 
     async def ask(coordinator: Coordinator) -> tuple[GroupView, Record]:
         operations = Operations(coordinator, settings.group)
@@ -307,7 +307,7 @@ def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
     if not settings.cluster:
         raise SetupError("which cluster? Name it with --cluster and --etcd, or with the --settings of a node")
 
-    from timeball.cluster.connect import coordinator_of
+    from timeball.cluster.coordination.connect import coordinator_of
 
     async def run() -> T:
         coordinator = coordinator_of(settings, SystemClock())

@@ -1,7 +1,7 @@
 """Export `Timeball`, the Python client.
 
-The client uses the Flight protocol of `edges/flight`. It imports only the shared vocabulary (message, errors,
-limits, clock), so a producer does not have to install or load the broker.
+The client uses the Flight protocol of `edges/flight`. It imports only `model` and `io`, so a producer does not
+have to install or load the broker.
 """
 
 from timeball.client.timeball import Timeball

@@ -10,8 +10,8 @@ from __future__ import annotations
 from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery.applying import Applying
 from timeball.broker.recovery.recovery import lacks_rows, newest_known, starting_point
-from timeball.cluster.data_files import CommittedFiles
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.cluster.transport.data_files import CommittedFiles
 from timeball.io.files import Files
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from timeball.cluster import effects as do
-from timeball.cluster import events as on
-from timeball.cluster.connections import Address, parse_address
-from timeball.cluster.coordinator import Coordinator, GroupView, Node
-from timeball.cluster.lease import HeldLease
+from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Node
+from timeball.cluster.coordination.lease import HeldLease
+from timeball.cluster.operating.wishes import Step, next_step
+from timeball.cluster.protocol import effects as do
+from timeball.cluster.protocol import events as on
 from timeball.cluster.replica_thread import ReplicaThread
-from timeball.cluster.wishes import Step, next_step
+from timeball.cluster.transport.connections import Address, parse_address
 from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures

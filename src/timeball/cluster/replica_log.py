@@ -19,9 +19,9 @@ from itertools import takewhile
 
 import msgspec
 
-from timeball.cluster.messages import FRAMES_BYTES_MAX, Begin
-from timeball.cluster.positions import BEGINNING, Ends, EpochEnd, Position
-from timeball.cluster.replica import Log
+from timeball.cluster.protocol.messages import FRAMES_BYTES_MAX, Begin
+from timeball.cluster.protocol.positions import BEGINNING, Ends, EpochEnd, Position
+from timeball.cluster.protocol.replica import Log
 from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.recovery import Opened, last_written, read_replica

@@ -23,16 +23,16 @@ from typing import ParamSpec, Protocol, TypeVar
 import msgspec
 
 from timeball.broker.registry.epochs import EPOCH_KEY, EpochFacts
-from timeball.cluster import effects as do
-from timeball.cluster import events as on
 from timeball.cluster.clock_offsets import ClockOffsets
-from timeball.cluster.connections import Address, Connections
-from timeball.cluster.events import Event
-from timeball.cluster.machine import step
-from timeball.cluster.messages import Begin, Bytes, Data, Message, Pong
-from timeball.cluster.positions import Position
-from timeball.cluster.replica import Replica, Role, Rules
+from timeball.cluster.protocol import effects as do
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.events import Event
+from timeball.cluster.protocol.machine import step
+from timeball.cluster.protocol.messages import Begin, Bytes, Data, Message, Pong
+from timeball.cluster.protocol.positions import Position
+from timeball.cluster.protocol.replica import Replica, Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
+from timeball.cluster.transport.connections import Address, Connections
 from timeball.io.clock import Clock
 from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk

@@ -20,21 +20,21 @@ from typing import Any
 from timeball import __version__
 from timeball.broker.accepting.components import in_thread
 from timeball.broker.groups.grouped import GroupedBroker
-from timeball.cluster import events as on
-from timeball.cluster.connect import coordinator_of
-from timeball.cluster.connections import Connections, PeerTls, listen
-from timeball.cluster.coordinator import Coordinator
-from timeball.cluster.coordinator import Node as ClusterNode
-from timeball.cluster.data_files import DataFiles
+from timeball.cluster.coordination.connect import coordinator_of
+from timeball.cluster.coordination.coordinator import Coordinator
+from timeball.cluster.coordination.coordinator import Node as ClusterNode
 from timeball.cluster.follower_caches import FollowerCaches
-from timeball.cluster.gateway import Gateway, Http
-from timeball.cluster.group_calls import GroupCalls
-from timeball.cluster.local_http import LocalAnswers
 from timeball.cluster.member import REPLICATION, Member
-from timeball.cluster.replica import Role, Rules
+from timeball.cluster.operating.group_calls import GroupCalls
+from timeball.cluster.operating.survey import survey
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
-from timeball.cluster.survey import survey
+from timeball.cluster.transport.connections import Connections, PeerTls, listen
+from timeball.cluster.transport.data_files import DataFiles
+from timeball.cluster.transport.gateway import Gateway, Http
+from timeball.cluster.transport.local_http import LocalAnswers
 from timeball.edges.http.foreign_pages import ForeignPages
 from timeball.edges.shared.sessions import advertised
 from timeball.io.clock import Clock, SystemClock

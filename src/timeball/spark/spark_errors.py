@@ -19,7 +19,7 @@ from pyspark.errors import AnalysisException, PySparkException
 from timeball.model import errors
 from timeball.model.errors import SetupError, StorageError, TimeballError, Unavailable
 
-_OURS = re.compile(r"timeball\.errors\.(\w+): (.+)")
+_OURS = re.compile(r"timeball\.model\.errors\.(\w+): (.+)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [

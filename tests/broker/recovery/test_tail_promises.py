@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.log.small_log import opened
 
-from timeball.broker.recovery.recovery import tail_promises
+from timeball.broker.recovery import tail_promises
 from timeball.broker.recovery.tail_promises import TailPromises
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule.outcomes import Settled

@@ -42,7 +42,7 @@ from timeball.table.object_store import ObjectStore
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 SOON_MS = 40 * MINUTE_MS
 
 

@@ -19,7 +19,7 @@ from tests.ports import free_ports
 from timeball.broker.recovery.recovery import apply_log
 from timeball.edges.http import recovering
 from timeball.model.errors import SetupError
-from timeball.node.node import node as node_module
+from timeball.node import node as node_module
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, Any]]:

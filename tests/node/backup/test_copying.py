@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
-from timeball.node.node.backup import copying, manifest
 
 from timeball import Timeball
 from timeball.cli.pending import count_waiting
@@ -18,6 +17,7 @@ from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, NotFound, SetupError
 from timeball.model.message import Kind
+from timeball.node.backup import copying, manifest
 from timeball.node.backup.manifest import Manifest
 from timeball.node.data_folder import check_folder
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pyarrow as pa
 import pytest
-from timeball.node.node.backup import manifest as mf
 
 from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, SetupError
+from timeball.node.backup import manifest as mf
 from timeball.node.backup.manifest import CopiedFile, Manifest, Progress
 
 

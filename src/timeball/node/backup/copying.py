@@ -10,10 +10,10 @@ from timeball.io.clock import Clock
 from timeball.io.files import Files
 from timeball.log.segment import SUFFIX
 from timeball.model.errors import Corrupt, NotFound, SetupError
+from timeball.node.backup import manifest as mf
 from timeball.node.backup.manifest import CopiedFile, Manifest, Progress
 from timeball.node.backup.plan import Plan, plan
 from timeball.node.data_folder import FORMAT_NAME, RESTORING
-from timeball.node.node.backup import manifest as mf
 
 Told = Callable[[int, int], None]  # called with the bytes done, and the bytes of the whole copy
 

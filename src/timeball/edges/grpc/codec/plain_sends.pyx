@@ -10,7 +10,7 @@ whatever bytes come, a plain send is what the reference makes of them (tests/edg
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy
 
-from timeball import limits
+from timeball.model import limits
 from timeball.edges.grpc._generated.definition_pb2 import MessageType
 from timeball.edges.grpc.codec.messages_in import (
     ALWAYS_SECONDS, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,

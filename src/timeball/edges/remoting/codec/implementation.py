@@ -26,7 +26,7 @@ from timeball.model.config import CodecChoice
 from timeball.model.message import SendRow
 
 try:
-    from timeball.edges.remoting.codec import (
+    from timeball.edges.remoting.codec import (  # type: ignore[attr-defined]
         plain_pulls,
         send_columns,
         send_frames,

@@ -12,7 +12,7 @@ from timeball.edges.remoting.codec.send_runs cimport SendRun
 
 import pyarrow as pa
 
-from timeball import message
+from timeball.model import message
 from timeball.model.message import SEND_COLUMNS, SEND_NAMES, repeated
 from timeball.edges.remoting.codec.frame import BINARY, JSON
 from timeball.edges.remoting.codec.sends import encode_reply

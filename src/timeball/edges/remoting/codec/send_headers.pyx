@@ -11,7 +11,7 @@ from timeball.edges.remoting.codec.c_text cimport (
     Buffer, Text, is_ascii, more, read32, read_bare, read_number, read_plain, read_text, same,
 )
 
-from timeball import message, rules
+from timeball.model import message, rules
 from timeball.edges.remoting.codec import delays
 from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode
 from timeball.edges.remoting.codec.sends import LONG_NAMES, SHORT_NAMES

@@ -1,0 +1,276 @@
+"""The facts on which nodes agree outside of the log: the leader of each group, the nodes, and shared secrets.
+
+A coordinator is asked a few times a second, and never for a message. Only one of its answers has to be correct: a
+group's record is changed by compare-and-swap of the revision that was read, and each change of leader adds 1 to the
+epoch. So an epoch has one leader, and a replica refuses messages of an epoch below the one that it has promised. All
+other answers may be late or wrong. This costs time, but no message:
+
+    a read is outdated          the compare-and-swap that follows fails
+    a change is not reported    the next poll, 1 s later, reads it
+    a lease ends early          another node leads a higher epoch, and the replicas refuse the first one
+    a lease ends late           the group is without a leader for longer
+    an answer is lost           the swap is sent again; its earlier success is recognized by record and lease
+
+`Alone` is the coordinator of a node without a cluster: it needs no other process, and the node always leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, Protocol
+
+import msgspec
+
+from timeball.cluster.protocol.record import Record, node_of
+from timeball.monitoring.replica_figures import ReplicaFigures
+
+# A holder stops relying on its lease this long before etcd may end it, to allow for clock drift and for the travel time
+# of a request.
+LEASE_MARGIN_MS = 200
+NEVER_MS = 2**62
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A time-limited sign that a node is alive.
+
+    `sent_ms` is the reading of the boot clock before the request that granted or renewed the lease.
+    """
+
+    id: int
+    ttl_ms: int  # as granted, which may be more than was requested
+    sent_ms: int
+
+    @property
+    def ends_ms(self) -> int:
+        """The reading of the boot clock from which on the holder must not rely on the lease."""
+        return self.sent_ms + self.ttl_ms - LEASE_MARGIN_MS
+
+
+class Holder(NamedTuple):
+    """The node that may consider itself the leader of a group. The entry disappears with its lease."""
+
+    node: str
+    lease_id: int
+    revision: int
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """An operator's request to the leader of a group: another set of replicas, or a hand-over."""
+
+    replicas: tuple[str, ...] = ()
+    hand_over_to: str = ""  # a node
+
+    def describe(self) -> str:
+        """Describe the wish for error texts and the cluster's status."""
+        if self.hand_over_to:
+            return f"a hand-over to {self.hand_over_to}"
+        return f"the set {', '.join(map(node_of, self.replicas))}"
+
+
+class Asked(NamedTuple):
+    """A wish that waits for the leader. It disappears with the lease of the command that wrote it."""
+
+    wish: Wish
+    lease_id: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """A group as it was when it was read."""
+
+    group: str
+    record: Record | None
+    revision: int  # of the record, which a swap compares; 0 when there is no record
+    holder: Holder | None
+    as_of: int  # revision of the store, for `wait_for_change`
+    asked: Asked | None = None
+
+    @property
+    def leader(self) -> str:
+        """The node that leads, as far as is known, or "" when there is none."""
+        if self.record is None or self.holder is None:
+            return ""
+        node = node_of(self.record.leader)
+        return node if self.holder.node == node else ""
+
+
+class Swap(NamedTuple):
+    """The outcome of a compare-and-swap: whether it succeeded, and the group after it."""
+
+    won: bool
+    view: GroupView
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node as it is registered for others. Unknown fields, added by a newer version, are ignored."""
+
+    name: Name
+    addresses: dict[str, str] = {}  # edge -> host:port
+    zone: str = ""
+    version: str = ""
+    replica: str = ""  # node and incarnation, at the node's start
+    promised: int = 0  # the epoch that it had promised at its start
+    group: str = ""  # the group of which it is a replica
+
+
+class Coordinator(Protocol):
+    """All methods but `close` raise Unavailable when no answer comes in time, SetupError when the operator must act.
+
+    After Unavailable a change may or may not have been made: read again.
+    """
+
+    async def grant(self, ttl_ms: int) -> Lease:
+        """Request a new lease of this node."""
+
+    async def renew(self, lease: Lease) -> Lease:
+        """Renew a lease, and return it with its new end. Raises LeaseLost."""
+
+    async def revoke(self, lease: Lease) -> None:
+        """End a lease and delete every key that is bound to it (registration, holder, report, wish)."""
+
+    async def read(self, group: str) -> GroupView:
+        """Read a group's record, holder and wish."""
+
+    async def read_all(self) -> dict[str, GroupView]:
+        """Read all groups that have a record, by name."""
+
+    async def lead(
+        self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
+    ) -> Swap:
+        """Swap the record if it has this revision, and hold the group with the lease. Raises LeaseLost.
+
+        The swap fails if the group has a holder, unless that is the node `displaces`, which is known to be dead.
+        """
+
+    async def change(self, group: str, revision: int, record: Record) -> Swap:
+        """Swap the record if it has this revision (0: it does not exist), without changing the holder."""
+
+    async def hand_over(self, group: str, revision: int, record: Record, lease: Lease) -> Swap:
+        """Swap the record if it has this revision and the group is held with this lease, and remove the holder."""
+
+    async def hold(self, group: str, lease: Lease) -> bool:
+        """Hold a group with the lease if it has no holder. Return whether this lease holds it now. Raises LeaseLost."""
+
+    async def resign(self, group: str, lease: Lease) -> None:
+        """Stop holding a group, if it is held with this lease, so that others need not wait for the lease's end."""
+
+    async def force(self, group: str, revision: int, record: Record) -> Swap:
+        """Swap the record if it has this revision and the group has no holder."""
+
+    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
+        """Write a wish for the leader, if the record has this revision and there is no other wish. Raises LeaseLost."""
+
+    async def settle(self, group: str, asked: Asked) -> None:
+        """Remove a wish, unless it is gone or has been replaced."""
+
+    async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
+        """Publish the figures of this node's replica for operators, until the lease ends. Raises LeaseLost."""
+
+    async def reports(self) -> dict[str, ReplicaFigures]:
+        """Read the figures that the nodes have published, by name."""
+
+    async def wait_for_change(self, after: int, timeout_s: float) -> None:
+        """Wait until something may have changed since a view's `as_of`, or until the timeout. Then read."""
+
+    async def register(self, node: Node, lease: Lease) -> None:
+        """Publish this node for the others, until the lease ends. Raises LeaseLost."""
+
+    async def nodes(self) -> dict[str, Node]:
+        """Read the registered nodes, by name."""
+
+    async def secret(self, name: str, proposal: bytes) -> bytes:
+        """Return the secret of this name. The first proposal becomes the secret and never changes."""
+
+    async def close(self) -> None:
+        """Close connections and watches. Leases stay until they end or are revoked."""
+
+
+class Alone:
+    """The coordinator of a node without a cluster, which always leads any group."""
+
+    def __init__(self, name: str, epoch: int = 0) -> None:
+        self._node = Node(name)
+        self._record = Record(epoch, name, (name,))
+        self._lease = Lease(0, NEVER_MS, 0)
+
+    async def grant(self, ttl_ms: int) -> Lease:
+        """Return a lease that never ends."""
+        return self._lease
+
+    async def renew(self, lease: Lease) -> Lease:
+        """Return the same lease."""
+        return lease
+
+    async def revoke(self, lease: Lease) -> None:
+        """Do nothing."""
+
+    async def read(self, group: str) -> GroupView:
+        """Return a view of the group with this node as its leader."""
+        return GroupView(group, self._record, 1, Holder(self._node.name, self._lease.id, 1), 1)
+
+    async def read_all(self) -> dict[str, GroupView]:
+        """Return no group: without a cluster, groups have no names."""
+        return {}
+
+    async def lead(
+        self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
+    ) -> Swap:
+        """Refuse: this node leads already."""
+        return Swap(False, await self.read(group))
+
+    async def change(self, group: str, revision: int, record: Record) -> Swap:
+        """Refuse: there are no other replicas."""
+        return Swap(False, await self.read(group))
+
+    async def hand_over(self, group: str, revision: int, record: Record, lease: Lease) -> Swap:
+        """Refuse: there is no other node."""
+        return Swap(False, await self.read(group))
+
+    async def hold(self, group: str, lease: Lease) -> bool:
+        """Return True: this node always holds the group."""
+        return True
+
+    async def resign(self, group: str, lease: Lease) -> None:
+        """Do nothing."""
+
+    async def force(self, group: str, revision: int, record: Record) -> Swap:
+        """Refuse: this node leads."""
+        return Swap(False, await self.read(group))
+
+    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
+        """Refuse: there is no other node."""
+        return Swap(False, await self.read(group))
+
+    async def settle(self, group: str, asked: Asked) -> None:
+        """Do nothing."""
+
+    async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
+        """Do nothing: this node's metrics contain the figures."""
+
+    async def reports(self) -> dict[str, ReplicaFigures]:
+        """Return no report."""
+        return {}
+
+    async def wait_for_change(self, after: int, timeout_s: float) -> None:
+        """Wait for the timeout: nothing changes."""
+        await asyncio.sleep(timeout_s)
+
+    async def register(self, node: Node, lease: Lease) -> None:
+        """Store the node for `nodes`."""
+        self._node = node
+
+    async def nodes(self) -> dict[str, Node]:
+        """Return this node."""
+        return {self._node.name: self._node}
+
+    async def secret(self, name: str, proposal: bytes) -> bytes:
+        """Return the proposal: the node stores the secret in its log."""
+        return proposal
+
+    async def close(self) -> None:
+        """Do nothing."""

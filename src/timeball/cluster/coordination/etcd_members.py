@@ -1,0 +1,223 @@
+"""Requests to etcd's members: tries one after the other until one answers, with time limits per attempt and per call.
+
+All requests go to one member as long as it answers, over persistent connections. After a member that refuses, hangs
+or gives an invalid answer, the next one is tried. While etcd elects a leader of its own, no member answers, and all
+are tried in turn until the deadline. So a request may be carried out twice, or after its caller has given up. This is
+safe, because the callers' transactions compare revisions, and the second one fails.
+
+If a user is configured, a token is requested, and again whenever a member refuses it. Some releases of etcd refuse by
+closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection is closed twice
+counts as refused, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import aiohttp
+
+from timeball.cluster.coordination import etcd_codec as codec
+from timeball.cluster.coordination.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
+from timeball.cluster.coordination.http_session import open_session, read_bounded
+from timeball.model.errors import SetupError, Unavailable
+
+T = TypeVar("T")
+
+ANSWER_BYTES_MAX = 4 * 1024 * 1024  # all nodes, or all records, of a hundred groups take 50 KB
+ROUND_S = 0.05  # minimum duration of a round through all members, because refusals arrive at once
+AUTHENTICATION_S = 2.0  # time for an authentication: the password hash is slow by design, 0.1 s of CPU
+
+
+class Closed(BadAnswer):
+    """The member has closed the connection without an answer."""
+
+
+@dataclass(frozen=True)
+class EtcdAccess:
+    """The endpoints and credentials for etcd. `tls` is used for endpoints that begin with https."""
+
+    endpoints: Sequence[str]
+    tls: ssl.SSLContext | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+
+class Members:
+    """The members of one etcd cluster. Belongs to the event loop.
+
+    `attempt_s` is the time limit for one member's answer, `deadline_s` that of a whole call.
+    """
+
+    def __init__(self, access: EtcdAccess, *, attempt_s: float, deadline_s: float) -> None:
+        self._access = access
+        self._endpoints = [_checked(each) for each in access.endpoints]
+        if not self._endpoints:
+            raise SetupError("etcd: no endpoint given")
+        self._attempt_s, self._deadline_s = attempt_s, deadline_s
+        self._preferred = 0
+        self._token: str | None = None if access.user else ""
+        self._authenticating = asyncio.Lock()
+        self._session: aiohttp.ClientSession | None = None
+        self.requests = 0  # number of requests sent, including those without an answer
+
+    async def ask(self, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        """Send a request and return `read` of its answer. Raise the error in the answer, Unavailable or SetupError."""
+        failures: dict[str, BadAnswer] = {}
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    next_round_s = loop.time() + ROUND_S
+                    for _ in self._endpoints:
+                        endpoint = self.preferred
+                        try:
+                            return await self._ask(endpoint, path, body, read)
+                        except BadAnswer as failure:
+                            failures[endpoint] = failure
+                            self.leave(endpoint)
+                    # No pause after members that hung: the round has taken longer than ROUND_S.
+                    await asyncio.sleep(next_round_s - loop.time())
+        except TimeoutError:
+            raise _no_answer(failures, len(self._endpoints), self._deadline_s) from None
+
+    @property
+    def preferred(self) -> str:
+        """The member that is tried first."""
+        return self._endpoints[self._preferred]
+
+    def leave(self, endpoint: str) -> None:
+        """Prefer the next member from now on, unless another call has changed the preferred one already."""
+        if endpoint == self.preferred:
+            self._preferred = (self._preferred + 1) % len(self._endpoints)
+
+    async def follow(
+        self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]
+    ) -> AsyncGenerator[T]:
+        """Yield `read` of each line of a stream. Raise errors as `ask` does, and BadAnswer when the stream ends."""
+        headers = await self._headers(endpoint)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._attempt_s)
+        self.requests += 1
+        try:
+            # etcd sends the response header together with the first line, which confirms the watch.
+            async with asyncio.timeout(self._attempt_s):
+                response = await self._opened().post(
+                    endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                )
+            async with response:
+                if response.status != 200:
+                    raise codec.read_error(
+                        await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer), response.status
+                    )
+                async for line in _lines(response):
+                    yield read(line)
+        except TokenRefused as refused:
+            self._forget_token(headers)
+            raise BadAnswer(str(refused)) from refused
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise _failure(error) from error
+        raise BadAnswer("the stream has ended")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _forget_token(self, headers: dict[str, str]) -> None:
+        # Do nothing if another call has received a new token meanwhile.
+        if self._access.user and self._token == headers.get("authorization", ""):
+            self._token = None
+
+    async def _ask(self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        for attempt in range(3):
+            headers = await self._headers(endpoint)
+            try:
+                return read(await self._post(endpoint, path, body, headers, self._attempt_s))
+            except Closed as closed:
+                # The first time the member may have restarted since the connection was opened. The second time the
+                # member may refuse the token.
+                if attempt == 2 or (attempt == 1 and not self._access.user):
+                    raise closed
+                if attempt == 1:
+                    self._forget_token(headers)
+            except TokenRefused as refused:
+                if not self._access.user:
+                    raise SetupError(f"etcd wants a user ({refused}): give one (docs/etcd.md)") from refused
+                self._forget_token(headers)
+        raise BadAnswer("a new token is refused")
+
+    async def _headers(self, endpoint: str) -> dict[str, str]:
+        if self._token is None:
+            async with self._authenticating:
+                if self._token is None:  # else another call has received a token while this one waited
+                    self._token = await self._authenticate(endpoint)
+        return {"authorization": self._token} if self._token else {}
+
+    async def _authenticate(self, endpoint: str) -> str:
+        body = codec.authentication_body(self._access.user, self._access.password)
+        try:
+            answer = await self._post(
+                endpoint, codec.AUTHENTICATE, body, {}, max(self._attempt_s, AUTHENTICATION_S)
+            )
+        except AuthenticationOff:
+            return ""
+        return codec.read_token(answer)
+
+    async def _post(
+        self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.requests += 1
+        try:
+            async with self._opened().post(
+                endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer)
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise _failure(error) from error
+        if response.status == 200:
+            return answer
+        raise codec.read_error(answer, response.status)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:  # not in __init__, because a session belongs to the running event loop
+            self._session = open_session(self._access.tls)
+        return self._session
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    line = b""
+    async for part in response.content.iter_any():
+        line += part
+        while (end := line.find(b"\n")) >= 0:
+            yield line[:end]
+            line = line[end + 1 :]
+        if len(line) > ANSWER_BYTES_MAX:
+            raise BadAnswer(f"a line of more than {ANSWER_BYTES_MAX} bytes")
+
+
+def _failure(error: aiohttp.ClientError | OSError) -> BadAnswer:
+    if isinstance(error, TimeoutError):
+        return BadAnswer("no answer in time")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return Misdirected(f"TLS: {error}")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return Closed("closed without an answer, as some releases do when they want a user")
+    return BadAnswer(f"{type(error).__name__}: {error}")
+
+
+def _no_answer(failures: dict[str, BadAnswer], members: int, deadline_s: float) -> Unavailable | SetupError:
+    words = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
+    if len(failures) == members and all(isinstance(each, Misdirected) for each in failures.values()):
+        return SetupError(f"etcd: {words}. Check the endpoints and certificates (docs/etcd.md)")
+    return Unavailable(f"etcd has not answered in {deadline_s:g} s: {words or 'no answer in time'}")
+
+
+def _checked(endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    if scheme not in ("http", "https") or not rest.rstrip("/") or "@" in rest or "/" in rest.rstrip("/"):
+        raise SetupError(f"etcd: endpoint {endpoint!r} should be as https://etcd1.example:2379")
+    return endpoint.rstrip("/")

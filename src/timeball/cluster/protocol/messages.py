@@ -1,0 +1,379 @@
+"""Messages between replicas: encoding and decoding of a 45-byte header and a payload, without I/O.
+
+    byte  0       4    5       13        17         25        33          41       45
+          +-------+----+-------+---------+----------+---------+-----------+--------+---- … --+
+          | magic |type| epoch | ordinal | position | end_seq | committed | length | payload |
+          +-------+----+-------+---------+----------+---------+-----------+--------+---- … --+
+
+Numbers are little-endian. A leader or candidate opens the connection and sends types 1 to 8. The replica answers with
+types 11 to 17, with BEGIN where the answer to a FETCH crosses into another segment, and with FILE and WANT. Each
+message has exactly one encoding: a header field that its type does not use is 0, and any other value is refused.
+
+These inputs are refused with PeerError: another magic, an unknown type, a payload outside its type's bounds, negative
+numbers, and a payload that cannot be decoded. The caller must then close the connection, because the start of the
+next message cannot be found after a bad one.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import ClassVar, NamedTuple, TypeVar
+
+import msgspec
+
+from timeball.cluster.protocol.positions import EpochEnd, are_in_order
+from timeball.model import limits
+from timeball.model.errors import PeerError
+
+MAGIC = 0x31524254  # "TBR1" in a hex dump
+VERSION = 1  # of this protocol, sent in HELLO and PROMISE
+
+HEADER = Struct(
+    "<"
+    "I"  # magic
+    "B"  # type
+    "q"  # epoch of the leader or candidate, repeated by an answer
+    "I"  # ordinal of a segment
+    "q"  # position: a byte in that segment
+    "q"  # end_seq: sequence number after the last row of the frames, or of the log up to the position
+    "q"  # committed: sequence number after the last committed row
+    "I"  # length of the payload
+)
+assert HEADER.size == 45
+
+TEXT_BYTES_MAX = 1 << 20  # of a JSON payload: a PROMISE lists one entry of about 40 bytes per epoch
+# A commit holds frames of at most FRAME_BYTES_MAX / 2 together, or one frame of FRAME_BYTES_MAX (log/writer.py).
+FRAMES_BYTES_MAX = limits.FRAME_BYTES_MAX
+CHUNK_BYTES_MAX = 4 << 20  # of a data file
+PATH_BYTES_MAX = 1_024
+SEGMENT_HEADER_BYTES = 64
+
+Text = TypeVar("Text", bound=msgspec.Struct)
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message. Subclasses declare which of their fields are sent in the header and which in the payload.
+
+    `HEADED` names the fields in the header's ordinal, position, end_seq and committed, in this order. None stands for
+    a header field that the type does not use and that is sent as 0.
+    """
+
+    TYPE: ClassVar[int] = 0
+    HEADED: ClassVar[tuple[str | None, str | None, str | None, str | None]] = (None, None, None, None)
+    PAYLOAD_BYTES: ClassVar[tuple[int, int]] = (0, 0)  # minimum and maximum
+
+    epoch: int
+
+    def payload(self) -> bytes:
+        """Encode the fields that are not in the header."""
+        return b""
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Decode the fields in `payload`, by name. Raises PeerError."""
+        return {}
+
+
+class OfPath(Message, frozen=True):
+    """A message whose payload is the path of a data file."""
+
+    PAYLOAD_BYTES = (1, PATH_BYTES_MAX)
+
+    def payload(self) -> bytes:
+        """Encode the path as UTF-8."""
+        return self.path.encode()  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Decode the path."""
+        return {"path": _text(payload)}
+
+
+class OfFrames(Message, frozen=True):
+    """A message whose payload is frames of the log."""
+
+    PAYLOAD_BYTES = (1, FRAMES_BYTES_MAX)
+
+    def payload(self) -> bytes:
+        """Pass the frames on unchanged."""
+        return self.frames  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Take the payload as frames, unchecked (frames.py checks them)."""
+        return {"frames": payload}
+
+
+class Hello(Message, frozen=True):
+    """Request to promise this epoch and to accept nothing more from lower epochs."""
+
+    TYPE, PAYLOAD_BYTES = 1, (1, TEXT_BYTES_MAX)
+    group: str
+    replica: str  # the sender's
+    version: int = VERSION
+
+    def payload(self) -> bytes:
+        """Encode the fields as JSON."""
+        return msgspec.json.encode(HelloText(self.group, self.replica, self.version))
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Decode the JSON."""
+        return _fields(_read_json(payload, HelloText))
+
+
+class Begin(Message, frozen=True):
+    """Request to begin this segment, in which the log continues."""
+
+    TYPE, HEADED = 2, ("ordinal", "size_bytes", "first_seq", None)
+    PAYLOAD_BYTES = (SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES)
+    ordinal: int
+    size_bytes: int
+    first_seq: int
+    header: bytes  # copy of the header in the leader's segment file
+
+    def payload(self) -> bytes:
+        """Pass the segment's header on unchanged."""
+        return self.header
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Take the payload as the segment's header."""
+        return {"header": payload}
+
+
+class Data(OfFrames, frozen=True):
+    """Request to write these frames at exactly this position."""
+
+    TYPE, HEADED = 3, ("ordinal", "position", "end_seq", "committed")
+    ordinal: int
+    position: int
+    end_seq: int
+    committed: int
+    frames: bytes
+
+
+class Cut(Message, frozen=True):
+    """Request to remove the log after this position: that part belongs to an abandoned epoch."""
+
+    TYPE, HEADED = 4, ("ordinal", "position", "end_seq", None)
+    ordinal: int
+    position: int
+    end_seq: int
+
+
+class Fetch(Message, frozen=True):
+    """Request of a candidate for the replica's log from this position on, which the candidate lacks."""
+
+    TYPE, HEADED = 5, ("ordinal", "position", "end_seq", None)
+    ordinal: int
+    position: int
+    end_seq: int
+
+
+class Ping(Message, frozen=True):
+    """Report the end of the committed log and ask for the replica's clock."""
+
+    TYPE, HEADED = 6, ("off_ms", "wall_ms", "boot_ms", "committed")
+    wall_ms: int
+    boot_ms: int
+    committed: int
+    # Deviation of the replica's clock from the median of the group, as an absolute value. 0 also if it is not known.
+    off_ms: int = 0
+
+
+class File(Message, frozen=True):
+    """A piece of a data file, or an announcement about the file.
+
+    Without a piece the message announces that the sender has the file. A size of 0 means that it does not.
+    """
+
+    TYPE, HEADED = 7, (None, "position", "size_bytes", None)
+    PAYLOAD_BYTES = (6, 6 + PATH_BYTES_MAX + CHUNK_BYTES_MAX)
+    LEAD: ClassVar[Struct] = Struct("<HI")  # bytes of the path, CRC-32C of the whole file
+    position: int  # of the piece
+    size_bytes: int  # of the file
+    path: str
+    crc32c: int
+    chunk: bytes
+
+    def payload(self) -> bytes:
+        """Encode the path, the checksum of the whole file, and the piece."""
+        path = self.path.encode()
+        return self.LEAD.pack(len(path), self.crc32c) + path + self.chunk
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Decode path, checksum and piece."""
+        length, crc32c = cls.LEAD.unpack_from(payload)
+        begin = cls.LEAD.size + length
+        if begin > len(payload) or not 0 < length <= PATH_BYTES_MAX:
+            raise PeerError(f"FILE names a path of {length} bytes in a payload of {len(payload)}")
+        return {
+            "path": _text(payload[cls.LEAD.size : begin]),
+            "crc32c": crc32c,
+            "chunk": payload[begin:],
+        }
+
+
+class Want(OfPath, frozen=True):
+    """Request for a piece of this data file, from this byte on."""
+
+    TYPE, HEADED = 8, (None, "position", None, None)
+    position: int
+    path: str
+
+
+class Promise(Message, frozen=True):
+    """Promise of an epoch, synced to the sender's disk, with the end of each epoch in the sender's log."""
+
+    TYPE, PAYLOAD_BYTES = 11, (1, TEXT_BYTES_MAX)
+    replica: str  # node and incarnation
+    ends: tuple[EpochEnd, ...]
+    version: int = VERSION
+    first_seq: int = 0  # first row in the log: retention has deleted the rows before it
+
+    def payload(self) -> bytes:
+        """Encode the fields as JSON."""
+        return msgspec.json.encode(PromiseText(self.replica, self.ends, self.version, self.first_seq))
+
+    @classmethod
+    def fields_of(cls, payload: bytes) -> dict[str, object]:
+        """Decode the JSON and check that the epoch ends are in order."""
+        text = _read_json(payload, PromiseText)
+        if any(min(end) < 0 for end in text.ends) or text.first_seq < 0 or not are_in_order(text.ends):
+            raise PeerError("PROMISE lists epochs that are not in the order of a log")
+        return _fields(text)
+
+
+class Refuse(Message, frozen=True):
+    """Refusal: the sender has promised this later epoch, so the receiver must stop leading."""
+
+    TYPE = 12
+
+
+class Ack(Message, frozen=True):
+    """Acknowledgement: the log up to this position is synced to the sender's disk."""
+
+    TYPE, HEADED = 13, ("ordinal", "position", "end_seq", None)
+    ordinal: int
+    position: int
+    end_seq: int
+
+
+class Bytes(OfFrames, frozen=True):
+    """Frames that answer a FETCH: like DATA, in the other direction."""
+
+    TYPE, HEADED = 14, ("ordinal", "position", "end_seq", None)
+    ordinal: int
+    position: int
+    end_seq: int
+    frames: bytes
+
+
+class Have(OfPath, frozen=True):
+    """Confirmation that this data file and its directory entry are synced to the sender's disk."""
+
+    TYPE, HEADED = 15, (None, None, "size_bytes", None)
+    size_bytes: int
+    path: str
+
+
+class Pong(Message, frozen=True):
+    """Answer to a PING: the sender's wall clock, and the boot clock copied from the PING."""
+
+    TYPE, HEADED = 16, (None, "wall_ms", "boot_ms", None)
+    wall_ms: int
+    boot_ms: int
+
+
+class Complete(Message, frozen=True):
+    """Confirmation that all data files that the committed rows below `end_seq` name are on the sender's disk."""
+
+    TYPE, HEADED = 17, (None, None, "end_seq", None)
+    end_seq: int
+
+
+class HelloText(msgspec.Struct, frozen=True):
+    """The JSON payload of HELLO."""
+
+    group: str
+    replica: str
+    version: int
+
+
+class PromiseText(msgspec.Struct, frozen=True):
+    """The JSON payload of PROMISE."""
+
+    replica: str
+    ends: tuple[EpochEnd, ...]
+    version: int
+    first_seq: int = 0
+
+
+_ALL = (
+    Hello, Begin, Data, Cut, Fetch, Ping, File, Want, Promise, Refuse, Ack, Bytes, Have, Pong, Complete,
+)  # fmt: skip
+KINDS: dict[int, type[Message]] = {kind.TYPE: kind for kind in _ALL}
+
+
+class Header(NamedTuple):
+    """A checked header, which a payload of `length` bytes follows."""
+
+    kind: type[Message]
+    epoch: int
+    headed: dict[str, int]
+    length: int
+
+
+def encode(message: Message) -> tuple[bytes, bytes]:
+    """Encode a message as header and payload, in two parts so that frames are not copied."""
+    payload = message.payload()
+    least, most = message.PAYLOAD_BYTES
+    assert least <= len(payload) <= most, f"{type(message).__name__} of {len(payload)} bytes"
+    values = (0 if name is None else getattr(message, name) for name in message.HEADED)
+    return HEADER.pack(MAGIC, message.TYPE, message.epoch, *values, len(payload)), payload
+
+
+def read_header(raw: bytes | memoryview) -> Header:
+    """Decode and check a header of 45 bytes. Raises PeerError."""
+    magic, number, epoch, *values, length = HEADER.unpack(raw)
+    kind = KINDS.get(number)
+    if magic != MAGIC or kind is None:
+        raise PeerError(
+            f"no message of the replication protocol (magic {magic:#x}, type {number}): is the port right, and does "
+            "every node run the same version?"
+        )
+    least, most = kind.PAYLOAD_BYTES
+    if not least <= length <= most:
+        raise PeerError(f"{kind.__name__} with a payload of {length} bytes, {least} to {most} are allowed")
+    if epoch < 0 or min(values) < 0:
+        raise PeerError(f"{kind.__name__} with a number below zero")
+    if any(value for name, value in zip(kind.HEADED, values, strict=True) if name is None):
+        raise PeerError(f"{kind.__name__} with a number in a field that it does not have")
+    headed = {name: value for name, value in zip(kind.HEADED, values, strict=True) if name is not None}
+    return Header(kind, epoch, headed, length)
+
+
+def read_message(header: Header, payload: bytes) -> Message:
+    """Build the message from its header and its whole payload. Raises PeerError."""
+    assert len(payload) == header.length
+    return header.kind(epoch=header.epoch, **header.headed, **header.kind.fields_of(payload))
+
+
+def _read_json(payload: bytes, kind: type[Text]) -> Text:
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PeerError(f"{kind.__name__} cannot be read: {error}") from error
+
+
+def _fields(text: msgspec.Struct) -> dict[str, object]:
+    return {name: getattr(text, name) for name in text.__struct_fields__}
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise PeerError("a path that is not UTF-8") from error

@@ -1,0 +1,1 @@
+"""Connections between nodes, and the data files and client connections that they forward."""

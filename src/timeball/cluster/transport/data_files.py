@@ -1,0 +1,389 @@
+"""The data files of the pending table in a group: sent to the replicas before a row names them, fetched where missing.
+
+A separate thread reads, writes and syncs the files, so that a commit waits for at most one piece, which the replica's
+thread sends or receives between two polls. The receiver sets the pace: when a piece is written, it asks for the next
+one (WANT), one file at a time.
+
+    leader     announces each new file (FILE without a piece), and counts HAVE; a row may name the file when enough
+               replicas have it
+    replica    asks for the announced files, then for missing files that committed rows name; it removes files that
+               have left the table, and segments that the leader may have deleted
+    new leader asks for its missing files before its broker is built (`complete`)
+
+A replica confirms a file only when its checksum was right and its name is on the disk (incoming_file.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+
+from timeball.cluster.protocol.messages import Complete, File, Have, Message, Want
+from timeball.cluster.protocol.replica import Replica, Role
+from timeball.cluster.transport.incoming_file import IncomingFile, sweep
+from timeball.cluster.transport.outgoing_files import OutgoingFiles
+from timeball.cluster.transport.shipment import Shipment
+from timeball.io.clock import Clock
+from timeball.io.files import Files
+from timeball.model import limits
+from timeball.model.errors import NotLeader, OverLimit, PeerError, TimeballError
+from timeball.table import live_files
+from timeball.table.attachment import PATH, FileEntry
+from timeball.table.layout import FOLDER
+
+logger = logging.getLogger(__name__)
+
+LOOK_MS = 50  # interval of the thread's periodic work
+REMOVE_LOOK_MS = 1_000  # interval of the search for files to remove
+ANSWER_MS = 3_000  # a file of which no piece arrives for this long is requested again
+AGAIN_MS = 1_000  # pause after a failure, before a file is requested again
+# A file that no row names may belong to a future attach. Files left by failed jobs are removed after this time.
+UNNAMED_MS = limits.DAY_MS
+
+
+class Link(Protocol):
+    """The replica's thread, as far as this module uses it."""
+
+    state: Replica
+
+    def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
+        """Send a message."""
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Queue a call in the replica's thread."""
+
+
+class CommittedFiles(NamedTuple):
+    """The data files that the committed rows below `seq` name."""
+
+    seq: int = 0  # 0: no rows were applied yet, so the live files are not known
+    entries: Mapping[str, FileEntry] = {}  # by path
+    log_from_seq: int = 0  # the log below this row may be deleted
+
+
+class KeptLog(Protocol):
+    """The replica's log, as far as this module uses it."""
+
+    def let_go(self, before_seq: int) -> None:
+        """Remove the segments that lie completely before a row. Belongs to the replica's thread."""
+
+
+class Told(NamedTuple):
+    """A file that a leader has announced."""
+
+    node: str
+    size_bytes: int
+
+
+class Asked:
+    """The file that is being requested."""
+
+    def __init__(self, node: str, path: str, size_bytes: int, now_ms: int) -> None:
+        self.node, self.path, self.size_bytes, self.heard_ms = node, path, size_bytes, now_ms
+        self.incoming: IncomingFile | None = None
+
+
+class DataFiles:
+    """The thread of a replica's data files. Any thread may call the public methods, which return at once."""
+
+    def __init__(
+        self,
+        files: Files,
+        log: KeptLog,
+        link: Link,
+        clock: Clock,
+        *,
+        committed: Callable[[], CommittedFiles],
+        retention_ms: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Create the thread without starting it.
+
+        `committed` returns the files that the rows applied so far name. It is called in the new thread.
+        """
+        self._files, self._log, self._link, self._clock = files, log, link, clock
+        # A file that has left the table stays readable for the retention time, at most a day, for readers of an older
+        # version of the table. A single broker does the same (broker/upkeep.py).
+        self._readable_ms = min(retention_ms, limits.DAY_MS)
+        self._on_failure, self._committed = on_failure, committed
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files)
+        self._missing: dict[str, int] = {}  # live files that are not on this disk: path -> size in bytes
+        self._told: dict[str, Told] = {}
+        self._asked: Asked | None = None
+        self._not_before_ms: dict[str, int] = {}  # path -> when it may be asked for again
+        self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it is live by then
+        self._shipments: list[Shipment] = []
+        self._complete: Future[None] | None = None
+        self._is_led = False  # True: this replica leads, so the broker maintains the table
+        self._looked_ms = self._removed_ms = 0
+        self._let_go_seq = 0  # segments before this row were removed
+        self._thread = threading.Thread(target=self._run, name="data files", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Unfinished shipments fail."""
+        self._calls.put(None)
+        self._thread.join()
+
+    @property
+    def missing(self) -> int:
+        """The number of files that this replica lacks, as far as known."""
+        return len(self._missing)
+
+    # -- from other threads ------------------------------------------------------------------------------------------
+
+    def ship(self, paths: Sequence[str]) -> Future[None]:
+        """Send data files to the other replicas (see FileReplication in log/replication.py)."""
+        future: Future[None] = Future()
+        self._calls.put(partial(self._ship, list(paths), future))
+        return future
+
+    def complete(self) -> Future[None]:
+        """Fetch the files that a new leader lacks. The future is done when all files of the rows so far are here."""
+        future: Future[None] = Future()
+        self._calls.put(partial(self._begin_leading, future))
+        return future
+
+    def received(self, node: str, message: Message) -> None:
+        """Queue a message about a data file (see FileWork)."""
+        # Look the replica up now: when the queued call runs, the node's name may stand for another disk.
+        lead = self._link.state.lead
+        replica = lead.peers[node].replica if lead and node in lead.peers else ""
+        self._calls.put(partial(self._take, node, replica, message))
+
+    def closed(self, node: str) -> None:
+        """Queue the end of a connection (see FileWork)."""
+        self._calls.put(partial(self._lose, node))
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.begin()
+            while self.turn(LOOK_MS / 1_000):
+                pass
+        except BaseException as error:  # every exception, because no caller waits for this thread
+            self._on_failure(error)
+        finally:
+            self._drop_asked()
+            for shipment in self._shipments:
+                shipment.fail(NotLeader("this node stops; ask again, another one answers soon"))
+
+    def begin(self) -> None:
+        """List the files on this disk. Called once, before the first turn."""
+        now_ms = self._clock.boot_ms()
+        self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
+
+    def turn(self, timeout_s: float) -> bool:
+        """Run one call, if one arrives in time, and the periodic work. Return False once `stop` was called."""
+        try:
+            call = self._calls.get(timeout=timeout_s) if timeout_s else self._calls.get_nowait()
+        except Empty:
+            pass
+        else:
+            if call is None:
+                return False
+            call()
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        now_ms = self._clock.boot_ms()
+        if now_ms - self._looked_ms < LOOK_MS:
+            return
+        self._looked_ms, state = now_ms, self._link.state
+        for shipment in self._shipments:
+            self._tell(shipment, state)
+            shipment.look(state)
+        self._shipments = [each for each in self._shipments if not each.done.done()]
+        if not self._is_led:
+            self._follow(state, now_ms)
+
+    def _follow(self, state: Replica, now_ms: int) -> None:
+        """Update the live files, fetch those that are missing, and remove those that have left the table."""
+        self._look_up(now_ms)
+        asked = self._asked
+        if asked is not None and now_ms - asked.heard_ms > ANSWER_MS:
+            self._put_off(asked, "no answer")
+        self._ask()
+        if self._live.seq and not self._missing:
+            self._tell_complete(state)
+        if self._live.seq and now_ms - self._removed_ms >= REMOVE_LOOK_MS:
+            self._removed_ms = now_ms
+            self._remove(now_ms)
+
+    def _look_up(self, now_ms: int) -> None:
+        before, self._live = self._live.entries, self._committed()
+        entries = self._live.entries
+        if entries is not before:
+            for path in entries.keys() - before.keys():
+                if not self._has(path, entries[path].size_bytes):
+                    self._missing[path] = entries[path].size_bytes
+            for path in before.keys() - entries.keys():
+                self._missing.pop(path, None)
+                self._removable[path] = now_ms + self._readable_ms
+        # This replica does not need segments that the leader may have deleted: its next start reads the snapshot.
+        if self._live.log_from_seq > self._let_go_seq:
+            self._let_go_seq = self._live.log_from_seq
+            self._link.post(partial(self._log.let_go, self._let_go_seq))
+
+    def _tell_complete(self, state: Replica) -> None:
+        if self._complete is not None and state.lead and self._live.seq >= state.committed_seq:
+            self._is_led = True
+            self._complete.set_result(None)
+        elif state.role is Role.LEARNER and state.source and state.source.matched:
+            self._send(state.source.node, Complete(state.promised, self._live.seq))
+
+    def _remove(self, now_ms: int) -> None:
+        due = [path for path, due_ms in self._removable.items() if due_ms <= now_ms]
+        for path in due:
+            del self._removable[path]
+            if path not in self._live.entries and path not in self._told:
+                live_files.remove(self._files, path)
+
+    # -- leading -----------------------------------------------------------------------------------------------------
+
+    def _begin_leading(self, future: Future[None]) -> None:
+        self._told.clear()
+        self._drop_asked()
+        self._complete = future
+
+    def _ship(self, paths: list[str], future: Future[None]) -> None:
+        try:
+            # Compute the checksums too, which takes long the first time.
+            sizes = {path: self._outgoing.describe(path)[0] for path in paths}
+        except TimeballError as error:
+            future.set_exception(error)
+            return
+        self._shipments.append(Shipment(sizes, future))
+        self._looked_ms = 0  # announce the files at the next turn
+
+    def _tell(self, shipment: Shipment, state: Replica) -> None:
+        for node in shipment.nodes_to_tell(state):
+            for path in shipment.sizes:
+                size_bytes, crc32c = self._outgoing.describe(path)
+                self._send(node, File(state.promised, 0, size_bytes, path, crc32c, b""))
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _take(self, node: str, replica: str, message: Message) -> None:
+        match message:
+            case Have():
+                for shipment in self._shipments:
+                    shipment.has(self._link.state, replica, message.path, message.size_bytes)
+            case Want() | File() if PATH.fullmatch(message.path) is None:
+                logger.error("not the path of a data file, ignored node=%s path=%r", node, message.path)
+            case Want():
+                self._send(node, self._outgoing.piece(message))
+            case File() if message.size_bytes and not message.chunk:
+                self._hear_of(node, message)
+            case File():
+                self._receive(node, message)
+
+    def _lose(self, node: str) -> None:
+        for shipment in self._shipments:
+            shipment.lose(node)
+        self._told = {path: told for path, told in self._told.items() if told.node != node}
+        if self._asked is not None and self._asked.node == node:
+            self._drop_asked()
+
+    def _send(self, node: str, message: Message) -> None:
+        # A leader sends on the connection that it opened. A follower answers on the connection of the leader.
+        self._link.send_soon(node, message, answers=self._link.state.lead is None)
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def _hear_of(self, node: str, file: File) -> None:
+        self._removable[file.path] = self._clock.boot_ms() + UNNAMED_MS
+        if self._has(file.path, file.size_bytes):
+            self._send(node, Have(self._link.state.promised, file.size_bytes, file.path))
+            return
+        self._told[file.path] = Told(node, file.size_bytes)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Request the next file, unless one is being received."""
+        if self._asked is not None:
+            return
+        now_ms, state = self._clock.boot_ms(), self._link.state
+        found = self._next(state, now_ms)
+        if found is None:
+            return
+        self._asked = found
+        self._send(found.node, Want(state.promised, 0, found.path))
+
+    def _next(self, state: Replica, now_ms: int) -> Asked | None:
+        for path, told in self._told.items():
+            if self._not_before_ms.get(path, 0) <= now_ms:
+                return Asked(told.node, path, told.size_bytes, now_ms)
+        node = self._node_for(state, now_ms)
+        for path, size_bytes in self._missing.items() if node else ():
+            if self._not_before_ms.get(path, 0) <= now_ms:
+                return Asked(node, path, size_bytes, now_ms)
+        return None
+
+    def _node_for(self, state: Replica, now_ms: int) -> str:
+        """Choose the node to ask for a missing file ("": none).
+
+        A follower asks the leader, a new leader asks the other replicas in turn.
+        """
+        if state.lead is None:
+            return state.source.node if state.source and state.source.matched else ""
+        nodes = sorted(node for node, peer in state.lead.peers.items() if peer.acked is not None)
+        return nodes[now_ms // AGAIN_MS % len(nodes)] if nodes else ""
+
+    def _has(self, path: str, size_bytes: int) -> bool:
+        name = f"{FOLDER}/{path}"
+        return self._files.exists(name) and self._files.size(name) == size_bytes
+
+    def _receive(self, node: str, file: File) -> None:
+        asked = self._asked
+        if asked is None or (asked.node, asked.path) != (node, file.path):
+            return  # a late piece of a file that was given up
+        if not file.size_bytes:
+            self._put_off(asked, "the other replica does not have it")
+            return
+        try:
+            is_whole = self._add(asked, file)
+        except (PeerError, OverLimit) as error:
+            self._put_off(asked, str(error))
+            return
+        if not is_whole:
+            assert asked.incoming is not None
+            self._send(node, Want(self._link.state.promised, asked.incoming.received_bytes, asked.path))
+            return
+        self._asked = None
+        self._missing.pop(asked.path, None)
+        self._not_before_ms.pop(asked.path, None)
+        if self._told.pop(asked.path, None) is not None:
+            self._send(node, Have(self._link.state.promised, file.size_bytes, file.path))
+        logger.info("data file received path=%s size_bytes=%d node=%s", file.path, file.size_bytes, node)
+        self._ask()
+
+    def _add(self, asked: Asked, file: File) -> bool:
+        if asked.size_bytes != file.size_bytes:
+            raise PeerError(f"{file.path} has {file.size_bytes} bytes there, {asked.size_bytes} are expected")
+        if asked.incoming is None:
+            asked.incoming = IncomingFile(self._files, file.path, file.size_bytes, file.crc32c)
+        asked.heard_ms = self._clock.boot_ms()
+        return asked.incoming.add(file.position, file.crc32c, file.chunk)
+
+    def _put_off(self, asked: Asked, reason: str) -> None:
+        """Give the file up, and do not request it again for AGAIN_MS."""
+        logger.warning("data file not received path=%s node=%s reason=%s", asked.path, asked.node, reason)
+        self._not_before_ms[asked.path] = self._clock.boot_ms() + AGAIN_MS
+        self._drop_asked()
+
+    def _drop_asked(self) -> None:
+        if self._asked is not None and self._asked.incoming is not None:
+            self._asked.incoming.drop()
+        self._asked = None

@@ -1,0 +1,175 @@
+"""The ports of a node that does not lead: forwards connections to the leader, byte by byte.
+
+So every node answers on every port, and a client's address stays valid when the leader changes. A connection that
+arrives while no node leads waits up to WAIT_S for a leader. The forwarded bytes are not read: the leader handles TLS
+and accounts.
+
+The first HTTP request of a connection is an exception, because a load balancer asks each node about itself
+(local_http.py). With TLS, reading it needs this node's certificate and a way to check the leader's certificate.
+Without the latter, HTTP is forwarded unread, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from timeball.cluster.transport.connections import Address
+from timeball.cluster.transport.local_http import LocalAnswers, read_head
+from timeball.model.errors import SetupError
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 5.0  # for a leader
+LOOK_S = 0.02  # between two attempts to reach a leader
+DIAL_S = 1.0
+LAST_S = 1.0  # for the last answers of a leader that hands over to this node
+CHUNK_BYTES = 256 * 1024
+HTTP = "http"  # the edge
+
+
+class Http(NamedTuple):
+    """The handling of HTTP: the local answers, and TLS with clients and with the leader (both contexts or none)."""
+
+    answers: LocalAnswers
+    tls: ssl.SSLContext | None = None
+    tls_to_leader: ssl.SSLContext | None = None
+
+
+class Gateway:
+    """Listens on this node's ports until it leads. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        host: str,
+        ports: dict[str, int],
+        address: Callable[[str], Address | None],
+        http: Http | None = None,
+    ) -> None:
+        """Forward connections on `ports` (edge -> port) to `address(edge)`, which is None while no other node leads."""
+        self._host, self._ports, self._address, self._http = host, ports, address, http
+        self._servers: list[asyncio.Server] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._dialling: set[asyncio.Task[None]] = set()  # the subset that waits for a leader
+
+    async def start(self) -> None:
+        """Listen. Raises SetupError."""
+        for edge, port in self._ports.items():
+
+            async def forward(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, edge: str = edge
+            ) -> None:
+                await self._forward(edge, reader, writer)
+
+            try:
+                tls = self._http.tls if self._http is not None and edge == HTTP else None
+                server = await asyncio.start_server(forward, self._host, port, limit=CHUNK_BYTES, ssl=tls)
+                self._servers.append(server)
+            except OSError as error:
+                await self.close()
+                raise SetupError(
+                    f"cannot listen on {self._host}:{port} ({edge}): {error.strerror}"
+                ) from error
+
+    def stop_listening(self) -> None:
+        """Free the ports for this node's own edges, and close connections that wait for a leader.
+
+        Their clients connect again and reach this node's own edges.
+        """
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        for task in self._dialling:
+            task.cancel()
+
+    async def drain(self) -> None:
+        """Wait until the old leader has ended the forwarded connections, for LAST_S at most, and close the rest.
+
+        The leader's last answers and refusals are still on their way. A client whose connection is closed too early
+        does not know which of its messages were accepted.
+        """
+        self.stop_listening()
+        if self._pumps:
+            await asyncio.wait(set(self._pumps), timeout=LAST_S)
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening, and close the connections."""
+        self.stop_listening()
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _forward(self, edge: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+        task.add_done_callback(self._dialling.discard)
+        try:
+            head = b""
+            if self._http is not None and edge == HTTP:
+                read = await read_head(reader)
+                answer = self._http.answers.answer(read or b"")
+                if answer is not None:
+                    writer.write(answer)
+                if answer is not None or read is None:
+                    return
+                head = read
+            self._dialling.add(task)
+            found = await self._connect(edge)
+            self._dialling.discard(task)
+            if found is not None:
+                found[1].write(head)
+                await _join(reader, writer, *found)
+        except OSError:
+            return  # the client is gone
+        except asyncio.CancelledError:
+            return  # cancelled by `close`; asyncio would log a cancelled server callback as an error
+        finally:
+            writer.close()
+
+    async def _connect(self, edge: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Connect to the leader, or return None when there was none for WAIT_S."""
+        tls = self._http.tls_to_leader if self._http is not None and edge == HTTP else None
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + WAIT_S
+        while loop.time() < until_s:
+            address = self._address(edge)
+            if address is not None:
+                with suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(DIAL_S):
+                        return await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=tls)
+            await asyncio.sleep(LOOK_S)
+        return None
+
+
+async def _join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    far_reader: asyncio.StreamReader,
+    far_writer: asyncio.StreamWriter,
+) -> None:
+    """Copy bytes both ways until both directions have ended, or one connection breaks."""
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_pump(reader, far_writer))
+            both.create_task(_pump(far_reader, writer))
+    except* OSError:
+        pass  # one connection broke; the other one is closed as well, so that its peer notices
+    finally:
+        far_writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(CHUNK_BYTES):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+    else:
+        writer.close()  # TLS cannot close one direction only: end the connection

@@ -1,0 +1,39 @@
+"""The coordinator of a process, by its settings."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from timeball.cluster.coordination.connect import coordinator_of
+from timeball.io.clock import SystemClock
+from timeball.model.config import Settings
+from timeball.model.errors import SetupError
+
+PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"etcd": "127.0.0.1:2379"}, "etcd"),
+        ({"etcd": "https://127.0.0.1:2379", "etcd_cert": "there.pem"}, "certificate"),
+        ({"etcd_user": "timeball", "etcd_password_file": "nowhere"}, "--etcd-password-file"),
+    ],
+)
+def test_a_coordinator_that_cannot_be_is_refused_by_its_option(more: dict[str, str], says: str) -> None:
+    with pytest.raises(SetupError, match=says):
+        coordinator_of(Settings(**PLAIN | more), SystemClock())  # type: ignore[arg-type]
+
+
+def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
+    async def run() -> None:
+        secret = tmp_path / "password"
+        secret.touch(0o600)
+        secret.write_text("swordfish\n")
+        named = {"etcd_user": "timeball", "etcd_password_file": str(secret)}
+        await coordinator_of(Settings(**PLAIN | named), SystemClock()).close()  # type: ignore[arg-type]
+
+    asyncio.run(run())

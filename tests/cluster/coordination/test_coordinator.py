@@ -1,0 +1,56 @@
+"""The node alone: it leads whatever it is asked about, and needs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from timeball.cluster.coordination.coordinator import NEVER_MS, Alone, Coordinator, Node
+from timeball.cluster.coordination.lease import HeldLease
+from timeball.cluster.protocol.record import Record
+from timeball.io.clock import ManualClock
+
+
+def test_a_node_alone_leads() -> None:
+    async def scenario() -> None:
+        alone: Coordinator = Alone("here", epoch=4)
+        lease = await alone.grant(1_000)
+        assert await alone.renew(lease) == lease and lease.ends_ms > NEVER_MS // 2
+        view = await alone.read("g1")
+        record = Record(4, "here", ("here",))
+        assert view.record == record and view.holder is not None
+        assert view.holder[:2] == ("here", lease.id)
+        for swap in (
+            await alone.lead("g1", 1, Record(5, "here", ()), lease),
+            await alone.change("g1", 1, Record(5, "here", ())),
+            await alone.hand_over("g1", 1, Record(5, "there", ()), lease),
+        ):
+            assert swap == (False, view)
+        assert await alone.hold("g1", lease)
+        await alone.register(Node("here", {"http": "h:1"}), lease)
+        assert await alone.nodes() == {"here": Node("here", {"http": "h:1"})}
+        await alone.resign("g1", lease)
+        await alone.revoke(lease)
+        assert await alone.read("g1") == view and await alone.read_all() == {}
+        assert await alone.secret("receipts", b"mine") == b"mine"
+        await alone.wait_for_change(0, 0.001)
+        await alone.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_of_a_node_alone_is_held_for_ever() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        held = HeldLease(Alone("here"), clock, Node("here"), 1_000)
+        assert await held.beat() > 10**9
+        clock.advance(10**12)
+        assert held.lease is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_node_of_a_newer_version_is_read() -> None:
+    found = msgspec.json.decode(b'{"name":"a","addresses":{"flight":"h:1"},"racks":3}', type=Node)
+    assert found == Node("a", {"flight": "h:1"})

@@ -1,0 +1,213 @@
+"""The store of etcd beyond the contract (test_keys.py, test_store.py): its watch, its leases' times, its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+from tests.cluster.etcd_cluster import EtcdCluster
+from tests.cluster.worlds import World, seen, world_of
+from tests.ports import free_ports
+
+from timeball.cluster.coordination.etcd import EtcdStore
+from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.store import (
+    VALUE_BYTES_MAX,
+    KeyValue,
+    LeaseIs,
+    Put,
+    Read,
+    RevisionIs,
+    Store,
+)
+from timeball.model.errors import LeaseLost, Unavailable
+
+pytestmark = pytest.mark.xdist_group("etcd")
+
+
+@pytest.fixture
+def run(etcd: EtcdCluster) -> Callable[[Callable[[World], Awaitable[None]]], None]:
+    async def within(scenario: Callable[[World], Awaitable[None]]) -> None:
+        async with world_of(etcd.endpoints) as world:
+            await scenario(world)
+
+    return lambda scenario: asyncio.run(within(scenario))
+
+
+Run = Callable[[Callable[[World], Awaitable[None]]], None]
+
+
+def test_the_time_of_a_lease_is_etcds(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        store = world.store()
+        lease_id, granted_s = await store.grant(1)
+        assert granted_s == 1, "with an election timeout of 500 ms"
+        assert await store.renew(lease_id) == 1
+        long_id, granted_s = await store.grant(3_600)
+        left_s = await store.time_to_live(long_id)
+        assert granted_s == 3_600 and left_s is not None and 3_000 < left_s <= 3_600
+        await store.revoke(long_id)
+        assert await store.time_to_live(long_id) is None
+        with pytest.raises(LeaseLost):
+            await store.transact((), [Put(f"{world.cluster}/a", b"", long_id)])
+        await seen(lambda: is_gone(store, lease_id))
+
+    run(scenario)
+
+
+async def is_gone(store: Store, lease_id: int) -> bool:
+    return await store.time_to_live(lease_id) is None
+
+
+def test_a_key_that_is_put_without_its_lease_stays(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        store, key = world.store(), f"{world.cluster}/a"
+        lease_id, _ = await store.grant(60)
+        await store.transact((), [Put(key, b"1", lease_id)])
+        assert (await store.transact([LeaseIs(key, lease_id)], [Put(key, b"2")])).succeeded
+        await store.revoke(lease_id)
+        ((found,),) = (await store.transact((), [Read(key)])).reads
+        assert found.value == b"2" and found.lease_id == 0
+
+    run(scenario)
+
+
+def test_a_value_of_the_largest_size_goes_through(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        store, key, value = world.store(), f"{world.cluster}/a", bytes(range(256)) * (VALUE_BYTES_MAX // 256)
+        outcome = await store.transact([RevisionIs(key, 0)], [Put(key, value), Read(key)])
+        assert outcome.succeeded and outcome.reads[0][0].value == value
+        await store.transact((), [Put(key, b"")])
+
+    run(scenario)
+
+
+@asynccontextmanager
+async def watched(store: Store, prefix: str) -> AsyncIterator[list[KeyValue]]:
+    """Give what is below a prefix, read again only when the watch tells of a change."""
+    outcome = await store.transact((), [Read(prefix, is_prefix=True)])
+    found = outcome.reads[0]
+
+    async def wait() -> None:
+        after = outcome.revision
+        while True:
+            await store.wait(prefix, after, 3_600)
+            # A change made meanwhile is told of by this read, and by no wait.
+            now = await store.transact((), [Read(prefix, is_prefix=True)])
+            found[:], after = now.reads[0], now.revision
+
+    task = asyncio.create_task(wait())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def has(found: list[KeyValue], *values: bytes) -> bool:
+    return [each.value for each in found] == list(values)
+
+
+def test_a_watch_tells_of_puts_deletes_and_leases_that_end(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        prefix, one, other = f"{world.cluster}/", world.store(), world.store()
+        async with watched(one, prefix) as found:
+            for value in (b"1", b"2", b"3"):
+                lease_id, _ = await other.grant(60)
+                await other.transact((), [Put(prefix + "a", value, lease_id)])
+                await seen(partial(has, found, value))
+                await other.revoke(lease_id)
+                await seen(partial(has, found))
+
+    run(scenario)
+
+
+def test_the_watch_is_one_request_however_long(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        store = world.store()
+        assert isinstance(store, EtcdStore)
+        prefix = f"{world.cluster}/"
+        after = (await store.transact((), [Read(prefix, is_prefix=True)])).revision
+        before = store.requests
+        await asyncio.gather(*(store.wait(prefix, after + 10**6, 0.2) for _ in range(20)))
+        for _ in range(5):
+            await store.wait(prefix, after + 10**6, 0.01)
+        assert store.requests == before + 1
+
+    run(scenario)
+
+
+def test_a_deaf_watch_is_left(etcd: EtcdCluster) -> None:
+    """A member that answers requests and tells no news, as one that is cut off from the others."""
+
+    async def scenario() -> None:
+        async with world_of(etcd.endpoints) as world, deafened(etcd.endpoints[0]) as deaf:
+            store = EtcdStore(EtcdAccess([deaf, etcd.endpoints[1]]), ttl_ms=20_000)
+            world.stores.append(store)
+            other, prefix = world.store(), f"{world.cluster}/"
+            after = (await store.transact((), [Read(prefix, is_prefix=True)])).revision
+            await store.wait(prefix, after, 0.05)
+            await other.transact((), [Put(prefix + "a", b"")])
+            await store.wait(prefix, after, 0.05)  # not told, and not known
+            assert store._members.preferred == deaf
+            await store.transact((), [Read(prefix, is_prefix=True)])
+            await store.wait(prefix, after, 0.05)  # known by the read, and still not told
+            assert store._members.preferred == etcd.endpoints[1]
+            async with watched(store, prefix) as found:
+                await other.transact((), [Put(prefix + "a", b"again")])
+                await seen(partial(has, found, b"again"))
+
+    asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def deafened(endpoint: str) -> AsyncIterator[str]:
+    """Pass requests on to a member, but of a watch nothing after its first line."""
+    host, _, port = endpoint.removeprefix("http://").partition(":")
+    tasks = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(host, int(port))
+        is_watch = False
+
+        async def up() -> None:
+            nonlocal is_watch
+            while part := await reader.read(65_536):
+                is_watch |= b"/v3/watch" in part
+                ours.write(part)
+
+        async def down() -> None:
+            parts = 0
+            while part := await theirs.read(65_536):
+                parts += 1
+                if not is_watch or parts == 1:
+                    writer.write(part)
+
+        ways = [asyncio.create_task(up()), asyncio.create_task(down())]
+        tasks.update(ways)
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for each in (ours, writer):
+            each.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        for task in tasks:
+            task.cancel()
+
+
+def test_waiting_without_members_ends_by_its_timeout() -> None:
+    async def scenario() -> None:
+        store = EtcdStore(EtcdAccess([f"http://127.0.0.1:{free_ports(1)[0]}"]), ttl_ms=400)
+        for _ in range(3):
+            await store.wait("tb/", 0, 0.1)
+        with pytest.raises(Unavailable):
+            await store.transact((), [Read("tb/", is_prefix=True)])
+        await store.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,244 @@
+"""Members that are not there, hang, are no etcd, or answer nonsense: another is asked, within bounds, and told why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+
+import pytest
+from tests.cluster.etcd_cluster import EtcdCluster
+from tests.ports import free_ports
+
+from timeball.cluster.coordination import etcd_codec as codec
+from timeball.cluster.coordination import etcd_members
+from timeball.cluster.coordination.etcd_codec import BadAnswer
+from timeball.cluster.coordination.etcd_members import EtcdAccess, Members
+from timeball.model.errors import SetupError, TimeballError, Unavailable
+
+READ = b'{"key":"eA=="}'
+HEADER = b'{"header":{"revision":"1"}}'
+
+
+@asynccontextmanager
+async def members_of(
+    *endpoints: str, attempt_s: float = 20, deadline_s: float = 60, **access: str
+) -> AsyncIterator[Members]:
+    members = Members(EtcdAccess(endpoints, **access), attempt_s=attempt_s, deadline_s=deadline_s)  # type: ignore[arg-type]
+    try:
+        yield members
+    finally:
+        await members.close()
+
+
+Answer = Callable[[bytes, bytes], bytes | None]  # path and body of a request -> HTTP answer; None: close
+
+
+@asynccontextmanager
+async def server(answer: Answer, *, closes: bool = False) -> AsyncIterator[str]:
+    """Answer as told, and close after that or not; b"" hangs."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            try:
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                    reply = answer(head, await reader.readexactly(length))
+                    if reply is None:
+                        return
+                    writer.write(reply)
+                    await writer.drain()
+                    if closes:
+                        return
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+
+
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def dead() -> str:
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
+
+
+@pytest.mark.xdist_group("etcd")
+def test_the_next_member_is_asked_and_kept(etcd: EtcdCluster) -> None:
+    async def scenario() -> None:
+        asked: list[bytes] = []
+
+        def hang(head: bytes, body: bytes) -> bytes:
+            asked.append(head)
+            return b""
+
+        async with (
+            server(hang) as hanging,
+            members_of(dead(), hanging, *etcd.endpoints, attempt_s=0.5) as members,
+        ):
+            for _ in range(3):
+                assert b"revision" in await members.ask("/v3/kv/range", READ, bytes)
+            assert members.preferred in etcd.endpoints and len(asked) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        b"\0\0\0",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{",
+        http(b"not json"),
+        http(b"{}"),
+        http(b'{"header":{"revision":"1"},"responses":[{}]}'),
+        http(b'{"error":"etcdserver: no leader","code":14}', "503 Service Unavailable"),
+        http(b"moved", "302 Found\r\nlocation: /elsewhere"),
+        http(b"x" * (etcd_members.ANSWER_BYTES_MAX + 1)),
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000 + b"\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+def test_an_answer_that_is_none_is_as_good_as_none(reply: bytes | None) -> None:
+    async def scenario() -> None:
+        async with server(lambda *_: reply, closes=True) as bad, server(lambda *_: http(HEADER)) as good:
+            async with members_of(bad, good) as members:
+                outcome = await members.ask(codec.TXN, b"{}", lambda body: codec.read_txn(body, [], []))
+                assert outcome.revision == 1 and members.preferred == good
+
+    asyncio.run(scenario())
+
+
+def test_without_members_the_deadline_ends_it_and_names_each() -> None:
+    async def scenario() -> None:
+        endpoints = dead(), dead()
+        async with members_of(*endpoints, deadline_s=1) as members:
+            with pytest.raises(Unavailable) as caught:
+                await members.ask("/v3/kv/range", READ, bytes)
+            assert all(endpoint in str(caught.value) for endpoint in endpoints) and "1 s" in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+def test_where_no_etcd_is_the_operator_is_told() -> None:
+    async def told(*endpoints: str) -> TimeballError:
+        async with members_of(*endpoints, deadline_s=1) as members:
+            with pytest.raises(TimeballError) as caught:
+                await members.ask("/v3/kv/range", READ, bytes)
+            return caught.value
+
+    async def scenario() -> None:
+        async with server(lambda *_: http(b"404 page not found", "404 Not Found")) as one:
+            alone, beside = await asyncio.gather(told(one), told(one, dead()))
+        assert type(alone) is SetupError and "endpoints and certificates" in str(alone)
+        # One of two: the other may come back.
+        assert type(beside) is Unavailable and "404" in str(beside)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "etcd1:2379", "ftp://a:1", "http://", "http://u:p@a:1", "http://a:1/v3"]
+)
+def test_endpoints_that_are_none(endpoint: str) -> None:
+    with pytest.raises(SetupError, match="endpoint"):
+        Members(EtcdAccess([endpoint]), attempt_s=1, deadline_s=1)
+    with pytest.raises(SetupError, match="no endpoint"):
+        Members(EtcdAccess([]), attempt_s=1, deadline_s=1)
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "letmein" not in repr(EtcdAccess(["http://a:1"], user="u", password="letmein"))
+
+
+class Authenticating:
+    """A member that wants a token; it forgets those it gave when told. Refuses in words, or by closing."""
+
+    def __init__(self, in_words: bool) -> None:
+        self.in_words = in_words
+        self.given = 0
+        self.known: set[bytes] = set()
+
+    def __call__(self, head: bytes, body: bytes) -> bytes | None:
+        if b"/v3/auth/authenticate" in head:
+            if json.loads(body) != {"name": "u", "password": "p"}:
+                text = "etcdserver: authentication failed, invalid user ID or password"
+                return http(json.dumps({"message": text, "code": 3}).encode(), "400 Bad Request")
+            self.given += 1
+            token = f"token.{self.given}".encode()
+            self.known.add(token)
+            return http(b'{"header":{},"token":"' + token + b'"}')
+        if any(b"authorization: " + token + b"\r\n" in head.lower() for token in self.known):
+            return http(HEADER)
+        text = '{"message":"etcdserver: invalid auth token","code":16}'
+        return http(text.encode(), "401 Unauthorized") if self.in_words else None
+
+
+@pytest.mark.parametrize("in_words", [True, False], ids=["in words", "by closing"])
+def test_a_token_is_asked_for_once_and_anew_when_it_is_refused(in_words: bool) -> None:
+    async def scenario() -> None:
+        member = Authenticating(in_words)
+        async with server(member) as endpoint, members_of(endpoint, user="u", password="p") as members:
+            await asyncio.gather(*(members.ask("/v3/kv/range", READ, bytes) for _ in range(8)))
+            assert member.given == 1
+            member.known.clear()  # as when it was started again
+            await asyncio.gather(*(members.ask("/v3/kv/range", READ, bytes) for _ in range(8)))
+            assert member.given == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("in_words", [True, False], ids=["in words", "by closing"])
+def test_who_is_not_let_in_is_told(in_words: bool) -> None:
+    async def scenario() -> None:
+        async with server(Authenticating(in_words)) as endpoint:
+            async with members_of(endpoint, user="u", password="wrong") as members:
+                with pytest.raises(SetupError, match="user, password"):
+                    await members.ask("/v3/kv/range", READ, bytes)
+            async with members_of(endpoint, deadline_s=1) as members:
+                with pytest.raises((SetupError, Unavailable), match=r"wants? a user"):
+                    await members.ask("/v3/kv/range", READ, bytes)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.xdist_group("etcd")
+def test_a_user_is_not_needed_where_none_is_asked_for(etcd: EtcdCluster) -> None:
+    async def scenario() -> None:
+        async with members_of(*etcd.endpoints, user="u", password="p") as members:
+            assert b"revision" in await members.ask("/v3/kv/range", READ, bytes)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_is_bounded_and_its_end_is_told() -> None:
+    async def scenario() -> None:
+        chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        lines = chunked + b"3\r\na\nb\r\n2\r\nc\n\r\n0\r\n\r\n"
+        async with server(lambda *_: lines) as endpoint, members_of(endpoint) as members:
+            found = []
+            with pytest.raises(BadAnswer, match="ended"):
+                async for line in members.follow(endpoint, codec.WATCH, b"{}", bytes):
+                    found.append(line)
+            assert found == [b"a", b"bc"]
+        endless = (
+            chunked
+            + f"{etcd_members.ANSWER_BYTES_MAX + 1:x}\r\n".encode()
+            + b"x" * (etcd_members.ANSWER_BYTES_MAX + 1)
+        )
+        async with server(lambda *_: endless) as endpoint, members_of(endpoint) as members:
+            with pytest.raises(BadAnswer, match="line"):
+                async for _ in members.follow(endpoint, codec.WATCH, b"{}", bytes):
+                    pass
+        async with server(lambda *_: b"") as endpoint, members_of(endpoint, attempt_s=0.1) as members:
+            with pytest.raises(BadAnswer, match="in time"):
+                async for _ in members.follow(endpoint, codec.WATCH, b"{}", bytes):
+                    pass
+
+    asyncio.run(scenario())

@@ -1,0 +1,426 @@
+"""The contract of coordinators, in memory and on real etcd: both are driven by the same tests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from tests.cluster.memory_store import MemoryStore
+from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, made, next_record, world_of
+
+from timeball.cluster.coordination.coordinator import Node, Wish
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.store import Delete, Outcome, Put
+from timeball.model.errors import LeaseLost, SetupError
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+
+Scenario = Callable[[World], Awaitable[None]]
+
+# One process of those that share the tests starts etcd.
+pytestmark = pytest.mark.xdist_group("etcd")
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    endpoints = request.getfixturevalue("etcd").endpoints if request.param == "etcd" else None
+
+    async def within(scenario: Scenario) -> None:
+        async with world_of(endpoints) as world:
+            await scenario(world)
+
+    return lambda scenario: asyncio.run(within(scenario))
+
+
+Run = Callable[[Scenario], None]
+
+
+def test_the_first_record_is_made_once(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        nodes = [world.coordinator(name) for name in "abcd"]
+        before = await nodes[0].read("g1")
+        assert (before.record, before.revision, before.holder) == (None, 0, None)
+        records = [replace(RECORD, leader=f"{name}/1") for name in "abcd"]
+        swaps = await asyncio.gather(*(node.change("g1", 0, record) for node, record in zip(nodes, records)))
+        (winner,) = (swap.view for swap in swaps if swap.won)
+        assert all(swap.view.record == winner.record for swap in swaps)
+        assert (await nodes[3].read("g1")).record == winner.record
+
+    run(scenario)
+
+
+def test_one_of_many_leads_an_epoch(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        await made(world.coordinator("maker"))
+        names = [f"n{number}" for number in range(8)]
+        nodes = [world.coordinator(name) for name in names]
+        leases = await asyncio.gather(*(node.grant(LONG_TTL_MS) for node in nodes))
+        for epoch in range(4, 10):
+            views = await asyncio.gather(*(node.read("g1") for node in nodes))
+            swaps = await asyncio.gather(*(
+                node.lead("g1", view.revision, next_record(view, name), lease)
+                for node, name, view, lease in zip(nodes, names, views, leases)
+            ))  # fmt: skip
+            (won,) = (number for number, swap in enumerate(swaps) if swap.won)
+            holder = swaps[won].view.holder
+            assert holder == (names[won], leases[won].id, swaps[won].view.revision), "put at one instant"
+            for swap in swaps:
+                assert swap.view.record == replace(RECORD, epoch=epoch, leader=f"{names[won]}/1")
+                assert swap.view.holder == holder
+            await nodes[won].resign("g1", leases[won])
+
+    run(scenario)
+
+
+def test_an_old_view_wins_nothing(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        old = await made(a)
+        lease = await b.grant(LONG_TTL_MS)
+        current = (await b.change("g1", old.revision, replace(RECORD, generation=2))).view
+        swap = await b.lead("g1", old.revision, next_record(old, "b"), lease)
+        assert not swap.won and swap.view.record == current.record and swap.view.holder is None
+        assert not (await b.change("g1", old.revision, replace(RECORD, generation=9))).won
+        assert not (await b.change("g1", 0, replace(RECORD, generation=9))).won
+        assert (await b.lead("g1", current.revision, next_record(current, "b"), lease)).won
+
+    run(scenario)
+
+
+def test_a_group_that_is_held_is_left_to_its_holder(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        held, _ = await led(a, "a")
+        lease = await b.grant(LONG_TTL_MS)
+        for displaces in ("", "c"):
+            swap = await b.lead("g1", held.revision, next_record(held, "b"), lease, displaces=displaces)
+            assert not swap.won
+            assert (swap.view.record, swap.view.holder) == (held.record, held.holder)
+        assert not await b.hold("g1", lease)
+
+    run(scenario)
+
+
+def test_a_dead_holder_is_displaced_and_no_other(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b, c = (world.coordinator(name) for name in "abc")
+        held, _ = await led(a, "a")
+        lease_b, lease_c = await b.grant(LONG_TTL_MS), await c.grant(LONG_TTL_MS)
+        calls = (
+            b.lead("g1", held.revision, next_record(held, "b"), lease_b, displaces="a"),
+            c.lead("g1", held.revision, next_record(held, "c"), lease_c, displaces="a"),
+        )
+        one, other = await asyncio.gather(*calls)
+        assert one.won != other.won
+        assert one.view.holder == other.view.holder
+        # Whose view is new now, but whose wish is old.
+        view, name = (one.view, "c") if one.won else (other.view, "b")
+        node, lease = (c, lease_c) if one.won else (b, lease_b)
+        assert not (await node.lead("g1", view.revision, next_record(view, name), lease, displaces="a")).won
+
+    run(scenario)
+
+
+def test_a_group_without_a_holder_is_held_by_one(run: Run) -> None:
+    """As after a hand-over, whose record names the successor, which has no lease there yet."""
+
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        await made(a)
+        lease_a, lease_b = await a.grant(LONG_TTL_MS), await b.grant(LONG_TTL_MS)
+        held = await asyncio.gather(a.hold("g1", lease_a), b.hold("g1", lease_b))
+        assert sorted(held) == [False, True]
+        holder = (await a.read("g1")).holder
+        assert holder is not None and holder.node == ("a" if held[0] else "b")
+        winner, lease = (a, lease_a) if held[0] else (b, lease_b)
+        assert await winner.hold("g1", lease), "a second time, too"
+
+    run(scenario)
+
+
+def test_what_hangs_on_a_lease_ends_with_it(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        view, lease = await led(a, "a", TTL_MS)
+        await a.register(Node("a"), lease)
+
+        async def is_gone() -> bool:
+            return (await b.read("g1")).holder is None and "a" not in await b.nodes()
+
+        await world.pass_time(lease.ttl_ms, is_gone)
+        found = await b.read("g1")
+        assert (found.record, found.revision) == (view.record, view.revision)
+        for call in (
+            a.renew(lease),
+            a.lead("g1", view.revision, next_record(view, "a"), lease),
+            a.hold("g1", lease),
+            a.register(Node("a"), lease),
+        ):
+            with pytest.raises(LeaseLost):
+                await call
+        assert (await a.read("g1")).record == view.record
+        lease_b = await b.grant(LONG_TTL_MS)
+        assert (await b.lead("g1", view.revision, next_record(view, "b"), lease_b)).won
+
+    run(scenario)
+
+
+def test_a_lease_that_is_renewed_goes_on(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a = world.coordinator("a")
+        lease = await a.grant(LONG_TTL_MS)
+        assert lease.ttl_ms >= LONG_TTL_MS
+        assert lease.sent_ms <= world.clock.boot_ms() < lease.ends_ms < lease.sent_ms + lease.ttl_ms
+        if world.endpoints is None:
+            world.clock.advance(30_000)  # type: ignore[attr-defined]
+        again = await a.renew(lease)
+        assert again.id == lease.id and again.ttl_ms == lease.ttl_ms and again.sent_ms >= lease.sent_ms
+
+    run(scenario)
+
+
+def test_a_revoked_lease_frees_at_once(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        _, lease = await led(a, "a")
+        await a.register(Node("a"), lease)
+        await a.revoke(lease)
+        assert (await b.read("g1")).holder is None and not await b.nodes()
+        await a.revoke(lease)  # a second time, as after a lost answer
+        with pytest.raises(LeaseLost):
+            await a.renew(lease)
+
+    run(scenario)
+
+
+def test_who_resigns_gives_up_what_is_his(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        view, lease = await led(a, "a")
+        await b.resign("g1", await b.grant(LONG_TTL_MS))
+        assert (await b.read("g1")).holder == view.holder
+        await a.resign("g1", lease)
+        assert (await b.read("g1")).holder is None
+        assert (await a.renew(lease)).id == lease.id
+
+    run(scenario)
+
+
+def test_a_leader_hands_over(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b, c = (world.coordinator(name) for name in "abc")
+        view, lease = await led(a, "a")
+        record = next_record(view, "b")
+        assert not (await c.hand_over("g1", view.revision, record, await c.grant(LONG_TTL_MS))).won
+        swap = await a.hand_over("g1", view.revision, record, lease)
+        assert swap.won and swap.view.record == record and swap.view.holder is None
+        assert await b.hold("g1", await b.grant(LONG_TTL_MS))
+        assert not (await a.hand_over("g1", view.revision, next_record(view, "c"), lease)).won
+
+    run(scenario)
+
+
+def test_replicas_change_by_compare_and_swap(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a = world.coordinator("a")
+        view, _ = await led(a, "a")
+        assert view.record is not None
+        fewer = replace(view.record, replicas=RECORD.replicas[:2], generation=2)
+        swap = await a.change("g1", view.revision, fewer)
+        assert swap.won and swap.view.record == fewer and swap.view.holder == view.holder
+        assert not (await a.change("g1", view.revision, replace(view.record, generation=3))).won
+        assert (await a.read("g1")).record == fewer
+
+    run(scenario)
+
+
+def test_a_swap_whose_answer_was_lost_is_known(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a", repeating=True), world.coordinator("b", repeating=True)
+        view, lease = await led(a, "a")  # makes a record, then leads: both twice
+        assert view.record is not None and view.record.epoch == RECORD.epoch + 1
+        changed = await a.change("g1", view.revision, replace(view.record, generation=2))
+        assert changed.won
+        # The loser is not taken for a winner by what the winner has left.
+        lease_b = await b.grant(LONG_TTL_MS)
+        assert not (await b.lead("g1", view.revision, next_record(view, "b"), lease_b, displaces="a")).won
+        handed = await a.hand_over("g1", changed.view.revision, next_record(changed.view, "b"), lease)
+        assert handed.won and handed.view.record == next_record(changed.view, "b")
+        assert await b.hold("g1", lease_b)
+
+    run(scenario)
+
+
+def test_a_namesake_is_not_taken_for_this_node(run: Run) -> None:
+    """Two processes by one name, each with its own lease: one wins."""
+
+    async def scenario(world: World) -> None:
+        one, other = world.coordinator("a"), world.coordinator("a")
+        free = await made(one)
+        swaps = await asyncio.gather(*[
+            each.lead("g1", free.revision, next_record(free, "a"), await each.grant(LONG_TTL_MS))
+            for each in (one, other)
+        ])  # fmt: skip
+        assert sorted(swap.won for swap in swaps) == [False, True]
+
+    run(scenario)
+
+
+def test_groups_are_read_at_once(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a = world.coordinator("a")
+        view, _ = await led(a, "a")
+        await made(a, "g2")
+        views = await a.read_all()
+        assert sorted(views) == ["g1", "g2"]
+        for name, found in views.items():
+            assert found == dataclasses.replace(await a.read(name), as_of=found.as_of)
+        assert views["g1"].holder == view.holder and views["g2"].holder is None
+        other = KeyCoordinator(world.store(), world.clock, cluster=world.cluster + "x", node="a")
+        assert await other.read_all() == {}
+
+    run(scenario)
+
+
+def test_a_secret_is_made_once(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        nodes = [world.coordinator(f"n{number}") for number in range(6)]
+        proposals = [bytes([number]) * 32 for number in range(6)]
+        kept = await asyncio.gather(*(n.secret("receipts", p) for n, p in zip(nodes, proposals)))
+        assert len(set(kept)) == 1 and kept[0] in proposals
+        assert await nodes[0].secret("other", b"\0\xff") == b"\0\xff"
+
+    run(scenario)
+
+
+def test_a_change_wakes_those_who_wait(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, b = world.coordinator("a"), world.coordinator("b")
+        await made(a)
+        seen_by_b = await b.read("g1")
+
+        async def leads() -> None:
+            await b.wait_for_change(seen_by_b.as_of, 0.05)  # opens the watch; nothing happens
+            waiting = asyncio.create_task(b.wait_for_change(seen_by_b.as_of, 60))
+            assert await a.hold("g1", await a.grant(LONG_TTL_MS))
+            await waiting
+
+        async with asyncio.timeout(30):
+            await leads()
+            await b.wait_for_change(seen_by_b.as_of, 60)  # what has happened is not waited for
+        assert (await b.read("g1")).holder is not None
+
+    run(scenario)
+
+
+def test_a_record_that_cannot_be_read_names_its_key(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        a, store = world.coordinator("a"), world.store()
+        key = f"tb/{world.cluster}/state/g1"
+        for text in (b"", b"{}", b'{"epoch":"1","leader":"a","replicas":[]}', b"\xff",
+                     msgspec.json.encode({**msgspec.to_builtins(RECORD), "witness": 1})):  # fmt: skip
+            await store.transact((), [Put(key, text)])
+            with pytest.raises(SetupError, match=key):
+                await a.read("g1")
+        await store.transact((), [Delete(key)])
+        assert (await a.read("g1")).record is None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-a", "x" * 65, "a b", "ä"])
+def test_names_that_would_be_other_keys_are_refused(name: str) -> None:
+    async def scenario() -> None:
+        async with world_of(None) as world:
+            with pytest.raises(SetupError, match="name"):
+                await world.coordinator("a").read(name)
+            with pytest.raises(SetupError, match="name"):
+                world.coordinator(name)
+
+    asyncio.run(scenario())
+
+
+# ---- a control: what the contract says of a store that compares, and then writes ------------------------------
+
+
+class ComparesThenWrites(MemoryStore):
+    async def transact(self, when: Any, then: Any, otherwise: Any = ()) -> Outcome:
+        compared = await super().transact(when, [], [])
+        return await super().transact([], then if compared.succeeded else otherwise)
+
+
+def test_two_leaders_by_comparing_and_then_writing_are_noticed() -> None:
+    async def scenario() -> None:
+        async with world_of(None) as world:
+            view = await made(world.coordinator("maker"))
+            swaps = []
+            for name in "abcd":
+                store = ComparesThenWrites(world.memory)
+                node = KeyCoordinator(store, world.clock, cluster=world.cluster, node=name)
+                lease = await node.grant(LONG_TTL_MS)
+                swaps.append(node.lead("g1", view.revision, next_record(view, name), lease))
+            assert sum(swap.won for swap in await asyncio.gather(*swaps)) > 1
+
+    asyncio.run(scenario())
+
+
+def test_one_wish_stands_at_a_time_and_goes_with_the_command_that_asks(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        leader, first, second = (world.coordinator(name) for name in ("a", "operator", "another"))
+        view, _ = await led(leader, "a")
+        leases = [await command.grant(LONG_TTL_MS) for command in (first, second)]
+        wish, other = Wish(hand_over_to="b"), Wish(("a/1", "b/1"))
+        swap = await first.ask("g1", view.revision, wish, leases[0])
+        assert swap.won and swap.view.asked is not None
+        assert swap.view.asked[:2] == (wish, leases[0].id) and swap.view.record == view.record
+        swap = await second.ask("g1", view.revision, other, leases[1])
+        assert not swap.won and swap.view.asked is not None and swap.view.asked.wish == wish
+        assert (await leader.read_all())["g1"].asked == swap.view.asked
+        await first.revoke(leases[0])
+        assert (await leader.read("g1")).asked is None
+        assert not (await second.ask("g1", view.revision + 1, other, leases[1])).won, "of an old record"
+        asked = (await second.ask("g1", view.revision, other, leases[1])).view.asked
+        assert asked is not None
+        await leader.settle("g1", asked._replace(revision=asked.revision - 1))
+        assert (await leader.read("g1")).asked == asked, "another wish is left alone"
+        await leader.settle("g1", asked)
+        assert (await leader.read("g1")).asked is None
+
+    run(scenario)
+
+
+def test_a_record_is_forced_only_while_no_node_holds_the_group(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        leader, operator = world.coordinator("a"), world.coordinator("operator")
+        view, lease = await led(leader, "a")
+        alone = replace(RECORD, replicas=("b/1",), leader="")
+        assert not (await operator.force("g1", view.revision, alone)).won
+        await leader.resign("g1", lease)
+        swap = await operator.force("g1", view.revision, alone)
+        assert swap.won and swap.view.record == alone
+
+    run(scenario)
+
+
+def test_reports_go_with_their_lease_and_wake_no_watcher(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        node, other = world.coordinator("a"), world.coordinator("b")
+        view, lease = await made(node), await node.grant(LONG_TTL_MS)
+        figures = ReplicaFigures("g1", "a/1", "leader", "a", peers={"b": PeerFigures("b/1", 7, -0.5)})
+        await node.report(figures, lease)
+        assert await other.reports() == {"a": figures}
+        await other.wait_for_change(view.as_of - 1, LONG_TTL_MS / 1_000)  # it watches from now on
+        as_of = (await other.read("g1")).as_of
+        watched = asyncio.create_task(other.wait_for_change(as_of, LONG_TTL_MS / 1_000))
+        await node.report(replace(figures, log_seq=9), lease)
+        assert (await other.reports())["a"].log_seq == 9 and not watched.done()
+        await node.change("g1", view.revision, replace(RECORD, generation=2))
+        await watched
+        await node.revoke(lease)
+        assert await other.reports() == {}
+
+    run(scenario)

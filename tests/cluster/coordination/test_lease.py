@@ -1,0 +1,173 @@
+"""A held lease: renewed in time, ended by our own clock, taken anew when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.cluster.memory_store import Memory, MemoryStore
+from tests.cluster.worlds import World, led, seen, world_of
+
+from timeball.cluster.coordination.coordinator import LEASE_MARGIN_MS, Node
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.lease import HeldLease
+from timeball.io.clock import ManualClock, SystemClock
+from timeball.model.errors import SetupError
+
+TTL_MS = 1_000
+
+
+def held_in(world: World, node: str = "a") -> HeldLease:
+    return HeldLease(world.coordinator(node), world.clock, Node(node), TTL_MS)
+
+
+def in_memory(scenario: Callable[[World, ManualClock], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with world_of(None) as world:
+            assert isinstance(world.clock, ManualClock)
+            await scenario(world, world.clock)
+
+    asyncio.run(within())
+
+
+def test_a_lease_is_renewed_four_times_a_ttl() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        held = held_in(world)
+        assert held.lease is None
+        for _ in range(20):
+            assert await held.beat() == TTL_MS / 4 / 1_000
+            assert held.lease is not None and held.lease.ends_ms == clock.boot_ms() + TTL_MS - LEASE_MARGIN_MS
+            clock.advance(TTL_MS // 4)
+        assert list(await world.coordinator("b").nodes()) == ["a"]
+
+    in_memory(scenario)
+
+
+def test_the_time_that_was_granted_counts() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        world.memory.ttl_s_min = 2  # as etcd with its default timings
+        held = held_in(world)
+        assert await held.beat() == 0.5
+        clock.advance(1_799)
+        assert held.lease is not None
+        clock.advance(1)
+        assert held.lease is None
+
+    in_memory(scenario)
+
+
+def test_the_wall_clock_does_not_count() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        held = held_in(world)
+        await held.beat()
+        for step_ms in (10**9, -2 * 10**9):
+            clock.step_wall(step_ms)
+            assert held.lease is not None
+        clock.suspend(TTL_MS)  # a suspended machine wakes without a lease
+        assert held.lease is None
+
+    in_memory(scenario)
+
+
+def test_without_an_answer_the_lease_ends_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario(world: World, clock: ManualClock) -> None:
+        held = held_in(world)
+        await held.beat()
+        lease = held.lease
+        assert lease is not None
+        world.memory.is_down = True
+        for _ in range(3):
+            assert await held.beat() < TTL_MS / 4 / 1_000
+            clock.advance(200)
+        assert held.lease == lease
+        clock.advance(200)
+        assert held.lease is None
+        world.memory.is_down = False  # before etcd itself has let it go
+        await held.beat()
+        assert held.lease is not None and held.lease.id == lease.id
+
+    in_memory(scenario)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], (
+        "once each, not at every beat"
+    )
+
+
+def test_a_lease_that_is_lost_is_taken_anew_and_the_node_registered_by_it() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        held = held_in(world)
+        await held.beat()
+        first = held.lease
+        clock.advance(TTL_MS)
+        await held.beat()
+        assert first is not None and held.lease is not None and held.lease.id != first.id
+        assert list(await world.coordinator("b").nodes()) == ["a"]
+        assert list(world.memory.leases) == [held.lease.id]
+
+    in_memory(scenario)
+
+
+def test_a_registration_that_failed_is_made_at_the_next_beat() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        held, other = held_in(world), world.coordinator("b")
+        world.memory.loses_answers = True
+        await held.beat()  # granted, and not known: that lease ends by itself
+        assert held.lease is None and len(world.memory.leases) == 1
+        world.memory.loses_answers = False
+        await held.beat()
+        assert held.lease is not None and list(await other.nodes()) == ["a"]
+
+    in_memory(scenario)
+
+
+def test_what_an_operator_must_mend_is_tried_once_a_second() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        class Refusing(MemoryStore):
+            async def grant(self, ttl_s: int) -> tuple[int, int]:
+                raise SetupError("permission denied")
+
+        refused = KeyCoordinator(Refusing(Memory(clock)), clock, cluster="c", node="a")
+        assert await HeldLease(refused, clock, Node("a"), TTL_MS).beat() == 1.0
+
+    in_memory(scenario)
+
+
+def test_a_released_lease_frees_what_it_held() -> None:
+    async def scenario(world: World, clock: ManualClock) -> None:
+        coordinator = world.coordinator("a")
+        view, _ = await led(coordinator, "a")
+        held = held_in(world)
+        await held.release()  # nothing is held yet
+        await held.beat()
+        await held.release()
+        assert held.lease is None and not await coordinator.nodes()
+        assert (await coordinator.read("g1")).holder == view.holder, "by another lease"
+
+    in_memory(scenario)
+
+
+@pytest.mark.xdist_group("etcd")
+def test_a_lease_is_held_on_etcd(etcd: object) -> None:
+    async def scenario() -> None:
+        async with world_of(etcd.endpoints) as world:  # type: ignore[attr-defined]
+            assert isinstance(world.clock, SystemClock)
+            held, other = held_in(world), world.coordinator("b")
+            running = asyncio.create_task(held.run())
+            await seen(other.nodes)
+            lease = held.lease
+            assert lease is not None
+            # Held past the end of its first time, if this machine ever let it run: a lease that was lost is another.
+            await seen(lambda: past(world, lease.sent_ms + lease.ttl_ms))
+            await seen(other.nodes)
+            running.cancel()
+            await held.release()
+            assert not await other.nodes()
+
+    asyncio.run(scenario())
+
+
+async def past(world: World, boot_ms: int) -> bool:
+    return world.clock.boot_ms() > boot_ms

@@ -1,0 +1,262 @@
+"""Asking another group's leader over HTTP: a real node on the far side, and a coordinator in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.certificates import certificate
+from tests.cluster.worlds import led, world_of
+
+from timeball.broker.groups.grouped import GroupedBroker
+from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
+from timeball.client.outgoing import one as one_row
+from timeball.cluster.coordination.coordinator import Node as ClusterNode
+from timeball.cluster.coordination.directory import Directory
+from timeball.cluster.operating.group_calls import GroupCalls
+from timeball.io.clock import ManualClock, SystemClock
+from timeball.io.security import load_client_tls
+from timeball.model.access import ANONYMOUS, Access, Caller, parse
+from timeball.model.config import Settings
+from timeball.model.errors import Unavailable
+from timeball.node.node import Node
+
+SHORT_S = 0.2  # for an answer that does not come
+ACCOUNTS = """
+[[accounts]]
+access_key = "shop"
+secret_key = "shop's secret"
+topics = { orders = "PUB" }
+
+[[accounts]]
+access_key = "other"
+secret_key = "other secret"
+"""
+HOUR_MS = 3_600_000
+
+
+class Asking:
+    """A node of group g0, and the leader of g1 that it asks."""
+
+    def __init__(self, calls: GroupCalls, directory: Directory, node: Node, within_s: float) -> None:
+        self.calls, self.directory, self.node, self._within_s = calls, directory, node, within_s
+
+    async def send(self, topic: str, key: str) -> None:
+        now_ms = SystemClock().wall_ms()
+        await self.node.broker.send(one_row(topic, b"x", None, None, None, key, now_ms, HOUR_MS, None))
+
+    async def cancel(self, key: str, caller: Caller = ANONYMOUS) -> list[str] | None:
+        answer = await self.calls.ask("g1", CancelHere(ids=[key]), caller, self._within_s)
+        return None if answer is None else [verdict.verdict for verdict in answer.verdicts]
+
+
+@asynccontextmanager
+async def asking(
+    tmp_path: Path,
+    within_s: float = 30.0,
+    group: str = "g1",
+    tls: ssl.SSLContext | None = None,
+    **settings: Any,
+) -> AsyncIterator[Asking]:
+    """Start a leader; `group`: that it leads, whatever the directory says."""
+    async with world_of(None) as world:
+        ports = dict.fromkeys(("port", "http_port"), 0) | dict.fromkeys(
+            ("name_server_port", "remoting_port", "grpc_port"), -1
+        )
+        node = Node(Settings(data=tmp_path / "data", group=group, segment_bytes=1 << 20, **ports, **settings))
+        directory = Directory(world.coordinator("z"))
+        calls = GroupCalls("g0", directory, SystemClock(), tls)
+        node.build_broker = partial(GroupedBroker, others=calls, account=lambda name: ANONYMOUS)
+        await node.start()
+        try:
+            coordinator = world.coordinator("a")
+            addresses = {"http": f"127.0.0.1:{node.http_port}", "grpc": "127.0.0.1:8081"}
+            await coordinator.register(ClusterNode("a", addresses), await coordinator.grant(60_000))
+            await led(coordinator, "a")
+            await directory.read()
+            directory.views["g0"] = directory.views["g1"]  # the own group, of which nothing is asked
+            yield Asking(calls, directory, node, within_s)
+        finally:
+            await calls.close()
+            await node.stop()
+
+
+def test_a_leader_answers(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with asking(tmp_path) as it:
+            assert it.calls.names() == ["g1"]
+            assert it.calls.grpc_address("g1") == ("127.0.0.1", 8081)
+            await it.send("orders", "k")
+            answer = await it.calls.ask("g1", FindHere(id="k"), ANONYMOUS)
+            assert answer is not None
+            (place,) = answer.places
+            assert place.state == "waiting" and place.content is not None and place.content.body == b"x"
+            assert await it.cancel("k") == ["cancelled"]
+            assert await it.cancel("k") == ["already_cancelled"]
+            many = await it.calls.ask("g1", CancelHere(ids=[f"{n:0250}" for n in range(10_000)]), ANONYMOUS)
+            assert many is not None and len(many.verdicts) == 10_000
+
+    asyncio.run(run())
+
+
+def test_an_account_is_asked_again_on_the_far_side(tmp_path: Path) -> None:
+    async def run() -> None:
+        file = tmp_path / "access.toml"
+        file.write_text(ACCOUNTS)
+        file.chmod(0o600)
+        here = Access(parse(ACCOUNTS.replace("other secret", "another secret").encode(), "here"))
+
+        def caller(name: str, secret: str) -> Caller:
+            return here.authenticate({"authorization": f"Bearer {name}:{secret}"}, 0)
+
+        async with asking(tmp_path, access_file=str(file)) as it:
+            await it.send("orders", "k")
+            await it.send("secrets", "s")
+            shop = caller("shop", "shop's secret")
+            assert await it.cancel("s", shop) == ["not_found"], "it may not cancel there"
+            assert await it.cancel("k", shop) == ["cancelled"]
+            assert await it.cancel("s") is None, "no account"
+            assert await it.cancel("s", caller("other", "another secret")) is None, "another secret there"
+
+    asyncio.run(run())
+
+
+def test_a_leader_under_tls_is_asked_if_its_certificate_is_of_the_authority(tmp_path: Path) -> None:
+    async def run() -> None:
+        ours, theirs = (certificate(tmp_path / name) for name in ("ours", "theirs"))
+        for roots, words in ((ours.roots, ["not_found"]), (theirs.roots, None)):
+            tls, within_s = load_client_tls(roots, "", ""), 30.0 if words else SHORT_S
+            data = tmp_path / f"data-{within_s}"
+            async with asking(data, within_s, tls=tls, **ours.settings) as it:
+                assert await it.cancel("k") == words
+
+    asyncio.run(run())
+
+
+def test_a_silence_is_told_once_and_as_a_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with asking(tmp_path, SHORT_S) as it:
+            it.directory.nodes.clear()
+            assert await it.cancel("k") is None and "no leader" in caplog.text
+            assert await it.cancel("k") is None and caplog.text.count("did not answer") == 1
+            with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections, and answers nothing
+                address = f"127.0.0.1:{hung.getsockname()[1]}"
+                it.directory.nodes["a"] = ClusterNode("a", {"http": address})
+                assert await it.cancel("k") is None
+            assert await it.cancel("k") is None, "nothing listens there"
+
+    asyncio.run(run())
+
+
+def test_a_leader_that_comes_in_time_answers(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with asking(tmp_path) as it:
+            nodes = dict(it.directory.nodes)
+            it.directory.nodes.clear()
+            asked = asyncio.create_task(it.cancel("k"))
+            await asyncio.sleep(0)
+            it.directory.nodes |= nodes
+            assert await asked == ["not_found"]
+
+    asyncio.run(run())
+
+
+def test_a_leader_that_hangs_is_given_up_when_another_leads(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with asking(tmp_path) as it:
+            served, seen = it.directory.nodes["a"], asyncio.Event()
+
+            async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                seen.set()
+                await reader.read()
+                writer.close()
+
+            hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+            port = hung.sockets[0].getsockname()[1]
+            it.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
+            asked = asyncio.create_task(it.cancel("k"))
+            await seen.wait()
+            it.directory.nodes["a"] = served
+            assert await asked == ["not_found"]
+            hung.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with asking(tmp_path) as it:
+            served = it.directory.nodes["a"]
+
+            async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.readuntil(b"\r\n\r\n")
+                it.directory.nodes["a"] = served
+                writer.close()
+
+            breaking = await asyncio.start_server(break_off, "127.0.0.1", 0)
+            port = breaking.sockets[0].getsockname()[1]
+            it.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
+            assert await it.cancel("k") == ["not_found"]
+            breaking.close()
+
+    asyncio.run(run())
+
+
+def test_the_leader_of_another_group_is_not_believed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with asking(tmp_path, SHORT_S, group="g7") as it:
+            assert await it.cancel("k") is None
+
+    asyncio.run(run())
+
+
+def test_before_etcd_was_read_no_group_is_known() -> None:
+    async def run() -> None:
+        async with world_of(None) as world:
+            calls = GroupCalls("g1", Directory(world.coordinator("a")), ManualClock())
+            with pytest.raises(Unavailable, match="not known yet"):
+                calls.names()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nnull",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n{",
+    ],
+)
+def test_what_is_no_answer_is_a_silence(tmp_path: Path, reply: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    async def run() -> None:
+        async with world_of(None) as world:
+            directory = Directory(world.coordinator("z"))
+            await led(world.coordinator("a"), "a")
+            await directory.read()
+            server = await asyncio.start_server(serve, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
+            calls = GroupCalls("g0", directory, SystemClock())
+            try:
+                answer: GroupAnswer | None = await calls.ask("g1", FindHere(id="k"), ANONYMOUS, 30.0)
+                assert answer is None
+            finally:
+                await calls.close()
+                server.close()
+
+    asyncio.run(run())

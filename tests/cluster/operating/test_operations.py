@@ -1,0 +1,295 @@
+"""What operators do, over a coordinator in memory; the nodes are entries of it, and the leader a task of the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from msgspec.structs import replace
+from tests.cluster.fake_nodes import group_of_three, join
+from tests.cluster.worlds import RECORD, World, made, world_of
+
+from timeball.cluster.coordination.coordinator import Lease, Wish
+from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.operating.operations import Operations
+from timeball.cluster.protocol.record import Record
+from timeball.model.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
+
+Scenario = Callable[[World, Operations], Awaitable[None]]
+WAIT_S = 60.0  # longer than any of these takes
+
+
+def run(scenario: Scenario) -> None:
+    async def within() -> None:
+        async with world_of(None) as world:
+            await scenario(world, Operations(world.coordinator("operator"), "g1"))
+
+    asyncio.run(within())
+
+
+async def obey(node: tuple[KeyCoordinator, Lease]) -> None:
+    """Carry out the next wish, as the leader of the group does."""
+    coordinator, lease = node
+    while (view := await coordinator.read("g1")).asked is None:
+        await coordinator.wait_for_change(view.as_of, WAIT_S)
+    assert view.record is not None
+    wish, record = view.asked.wish, view.record
+    if wish.replicas:
+        await coordinator.change("g1", view.revision, replace(record, replicas=wish.replicas))
+    else:
+        successor = replace(record, epoch=record.epoch + 1, leader=f"{wish.hand_over_to}/1")
+        await coordinator.hand_over("g1", view.revision, successor, lease)
+    await coordinator.settle("g1", view.asked)
+
+
+# ---- the first record ---------------------------------------------------------------------------------------------
+
+
+def test_a_group_begins_in_the_greatest_epoch_that_its_replicas_have_promised() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        for replica, promised in (("a/1", 0), ("b/2", 7), ("c/1", 3)):
+            await join(world, replica, promised=promised, log_seq=5)
+        record = await operations.plan_first(["a", "b", "c"], WAIT_S)
+        assert record == Record(7, "", ("a/1", "b/2", "c/1"))
+        await operations.begin(record)
+        with pytest.raises(Conflict, match="has a record already"):
+            await operations.plan_first(["a"], WAIT_S)
+        with pytest.raises(Conflict, match="meanwhile"):
+            await operations.begin(replace(record, replicas=("a/1",)))
+
+    run(scenario)
+
+
+def test_the_first_record_can_be_asked_for_again() -> None:
+    """A deployment repeats its commands; the record stays, whatever its leader is by now."""
+
+    async def scenario(world: World, operations: Operations) -> None:
+        for replica in ("a/1", "b/1", "c/1"):
+            await join(world, replica)
+        record = await operations.plan_first(["a", "b", "c"], WAIT_S)
+        await operations.begin(record)
+        await operations.begin(record)
+        led = replace(record, epoch=1, leader="b/1")
+        view = await world.coordinator("b").read("g1")
+        await world.coordinator("b").change("g1", view.revision, led)
+        again = await operations.plan_first(["c", "b", "a"], WAIT_S)
+        await operations.begin(again)
+        assert again == led == (await operations._group_record())[1]
+
+    run(scenario)
+
+
+def test_a_node_that_registers_later_is_waited_for() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await join(world, "a/1")
+        planned = asyncio.create_task(operations.plan_first(["a", "b"], WAIT_S))
+        await asyncio.sleep(0)
+        await join(world, "b/1")
+        assert (await planned).replicas == ("a/1", "b/1")
+
+    run(scenario)
+
+
+def test_an_etcd_that_is_being_started_is_waited_for() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await join(world, "a/1")
+        memory = world.memory
+        memory.is_down = True
+        with pytest.raises(Unavailable):
+            await operations.plan_first(["a"], 0.0)
+        planned = asyncio.create_task(operations.plan_first(["a"], WAIT_S))
+        for _ in range(100):  # far more than it takes to fail
+            await asyncio.sleep(0)
+        assert not planned.done()
+        memory.is_down = False
+        assert (await planned).replicas == ("a/1",)
+
+    run(scenario)
+
+
+def test_a_node_that_does_not_register_is_named() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await join(world, "a/1")
+        with pytest.raises(Unavailable, match="not registered with etcd: b; start"):
+            await operations.plan_first(["a", "b"], 0.0)
+
+    run(scenario)
+
+
+def test_nodes_that_do_not_fit_together_make_no_group() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await join(world, "a/1", log_seq=100)
+        await join(world, "b/1")
+        await join(world, "x/1", group="g2")
+        with pytest.raises(Conflict, match="a has data, b has none"):
+            await operations.plan_first(["a", "b"], WAIT_S)
+        with pytest.raises(Conflict, match="node x keeps group g2"):
+            await operations.plan_first(["b", "x"], WAIT_S)
+        with pytest.raises(RequestError, match="once"):
+            await operations.plan_first(["b", "b"], WAIT_S)
+
+    run(scenario)
+
+
+# ---- changes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_is_added_and_removed_by_the_leader() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        await join(world, "d/1")
+        for plan, wanted in (
+            (operations.plan_add, ("a/1", "b/1", "c/1", "d/1")),
+            (operations.plan_remove, ("a/1", "b/1", "c/1")),
+        ):
+            view, wish = await plan("d")
+            assert wish == Wish(wanted)
+            _, done = await asyncio.gather(obey(nodes["a"]), operations.carry_out(view, wish, WAIT_S))
+            assert done.record is not None and done.record.replicas == wanted
+            assert (await nodes["a"][0].read("g1")).asked is None
+
+    run(scenario)
+
+
+def test_a_new_incarnation_takes_the_place_of_the_old_one() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await group_of_three(world)
+        await join(world, "b/2")
+        assert (await operations.plan_add("b"))[1] == Wish(("a/1", "c/1", "b/2"))
+
+    run(scenario)
+
+
+def test_a_hand_over_goes_to_the_follower_that_has_most() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        view, wish = await operations.plan_hand_over("")
+        assert wish == Wish(hand_over_to="b")
+        asked = asyncio.create_task(operations.carry_out(view, wish, WAIT_S))
+        await obey(nodes["a"])
+        assert not asked.done(), "the successor does not hold the group yet"
+        coordinator, lease = nodes["b"]
+        assert await coordinator.hold("g1", lease)
+        assert (await asked).leader == "b"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "error", "says"),
+    [
+        ("plan_add", "d", NotFound, "node d is not registered"),
+        ("plan_add", "x", Conflict, "node x keeps group g2"),
+        ("plan_remove", "a", Conflict, "hand-over --to b' first"),
+        ("plan_hand_over", "d", NotFound, "these are: a, b, c"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(
+    plan: str, name: str, error: type[TimeballError], says: str
+) -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await group_of_three(world)
+        await join(world, "x/1", group="g2")
+        with pytest.raises(error, match=says):
+            await getattr(operations, plan)(name)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("plan", "name"), [("plan_add", "c"), ("plan_remove", "d"), ("plan_hand_over", "a")])
+def test_what_is_so_already_needs_no_wish(plan: str, name: str) -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await group_of_three(world)
+        assert (await getattr(operations, plan)(name))[1] is None
+
+    run(scenario)
+
+
+def test_a_wish_that_takes_too_long_is_taken_back_and_says_why() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        await join(world, "d/1")
+        view, wish = await operations.plan_add("d")
+        assert wish is not None
+        with pytest.raises(Unavailable, match="taken back: node d is a learner"):
+            await operations.carry_out(view, wish, 0.0)
+        assert (await nodes["a"][0].read("g1")).asked is None
+
+    run(scenario)
+
+
+def test_a_command_that_is_interrupted_takes_its_wish_with_it() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        view, wish = await operations.plan_hand_over("b")
+        assert wish is not None
+        asked = asyncio.create_task(operations.carry_out(view, wish, WAIT_S))
+        coordinator, _ = nodes["a"]
+        while (await coordinator.read("g1")).asked is None:
+            await asyncio.sleep(0)
+        with pytest.raises(Conflict, match="a hand-over to b is asked for already"):
+            await operations.plan_remove("c")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert (await coordinator.read("g1")).asked is None
+
+    run(scenario)
+
+
+def test_without_a_leader_nothing_is_asked() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await join(world, "d/1")
+        with pytest.raises(NotFound, match="no record yet"):
+            await operations.plan_add("d")
+        await made(world.coordinator("maker"))
+        with pytest.raises(Unavailable, match="no leader"):
+            await operations.plan_add("d")
+
+    run(scenario)
+
+
+def test_a_wish_has_words() -> None:
+    assert Wish(("a/1", "b/7")).describe() == "the set a, b"
+
+
+# ---- force --------------------------------------------------------------------------------------------------------
+
+
+def test_one_replica_is_made_the_group_when_no_node_holds_it() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await made(world.coordinator("maker"))
+        await join(world, "b/1", promised=9)
+        before, record = await operations.force("b")
+        assert (before, record) == (RECORD, Record(9, "", ("b/1",), 2))
+        assert (await world.coordinator("x").read("g1")).record == record
+
+    run(scenario)
+
+
+def test_a_stranger_is_not_made_the_group() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        await made(world.coordinator("maker"))
+        await join(world, "b/2")
+        with pytest.raises(Conflict, match="replica b/2 is not in the record"):
+            await operations.force("b")
+        with pytest.raises(NotFound, match="node c does not run"):
+            await operations.force("c")
+
+    run(scenario)
+
+
+def test_a_group_that_is_held_is_not_forced() -> None:
+    async def scenario(world: World, operations: Operations) -> None:
+        nodes = await group_of_three(world)
+        coordinator, lease = nodes["a"]
+        view = await coordinator.read("g1")
+        assert not (await coordinator.force("g1", view.revision, replace(RECORD, replicas=("b/1",)))).won
+        forced = asyncio.create_task(operations.force("b"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not forced.done()
+        await coordinator.resign("g1", lease)
+        assert (await forced)[1].replicas == ("b/1",)
+
+    run(scenario)

@@ -1,0 +1,378 @@
+"""The sockets between replicas: real ones, polled in the test's own thread, and peers that can be wrong on purpose."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from tests.bounds import BOUND_S
+
+from timeball.cluster.protocol.messages import Ack, Data, Hello, Message, Ping, Refuse, encode
+from timeball.cluster.transport import connections as sockets
+from timeball.cluster.transport.connections import STRANGERS_MAX, Connections, listen, parse_address
+from timeball.io.clock import SystemClock
+from timeball.model.errors import PeerError, SetupError
+
+GROUP = "g1"
+Seen = list[tuple[object, ...]]
+
+
+class Told:
+    """A listener that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: Seen = []
+        self.on_message: Callable[[str, Message], None] = lambda node, message: None
+
+    def opened(self, node: str) -> None:
+        self.seen.append(("opened", node))
+
+    def received(self, node: str, message: Message) -> None:
+        self.seen.append(("received", node, message))
+        self.on_message(node, message)
+
+    def closed(self, node: str, *, opened_here: bool) -> None:
+        self.seen.append(("closed", node, opened_here))
+
+
+class End:
+    """Connections that listen on a port of the system's choice, and what they were told."""
+
+    def __init__(self, group: str = GROUP) -> None:
+        listening = listen("127.0.0.1", 0)
+        self.address = ("127.0.0.1", int(listening.getsockname()[1]))
+        self.told = Told()
+        self.connections = Connections(group, listening, SystemClock().boot_ms)
+        self.connections.listener = self.told
+
+    def dial(self, other: End, node: str = "b") -> None:
+        self.connections.addresses = {node: other.address}
+        self.connections.is_dialing = True
+
+
+@pytest.fixture
+def ends() -> Iterator[list[End]]:
+    """Tests put in what is to be closed."""
+    made: list[End] = []
+    yield made
+    for end in made:
+        end.connections.close()
+
+
+def polled(ends: list[End], condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < deadline, [end.told.seen for end in ends]
+        for end in ends:
+            end.connections.poll(2)
+
+
+def hello(node: str = "a", group: str = GROUP, epoch: int = 1) -> Hello:
+    return Hello(epoch, group, f"{node}/1")
+
+
+def raw(message: Message) -> bytes:
+    return b"".join(encode(message))
+
+
+def connected(ends: list[End]) -> tuple[End, End]:
+    """Two ends, of which the first has dialed the second and said HELLO."""
+    ends += [End(), End()]
+    one, other = ends
+    one.dial(other)
+    polled(ends, lambda: ("opened", "b") in one.told.seen)
+    one.connections.send("b", hello())
+    polled(ends, lambda: ("received", "a", hello()) in other.told.seen)
+    return one, other
+
+
+def is_ended(sock: socket.socket, ends: list[End]) -> bool:
+    """Poll until the peer has closed."""
+    sock.settimeout(0.001)
+    closed = False
+
+    def so() -> bool:
+        nonlocal closed
+        with suppress(TimeoutError):
+            try:
+                closed = closed or not sock.recv(1 << 16)
+            except ConnectionError:
+                closed = True
+        return closed
+
+    polled(ends, so)
+    return closed
+
+
+def test_messages_go_one_way_and_answers_the_other(ends: list[End]) -> None:
+    one, other = connected(ends)
+    messages: list[Message] = [Ping(1, 2, 3, 4), Data(1, 1, 64, 2, 0, b"f" * 100_000), Ping(1, 5, 6, 7)]
+    for message in messages:
+        one.connections.send("b", message)
+    answer = Ack(1, 1, 64, 2)
+    other.connections.send("a", answer)
+    polled(ends, lambda: len(other.told.seen) == 4 and len(one.told.seen) == 2)
+    assert other.told.seen[1:] == [("received", "a", message) for message in messages]
+    assert one.told.seen == [("opened", "b"), ("received", "b", answer)]
+
+
+def test_what_no_connection_takes_is_dropped(ends: list[End]) -> None:
+    one, other = connected(ends)
+    one.connections.send("c", Ping(1, 2, 3, 4))
+    one.connections.send("b", Refuse(9))  # an answer, but b has opened nothing
+    one.connections.send("b", Ping(1, 2, 3, 5))
+    polled(ends, lambda: len(other.told.seen) > 1)
+    assert other.told.seen[1:] == [("received", "a", Ping(1, 2, 3, 5))]
+
+
+def test_a_dialer_tries_until_the_other_listens(ends: list[End]) -> None:
+    late = listen("127.0.0.1", 0)
+    address = ("127.0.0.1", int(late.getsockname()[1]))
+    late.close()
+    one = End()
+    ends.append(one)
+    one.connections.addresses, one.connections.is_dialing = {"b": address}, True
+    polled(ends, lambda: one.connections._again_ms.get("b"))  # it was refused once
+    other = End()
+    ends.append(other)
+    one.connections.addresses = {"b": other.address}
+    polled(ends, lambda: ("opened", "b") in one.told.seen)
+    assert one.told.seen == [("opened", "b")], "of a dial that fails nothing is told"
+
+
+def test_a_connection_that_ends_is_told_at_both_ends_and_dialed_again(ends: list[End]) -> None:
+    one, other = connected(ends)
+    other.connections.close()
+    ends.remove(other)
+    polled(ends, lambda: ("closed", "b", True) in one.told.seen)
+    again = End()
+    ends.append(again)
+    one.connections.addresses = {"b": again.address}
+    polled(ends, lambda: one.told.seen.count(("opened", "b")) == 2)
+
+
+def test_hanging_up_is_told_to_the_other_alone(ends: list[End]) -> None:
+    one, other = connected(ends)
+    one.connections.hang_up()
+    polled(ends, lambda: ("closed", "a", False) in other.told.seen)
+    for _ in range(20):
+        one.connections.poll(2)
+    assert one.told.seen == [("opened", "b")], "it dials no more"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        raw(Ping(1, 2, 3, 4)),
+        raw(hello(group="g2")),
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".ljust(64, b"."),
+        raw(hello())[:5] + b"\xff" * 60,
+    ],
+    ids=["no HELLO", "another group", "another magic", "numbers out of range"],
+)
+def test_a_stranger_that_says_something_else_is_hung_up_on(ends: list[End], first: bytes) -> None:
+    one, other = connected(ends)
+    with socket.create_connection(other.address) as stranger:
+        stranger.sendall(first)
+        assert is_ended(stranger, ends)
+    one.connections.send("b", Ping(1, 2, 3, 4))
+    polled(ends, lambda: ("received", "a", Ping(1, 2, 3, 4)) in other.told.seen)
+    assert not [told for told in other.told.seen if told[0] == "closed"], "it never was known"
+
+
+def test_strangers_that_say_nothing_are_few(ends: list[End]) -> None:
+    one, other = connected(ends)
+    strangers = [socket.create_connection(other.address) for _ in range(STRANGERS_MAX + 1)]
+    assert is_ended(strangers[0], ends)
+    # Those that came last may still say who they are.
+    strangers[-1].sendall(raw(hello("c")))
+    polled(ends, lambda: ("received", "c", hello("c")) in other.told.seen)
+    for stranger in strangers:
+        stranger.close()
+    one.connections.send("b", Ping(1, 2, 3, 4))
+    polled(ends, lambda: ("received", "a", Ping(1, 2, 3, 4)) in other.told.seen)
+
+
+def test_half_a_hello_is_waited_for(ends: list[End]) -> None:
+    end = End()
+    ends.append(end)
+    with socket.create_connection(end.address) as peer:
+        for byte in raw(hello()):
+            peer.sendall(bytes([byte]))
+            end.connections.poll(0)
+        polled(ends, lambda: end.told.seen)
+        assert end.told.seen == [("received", "a", hello())]
+
+
+def test_a_newer_connection_of_a_node_replaces_the_older(ends: list[End]) -> None:
+    end = End()
+    ends.append(end)
+    with socket.create_connection(end.address) as older, socket.create_connection(end.address) as newer:
+        older.sendall(raw(hello(epoch=1)))
+        polled(ends, lambda: end.told.seen)
+        newer.sendall(raw(hello(epoch=2)))
+        polled(ends, lambda: len(end.told.seen) == 3)
+        assert end.told.seen[1:] == [("closed", "a", False), ("received", "a", hello(epoch=2))]
+        assert is_ended(older, ends)
+        end.connections.send("a", Refuse(7))
+        end.connections.poll(0)
+        newer.settimeout(BOUND_S)
+        assert newer.recv(100) == raw(Refuse(7))
+
+
+def test_bytes_behind_a_message_that_replaced_their_connection_are_not_told(ends: list[End]) -> None:
+    end = End()
+    ends.append(end)
+    with socket.create_connection(end.address) as older, socket.create_connection(end.address) as newer:
+        older.sendall(raw(hello()))
+        polled(ends, lambda: end.told.seen)
+        newer.sendall(raw(hello(epoch=2)))
+        polled(ends, lambda: len(end.told.seen) == 3)
+        with suppress(ConnectionError):
+            older.sendall(raw(Ping(1, 2, 3, 4)))
+        newer.sendall(raw(Ping(2, 2, 3, 4)))
+        polled(ends, lambda: len(end.told.seen) == 4)
+        assert end.told.seen[-1] == ("received", "a", Ping(2, 2, 3, 4))
+
+
+def test_a_message_that_the_listener_refuses_ends_its_connection(ends: list[End]) -> None:
+    one, other = connected(ends)
+
+    def refuse(node: str, message: Message) -> None:
+        raise PeerError("not now")
+
+    other.told.on_message = refuse
+    one.connections.send("b", Ping(1, 2, 3, 4))
+    one.connections.send("b", Ping(1, 2, 3, 5))
+    polled(ends, lambda: ("closed", "b", True) in one.told.seen)
+    assert other.told.seen[1:] == [("received", "a", Ping(1, 2, 3, 4)), ("closed", "a", False)]
+
+
+# ---- one that takes no bytes ----------------------------------------------------------------------------------
+
+
+def test_a_replica_that_takes_no_bytes_is_cut_off(ends: list[End], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "UNSENT_BYTES_MAX", 1 << 20)
+    one, _ = connected(ends)
+    frames = b"f" * (1 << 20)
+    sent = 0
+    while ("closed", "b", True) not in one.told.seen:
+        one.connections.send("b", Data(1, 1, 64, 2, 0, frames))
+        sent += 1
+        assert sent < 64, "the system's buffers take no more than some megabytes"
+    one.connections.send("b", Ping(1, 2, 3, 4))
+    assert one.told.seen == [("opened", "b"), ("closed", "b", True)]
+
+
+def test_one_message_may_be_longer_than_what_may_wait(
+    ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "UNSENT_BYTES_MAX", 1 << 20)
+    one, other = connected(ends)
+    data = Data(1, 1, 64, 2, 0, bytes(32 << 20))
+    one.connections.send("b", data)
+    polled(ends, lambda: len(other.told.seen) == 2)
+    assert other.told.seen[1] == ("received", "a", data)
+    assert one.told.seen == [("opened", "b")]
+
+
+def test_a_connection_is_still_read_while_it_cannot_be_written(ends: list[End]) -> None:
+    one, other = connected(ends)
+    one.connections.send("b", Data(1, 1, 64, 2, 0, bytes(32 << 20)))  # b does not read
+    other.connections.send("a", Ack(1, 1, 64, 2))
+    polled([one], lambda: ("received", "b", Ack(1, 1, 64, 2)) in one.told.seen)
+
+
+def test_connections_that_end_while_a_poll_is_served_are_left_alone(ends: list[End]) -> None:
+    """A message of one makes the listener hang up on another, whose own event waits in the same poll."""
+    one, other = connected(ends)
+    one.told.on_message = lambda node, message: one.connections.hang_up()
+    with socket.create_connection(one.address) as peer:
+        peer.sendall(raw(hello("c")))
+        other.connections.send("a", Ack(1, 1, 64, 2))
+        polled(ends, lambda: ("closed", "a", False) in other.told.seen)
+    assert one.told.seen[1][0] == "received"
+
+
+# ---- other calls ----------------------------------------------------------------------------------------------
+
+
+def test_a_port_is_refused_when_its_process_is_gone(ends: list[End]) -> None:
+    one, other = connected(ends)
+    assert not one.connections.refuses("b") and not one.connections.refuses("unknown")
+    other.connections.close()
+    ends.remove(other)
+    assert one.connections.refuses("b")
+
+
+def test_a_poll_is_woken_by_another_thread(ends: list[End]) -> None:
+    end = End()
+    ends.append(end)
+    begin = time.monotonic()
+    end.connections.wake()
+    end.connections.poll(int(BOUND_S * 1_000))
+    assert time.monotonic() - begin < BOUND_S
+
+
+def test_a_wake_behind_the_end_writes_to_no_other_file() -> None:
+    end = End()
+    end.connections.close()
+    end.connections.close()
+    before = os.eventfd(0, os.EFD_NONBLOCK)  # takes the number that is free now
+    try:
+        end.connections.wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(before)
+    finally:
+        os.close(before)
+
+
+def test_a_node_without_an_address_that_can_be_resolved_is_tried_again(ends: list[End]) -> None:
+    one, other = End(), End()
+    ends += [one, other]
+    one.connections.addresses, one.connections.is_dialing = {"b": ("name.invalid", 1)}, True
+    one.connections.poll(0)
+    one.connections.addresses = {"b": other.address}
+    polled(ends, lambda: ("opened", "b") in one.told.seen)
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(SetupError, match="--replication-port"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.1:7410", ("10.0.0.1", 7410)), ("[::1]:7410", ("::1", 7410)), ("b.example:1", ("b.example", 1))],
+)
+def test_an_address_is_read(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+def test_a_slow_name_holds_up_neither_polls_nor_other_nodes(
+    ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, known = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *args: Any, **options: Any) -> Any:
+        if host == "slow.test" and not options.get("flags"):
+            assert answers.wait(BOUND_S)
+            host = "127.0.0.1"
+        return known(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    ends += [End(), End(), End()]
+    one, slowly, other = ends
+    one.connections.addresses = {"b": ("slow.test", slowly.address[1]), "c": other.address}
+    one.connections.is_dialing = True
+    polled(ends, lambda: ("opened", "c") in one.told.seen)
+    assert not one.connections.refuses("b"), "it is not known yet"
+    assert ("opened", "b") not in one.told.seen
+    answers.set()
+    polled(ends, lambda: ("opened", "b") in one.told.seen)

@@ -1,0 +1,377 @@
+"""Data files between replicas, over a wire that a test can hold, cut and damage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.bounds import BOUND_S
+
+from timeball.cluster.protocol.messages import Complete, File, Have, Message, Want
+from timeball.cluster.protocol.positions import BEGINNING
+from timeball.cluster.protocol.replica import Lead, Peer, Replica, Role, Rules, Source
+from timeball.cluster.transport.data_files import UNNAMED_MS, CommittedFiles, DataFiles
+from timeball.cluster.transport.incoming_file import SUFFIX
+from timeball.cluster.transport.outgoing_files import PIECE_BYTES
+from timeball.io.clock import ManualClock
+from timeball.io.files import RealFiles
+from timeball.model.errors import NotFound, NotLeader
+from timeball.table.attachment import FileEntry
+
+SET = ("a/1", "b/1", "c/1")
+RETENTION_MS = 60_000
+
+
+class Rows:
+    """A replica's rows about data files, and which of them are committed."""
+
+    def __init__(self) -> None:
+        self.next_seq, self.committed = 1, CommittedFiles()
+        self.states = {1: CommittedFiles(1)}  # by the row behind
+        self.let_go_before: list[int] = []
+
+    def attach(self, *paths: str, removes: tuple[str, ...] = (), size_bytes: int = 0) -> int:
+        entries = {**self.states[self.next_seq].entries, **{path: entry(path, size_bytes) for path in paths}}
+        return self._append(entries={path: each for path, each in entries.items() if path not in removes})
+
+    def snapshot(self, log_from_seq: int) -> int:
+        return self._append(log_from_seq=log_from_seq)
+
+    def _append(self, **change: Any) -> int:
+        self.next_seq += 1
+        self.states[self.next_seq] = self.states[self.next_seq - 1]._replace(seq=self.next_seq, **change)
+        return self.next_seq - 1
+
+    def apply(self, seq: int) -> None:
+        self.committed = self.states[seq]
+
+    def let_go(self, before_seq: int) -> None:
+        self.let_go_before.append(before_seq)
+
+
+def entry(path: str, size_bytes: int) -> FileEntry:
+    return FileEntry(
+        path=path, bucket=path.split("/")[0].removeprefix("bucket="), rows=1, size_bytes=size_bytes,
+        min_due_ms=1, max_due_ms=1, min_seq=1, max_seq=1,
+    )  # fmt: skip
+
+
+class Machine:
+    """One replica's files, and its end of the wire."""
+
+    def __init__(self, world: World, name: str, folder: Path) -> None:
+        self.world, self.name, self.folder = world, name, folder
+        self.files, self.log = RealFiles(folder), Rows()
+        self.files.make_dir(".")
+        self.failures: list[BaseException] = []
+        self.state = Replica(Rules(f"{name}/1"), Role.FOLLOWER, promised=1)
+        self.work = self.begin()
+
+    def make(self) -> DataFiles:
+        self.work = DataFiles(
+            self.files, self.log, self, self.world.clock, committed=lambda: self.log.committed,
+            retention_ms=RETENTION_MS, on_failure=self.failures.append,
+        )  # fmt: skip
+        return self.work
+
+    def begin(self) -> DataFiles:
+        self.make().start()
+        return self.work
+
+    def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
+        assert answers is (self.state.lead is None)
+        self.world.send(self.name, node, message)
+
+    def post(self, call: Callable[[], None]) -> None:
+        call()
+
+    def write(self, size_bytes: int) -> str:
+        path = f"bucket=2026-11-24/{os.urandom(16).hex()}.parquet"
+        target = self.folder / "pending" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(os.urandom(size_bytes))
+        return path
+
+    def content(self, path: str) -> bytes | None:
+        target = self.folder / "pending" / path
+        try:
+            return target.read_bytes()
+        except FileNotFoundError:  # not asked before: it may be removed in between
+            return None
+
+    def on_the_way(self) -> list[Path]:
+        return list((self.folder / "pending").rglob(f"*{SUFFIX}"))
+
+
+class World:
+    """Three replicas; a leads, and the others know it once they are connected."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = ManualClock()
+        self.sent: list[tuple[str, str, Message]] = []
+        self.change: Callable[[Message], Message | None] = lambda message: message
+        self.machines: dict[str, Machine] = {}
+        for name in "abc":
+            self.machines[name] = Machine(self, name, folder / name)
+        self.a, self.b, self.c = (self.machines[name] for name in "abc")
+        lead = Lead(1, 0, SET, {})
+        self.a.state = replace(self.a.state, role=Role.LEADER, lead=lead)
+
+    def connect(self, *names: str) -> None:
+        for name in names:
+            self.machines[name].state = replace(self.machines[name].state, source=Source("a", matched=True))
+        peers = {name: Peer(f"{name}/1", BEGINNING, acked=BEGINNING) for name in names}
+        self._lead(lambda lead: replace(lead, peers={**lead.peers, **peers}))
+
+    def cut(self, name: str) -> None:
+        self._lead(lambda lead: replace(lead, peers={n: p for n, p in lead.peers.items() if n != name}))
+        self.machines[name].state = replace(self.machines[name].state, source=None)
+        self.a.work.closed(name)
+        self.machines[name].work.closed("a")
+
+    def _lead(self, change: Callable[[Lead], Lead]) -> None:
+        assert self.a.state.lead
+        self.a.state = replace(self.a.state, lead=change(self.a.state.lead))
+
+    def send(self, node: str, to: str, message: Message) -> None:
+        self.sent.append((node, to, message))
+        assert self.a.state.lead is not None
+        other = to if node == "a" else node
+        changed = self.change(message)
+        if other in self.a.state.lead.peers and changed is not None:
+            self.machines[to].work.received(node, changed)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + BOUND_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not seen; the last messages: {self.sent[-8:]}"
+            time.sleep(0.005)
+            self.clock.advance(20)
+
+    def close(self) -> None:
+        for machine in self.machines.values():
+            machine.work.stop()
+            assert not machine.failures
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+def test_a_file_counts_when_a_majority_has_it_under_its_name(world: World) -> None:
+    path = world.a.write(3 * PIECE_BYTES + 17)
+    shipped = world.a.work.ship([path])
+    world.clock.advance(10_000)
+    time.sleep(0.2)
+    assert not shipped.done(), "no other replica has it"
+    world.connect("b")
+    world.until(shipped.done)
+    assert shipped.exception() is None
+    assert world.b.content(path) == world.a.content(path)
+    assert world.c.content(path) is None
+
+
+def test_many_files_of_one_attach_come_to_all(world: World) -> None:
+    paths = [world.a.write(size) for size in (1, PIECE_BYTES, PIECE_BYTES + 1, 500, 70_000)]
+    world.connect("b", "c")
+    shipped = world.a.work.ship(paths)
+    world.until(shipped.done)
+    world.until(lambda: all(m.content(p) == world.a.content(p) for m in (world.b, world.c) for p in paths))
+
+
+def test_acks_all_waits_for_the_last(world: World) -> None:
+    world.a.state = replace(world.a.state, rules=Rules("a/1", acks_all=True))
+    path = world.a.write(100)
+    world.connect("b")
+    shipped = world.a.work.ship([path])
+    world.until(lambda: ("b", "a", Have(1, 100, path)) in world.sent)
+    world.until(lambda: world.clock.boot_ms() > 1_010_000)
+    assert not shipped.done()
+    world.connect("c")
+    world.until(shipped.done)
+
+
+def test_a_leader_that_leads_no_more_ships_nothing(world: World) -> None:
+    shipped = world.a.work.ship([world.a.write(100)])
+    world.a.state = replace(world.a.state, role=Role.STOPPED)
+    world.until(shipped.done)
+    with pytest.raises(NotLeader):
+        shipped.result()
+
+
+def test_a_file_that_is_not_there_is_not_found(world: World) -> None:
+    shipped = world.a.work.ship([f"bucket=2026-11-24/{'0' * 32}.parquet"])
+    world.until(shipped.done)
+    with pytest.raises(NotFound):
+        shipped.result()
+
+
+@pytest.mark.parametrize("piece", [0, 1, 3])
+def test_damage_on_the_way_is_refused_and_the_file_comes_again(world: World, piece: int) -> None:
+    path, damaged = world.a.write(4 * PIECE_BYTES), []
+
+    def damage(message: Message) -> Message:
+        if (
+            isinstance(message, File)
+            and message.chunk
+            and message.position == piece * PIECE_BYTES
+            and not damaged
+        ):
+            # It must not have its name before, whatever came.
+            assert world.b.content(path) is None
+            damaged.append(message)
+            return replace(
+                message, chunk=b"\0" + message.chunk[1:] if message.chunk[0] else b"\1" + message.chunk[1:]
+            )
+        return message
+
+    world.change = damage
+    world.connect("b")
+    shipped = world.a.work.ship([path])
+    world.until(shipped.done)
+    assert damaged and world.b.content(path) == world.a.content(path)
+    haves = [message for *_, message in world.sent if isinstance(message, Have)]
+    starts = [message for *_, message in world.sent if message == Want(1, 0, path)]
+    assert len(haves) == 1 and len(starts) == 2, "all of it was asked for once more"
+
+
+def test_a_connection_that_ends_on_the_way_leaves_nothing_and_the_next_one_brings_the_file(
+    world: World,
+) -> None:
+    path = world.a.write(4 * PIECE_BYTES)
+    held: list[Message] = []
+
+    def hold(message: Message) -> Message | None:
+        if isinstance(message, File) and message.position == 2 * PIECE_BYTES and not held:
+            held.append(message)
+            return None
+        return message
+
+    world.change = hold
+    world.connect("b")
+    shipped = world.a.work.ship([path])
+    world.until(lambda: held and world.b.on_the_way())
+    world.cut("b")
+    world.until(lambda: not world.b.on_the_way())
+    # Late, of the connection that is gone: it harms nothing.
+    world.b.work.received("a", held[0])
+    world.connect("b")
+    world.until(shipped.done)
+    assert world.b.content(path) == world.a.content(path)
+
+
+def test_a_have_of_a_connection_that_ended_does_not_count(world: World) -> None:
+    world.a.state = replace(world.a.state, rules=Rules("a/1", acks_all=True))
+    path = world.a.write(100)
+    world.connect("b")
+    shipped = world.a.work.ship([path])
+    world.until(lambda: world.b.content(path) is not None)
+    world.cut("b")
+    (world.b.folder / "pending" / path).unlink()  # the disk was wiped
+    world.connect("b", "c")
+    world.until(shipped.done)
+    assert world.b.content(path) == world.c.content(path) == world.a.content(path)
+
+
+def test_a_have_that_is_read_late_does_not_count_for_the_next_disk(world: World) -> None:
+    world.a.work.stop()
+    work = world.a.make()  # its thread is busy: it runs when the test lets it
+    path = world.a.write(100)
+    world.connect("b")
+    shipped = work.ship([path])
+    work.received("b", Have(1, 100, path))
+    wiped = Peer("b/2", BEGINNING, acked=BEGINNING)
+    world._lead(lambda lead: replace(lead, replicas=("a/1", "b/2", "c/1"), peers={"b": wiped}))
+    while not work._calls.empty():
+        work.turn(0)
+    assert not shipped.done()
+    work.received("b", Have(1, 100, path))
+    work.turn(0)
+    assert shipped.done()
+    work.start()
+
+
+def test_a_path_that_leads_elsewhere_is_ignored(world: World) -> None:
+    world.connect("b")
+    world.b.work.received("a", File(1, 0, 3, "../../etc/passwd", 0, b""))
+    world.a.work.received("b", Want(1, 0, "../LOCK"))
+    path = world.a.write(10)
+    shipped = world.a.work.ship([path])
+    world.until(shipped.done)
+    assert all(getattr(message, "path", path) == path for *_, message in world.sent)
+
+
+def test_a_replica_fetches_what_committed_rows_name_and_it_lacks(world: World) -> None:
+    kept, gone = world.a.write(PIECE_BYTES + 5), world.a.write(70)
+    world.b.log.attach(gone, size_bytes=70)
+    world.b.log.attach(kept, removes=(gone,), size_bytes=PIECE_BYTES + 5)
+    seq = world.b.log.attach("bucket=2026-11-24/" + "f" * 32 + ".parquet", size_bytes=9)  # not committed yet
+    world.connect("b")
+    world.b.state = replace(world.b.state, role=Role.LEARNER)
+    world.b.log.apply(seq)
+    world.until(lambda: world.b.content(kept))
+    world.until(lambda: any(isinstance(message, Complete) for *_, message in world.sent))
+    assert world.b.content(kept) == world.a.content(kept) and world.b.content(gone) is None
+    first = next(number for number, each in enumerate(world.sent) if isinstance(each[2], Complete))
+    assert world.sent[first] == ("b", "a", Complete(1, seq))
+    pieces = [each for each in world.sent[:first] if isinstance(each[2], File) and each[2].chunk]
+    assert len(pieces) == 2, "it is told when the last piece is there"
+
+
+def test_a_new_leader_fetches_what_it_lacks_before_it_is_complete(world: World) -> None:
+    path = world.b.write(100)
+    seq = world.a.log.attach(path, size_bytes=100) + 1
+    world.a.state = replace(world.a.state, committed_seq=seq)
+    world.a.log.apply(seq)
+    complete = world.a.work.complete()
+    world.connect("c")  # which does not have it either
+    world.until(lambda: any(m == File(1, 0, 0, path, 0, b"") for *_, m in world.sent))
+    assert not complete.done()
+    world.connect("b")
+    world.until(complete.done)
+    assert world.a.content(path) == world.b.content(path)
+
+
+def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: World) -> None:
+    stays, leaves, unnamed = world.b.write(10), world.b.write(10), world.b.write(10)
+    world.b.work.stop()
+    world.b.begin()  # it finds them
+    world.b.log.apply(world.b.log.attach(stays, leaves, size_bytes=10) + 1)
+    world.until(lambda: stays in world.b.work._live.entries)
+    seq = world.b.log.attach(removes=(leaves,)) + 1
+    began_ms = world.clock.boot_ms()
+    world.b.log.apply(seq)
+    world.until(lambda: world.clock.boot_ms() - began_ms > RETENTION_MS - 10_000 or world.clock.advance(500))
+    assert world.b.content(leaves), "its readers have some seconds left"
+    world.until(lambda: world.b.content(leaves) is None)
+    assert world.b.content(unnamed), "an attach may name it yet"
+    world.clock.advance(UNNAMED_MS)
+    world.until(lambda: world.b.content(unnamed) is None)
+    assert world.b.content(stays)
+
+
+def test_segments_go_as_a_committed_snapshot_allows(world: World) -> None:
+    first = world.b.log.snapshot(7)
+    second = world.b.log.snapshot(9)
+    world.b.log.apply(first + 1)
+    world.until(lambda: world.b.log.let_go_before == [7])
+    world.b.log.apply(second + 1)
+    world.until(lambda: world.b.log.let_go_before == [7, 9])
+
+
+def test_what_was_on_its_way_at_a_stop_is_swept(world: World) -> None:
+    world.c.work.stop()
+    path = world.c.write(10)
+    left = world.c.folder / "pending" / f"{path}{SUFFIX}"
+    left.write_bytes(b"half")
+    world.c.begin()
+    world.until(lambda: not left.exists())
+    assert world.c.content(path)

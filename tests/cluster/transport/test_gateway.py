@@ -1,0 +1,238 @@
+"""A node that does not lead forwards what comes to its ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.bounds import BOUND_S
+from tests.ports import free_ports
+
+from timeball.cluster.transport import gateway as module
+from timeball.cluster.transport.connections import Address
+from timeball.cluster.transport.gateway import Gateway
+from timeball.model.errors import SetupError
+
+Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+BYTES = bytes(range(256)) * 40_000  # 10 MB: more than sockets hold
+
+
+class World:
+    """A gateway and a leader that echoes, each on a port of its own."""
+
+    def __init__(self) -> None:
+        self.port, self.far_port = free_ports(2)
+        self.leader: Address | None = None
+        self.gateway = Gateway("127.0.0.1", {"flight": self.port}, self.address)
+        self.asked: list[str] = []
+        self.far: asyncio.Server | None = None
+        self.far_peers: list[Peer] = []
+
+    def address(self, edge: str) -> Address | None:
+        self.asked.append(edge)
+        return self.leader
+
+    async def lead(self) -> None:
+        self.far = await asyncio.start_server(self._echo, "127.0.0.1", self.far_port)
+        self.leader = ("127.0.0.1", self.far_port)
+
+    async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.far_peers.append((reader, writer))
+        try:
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+            writer.write(b"end")
+            writer.write_eof()
+            await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def dial(self) -> Peer:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+def run(scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def within() -> None:
+        world = World()
+        await world.gateway.start()
+        try:
+            await scenario(world)
+        finally:
+            await world.gateway.close()
+            if world.far is not None:
+                world.far.close()
+            for _, writer in world.far_peers:
+                writer.close()
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(within(), BOUND_S))
+
+
+async def echoed(peer: Peer, sent: bytes) -> bytes:
+    """Send all and say so, and return what comes until the other end has closed."""
+    reader, writer = peer
+
+    async def send() -> None:
+        writer.write(sent)
+        await writer.drain()
+        writer.write_eof()
+
+    _, found = await asyncio.gather(send(), reader.read())
+    writer.close()
+    return found
+
+
+def test_all_bytes_go_both_ways_and_each_end_is_told() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        peers = [await world.dial() for _ in range(4)]
+        found = await asyncio.gather(*(echoed(peer, BYTES + bytes([n])) for n, peer in enumerate(peers)))
+        assert found == [BYTES + bytes([n]) + b"end" for n in range(4)]
+        assert set(world.asked) == {"flight"}
+
+    run(scenario)
+
+
+def test_a_connection_waits_for_a_leader() -> None:
+    async def scenario(world: World) -> None:
+        answer = asyncio.create_task(echoed(await world.dial(), b"early"))
+        while len(world.asked) < 3:
+            await asyncio.sleep(0)
+        assert not answer.done()
+        await world.lead()
+        assert await answer == b"earlyend"
+
+    run(scenario)
+
+
+def test_a_leader_that_does_not_listen_yet_is_tried_again() -> None:
+    async def scenario(world: World) -> None:
+        world.leader = ("127.0.0.1", world.far_port)
+        answer = asyncio.create_task(echoed(await world.dial(), b"early"))
+        while len(world.asked) < 3:
+            await asyncio.sleep(0)
+        await world.lead()
+        assert await answer == b"earlyend"
+
+    run(scenario)
+
+
+def test_a_connection_ends_when_no_node_leads_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.05)
+
+    async def scenario(world: World) -> None:
+        reader, writer = await world.dial()
+        assert await reader.read() == b""
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_leader_that_hangs_up_ends_the_client_s_connection() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        assert await reader.readexactly(1) == b"x"
+        world.far_peers[0][1].transport.abort()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_client_that_hangs_up_ends_the_connection_to_the_leader() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        writer.transport.abort()
+        far_reader, _ = world.far_peers[0]
+        while not far_reader.at_eof() and far_reader.exception() is None:
+            await asyncio.sleep(0.001)
+
+    run(scenario)
+
+
+def test_a_drain_lets_last_answers_come_and_frees_the_port_at_once() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        draining = asyncio.create_task(world.gateway.drain())
+        await asyncio.sleep(0)
+        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
+        # Under way while this node begins to lead, and answered.
+        writer.write(b"y")
+        assert await reader.readexactly(1) == b"y"
+        writer.write_eof()
+        assert await reader.read() == b"end"
+        await draining
+        writer.close()
+
+    run(scenario)
+
+
+def test_a_drain_cuts_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_S", 0.01)
+
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        await world.gateway.drain()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    run(scenario)
+
+
+def test_waiting_for_a_leader_ends_when_this_node_leads() -> None:
+    async def scenario(world: World) -> None:
+        reader, writer = await world.dial()
+        while not world.asked:
+            await asyncio.sleep(0)
+        world.gateway.stop_listening()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    run(scenario)
+
+
+def test_closing_ends_all_and_frees_the_port() -> None:
+    async def scenario(world: World) -> None:
+        await world.lead()
+        reader, writer = await world.dial()
+        writer.write(b"x")
+        await reader.readexactly(1)
+        waiting_reader, waiting_writer = await world.dial()
+        await world.gateway.close()
+        for each in (reader, waiting_reader):
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await each.readexactly(1)
+        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
+        writer.close()
+        waiting_writer.close()
+
+    run(scenario)
+
+
+def test_a_port_that_is_taken_is_said_and_the_others_are_free() -> None:
+    async def scenario(world: World) -> None:
+        free = free_ports(1)[0]
+        second = Gateway("127.0.0.1", {"http": free, "flight": world.port}, world.address)
+        with pytest.raises(SetupError, match=f"{world.port} .flight."):
+            await second.start()
+        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", free)).close()
+
+    run(scenario)

@@ -1,0 +1,97 @@
+"""A follower's own answers over HTTP, and which requests are the leader's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from timeball.cluster.transport.local_http import LocalAnswers, read_head
+from timeball.model.errors import Forbidden, Unauthorized
+from timeball.monitoring.replica_figures import ReplicaFigures
+
+FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a", promised=4, log_seq=9)
+
+
+def asked(
+    target: str, figures: ReplicaFigures = FOLLOWER, *, method: str = "GET", headers: str = ""
+) -> tuple[int, bytes] | None:
+    """Return status and body; None when it is the leader's to answer."""
+
+    def authenticate(headers: Mapping[str, str]) -> None:
+        if headers.get("authorization") == "Bearer wrong":
+            raise Unauthorized("no such account")
+
+    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode()
+
+    def check(method: str, path: str, headers: Mapping[str, str]) -> None:
+        if "origin" in headers:
+            raise Forbidden(f"{method} {path} by a page")
+
+    answer = LocalAnswers(lambda: figures, authenticate, check).answer(head)
+    if answer is None:
+        return None
+    first, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in first
+    return int(first.split()[1]), body
+
+
+def test_the_leader_is_named_and_the_load_balancer_sent_away() -> None:
+    status, body = asked("/leader/g1") or (0, b"")
+    assert status == 503 and msgspec.json.decode(body) == {"group": "g1", "leader": "a", "role": "follower"}
+    assert (asked("/leader/g2") or (0, b""))[0] == 404
+
+
+def test_a_node_is_ready_while_there_is_a_leader_to_forward_to() -> None:
+    alone = msgspec.structs.replace(FOLLOWER, leader="")
+    assert asked("/health/live", alone) == (200, b'{"status":"live"}')
+    assert asked("/health/ready") == (200, b'{"status":"ready"}')
+    assert (asked("/health/ready", alone) or (0, b""))[0] == 503
+
+
+def test_metrics_are_the_replica_s_and_want_an_account() -> None:
+    status, body = asked("/metrics?x=1") or (0, b"")
+    assert status == 200 and b'timeball_cluster_role{group="g1",role="follower"} 1.0' in body
+    assert (asked("/metrics", headers="Authorization: Bearer wrong\r\n") or (0, b""))[0] == 401
+
+
+def test_pages_of_other_sites_get_nothing() -> None:
+    for path in ("/metrics", "/leader/g1"):
+        status, body = asked(path, headers="Origin: http://evil.example\r\n") or (0, b"")
+        assert status == 403 and b"by a page" in body
+
+
+def test_head_has_no_body() -> None:
+    assert asked("/health/live", method="HEAD") == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("target", "method"), [("/v1/topics", "GET"), ("/health/live", "POST"), ("/leader", "GET"), ("/", "GET")]
+)
+def test_all_else_is_the_leader_s(target: str, method: str) -> None:
+    assert asked(target, method=method) is None
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01 hello", b"GET /health/live HTTP/1.1\r\nHost: x\r\n"])
+def test_what_is_no_request_is_the_leader_s(sent: bytes) -> None:
+    async def run() -> bytes | None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(sent)
+        reader.feed_eof()
+        return await read_head(reader)
+
+    head = asyncio.run(run())
+    assert head == sent
+    assert LocalAnswers(lambda: FOLLOWER, lambda _: None, lambda *_: None).answer(sent) is None
+
+
+def test_a_head_without_an_end_is_forwarded_as_it_is() -> None:
+    async def run() -> tuple[bytes | None, bytes]:
+        reader = asyncio.StreamReader(limit=1_000)
+        reader.feed_data(b"x" * 5_000)
+        reader.feed_eof()
+        return await read_head(reader), await reader.read()
+
+    assert asyncio.run(run()) == (b"", b"x" * 5_000)
