@@ -437,7 +437,7 @@ def test_the_frame_index_says_what_it_said() -> None:
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
     files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
     assert frame_index.load(files, segment, 116)
-    assert (segment.next_seq, segment.end, segment.last_append_ms) == (116, 5888, DUE_MS + 1)
+    assert (segment.next_seq, segment.end, segment.newest_append_ms) == (116, 5888, DUE_MS + 1)
     assert segment.frame_positions.tolist() == [64, 1920, 3584]
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 

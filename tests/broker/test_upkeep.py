@@ -261,7 +261,7 @@ async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> Non
     # moves the count by a few rows (seen: 30 to 34).
     assert max(kept[10:]) <= max(kept[:10]) + 5 < 150, kept
     segments = world.broker.parts.reader.segments.all
-    assert len(segments) <= 5 and world.clock.wall - segments[0].last_append_ms <= 3 * MINUTE_MS
+    assert len(segments) <= 5 and world.clock.wall - segments[0].newest_append_ms <= 3 * MINUTE_MS
     await world.advance(DAY_MS)
     await world.consume()
     assert world.observed.early == []

@@ -39,10 +39,10 @@ def test_an_index_says_what_the_frames_say() -> None:
     for one, other in zip(indexed.all, scanned.all, strict=True):
         assert list(one.frame_positions) == list(other.frame_positions)
         assert list(one.frame_seqs) == list(other.frame_seqs)
-        assert (one.end, one.next_seq, one.last_append_ms) == (
+        assert (one.end, one.next_seq, one.newest_append_ms) == (
             other.end,
             other.next_seq,
-            other.last_append_ms,
+            other.newest_append_ms,
         )
     assert read_all(indexed) == read_all(scanned)
 

@@ -203,7 +203,7 @@ def test_nothing_young_needed_or_last_goes_and_everything_else_in_front_does(
     assert len(gone) < len(segments.all)
 
     def may_go(segment: Segment) -> bool:
-        return segment.next_seq <= needed_from_seq and now_ms - segment.last_append_ms >= retention_ms
+        return segment.next_seq <= needed_from_seq and now_ms - segment.newest_append_ms >= retention_ms
 
     assert all(map(may_go, gone))
     following = segments.all[len(gone)]
@@ -363,7 +363,7 @@ def lived(lives: list[int]) -> tuple[CrashFiles, list[tuple[int, int]]]:
                 log.clock.advance(10)
                 rows = build_rows(1, kind=int(Kind.MESSAGE), topic="t", body=b"x" * 400)
                 await log.writer.append(rows)[1]
-                frames.append((log.segments.next_seq - 1, log.segments.last.last_append_ms))
+                frames.append((log.segments.next_seq - 1, log.segments.last.newest_append_ms))
 
     for number, count in enumerate(lives):
         asyncio.run(live(number, count))

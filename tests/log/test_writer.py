@@ -308,7 +308,7 @@ def test_the_next_commit_begins_a_new_segment_when_that_is_asked_for() -> None:
         files = CrashFiles()
         async with opened(files) as log:
             await log.writer.append(batch(1, 3))[1]
-            assert log.segments.last.first_append_ms == log.segments.last.last_append_ms
+            assert log.segments.last.first_append_ms == log.segments.last.newest_append_ms
             await log.writer.roll()
             await log.writer.roll()
             assert len(log.segments.all) == 1, "without a commit there is nothing to begin it with"

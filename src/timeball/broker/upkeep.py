@@ -337,12 +337,12 @@ class Upkeep:
             logger.warning("the log stays in its old segment reason=%s", error)
             return False
         # Retention's own rows grow old too. Without this check, retention would write to an unused log for ever.
-        return not is_quiet and last.last_append_ms <= now_ms - retention_ms and await self.snapshot()
+        return not is_quiet and last.newest_append_ms <= now_ms - retention_ms and await self.snapshot()
 
     async def _remove_old(self) -> None:
         parts = self._parts
         oldest = parts.reader.segments.all[0]
-        old = oldest.last_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
+        old = oldest.newest_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
         if parts.compacts and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
             # The tail is too short for the usual compaction, but it keeps an old segment from being removed.
             await self._broker.mover.compact(even_without_promises=True)

@@ -347,7 +347,7 @@ def _forget_frames(segment: Segment, at: Position) -> None:
     if count:
         frame = fmt.read_frame_header(segment.buffer, positions[-1])
         assert frame is not None
-        segment.end, segment.next_seq, segment.last_append_ms = frame.end, frame.next_seq, frame.append_ms
+        segment.end, segment.next_seq = frame.end, frame.next_seq
 
 
 def _read_identity(files: Files) -> Identity | None:

@@ -1,9 +1,9 @@
 """The frame index: a file beside a sealed segment with the positions of its frames, such as `log/0000000001.frames`.
 
-    byte  0          8   16       24          32         40    48               56            56 + 8n
-          +----------+---+--------+-----------+----------+-----+----------------+-- … --------+-- … -------+
-          | "TBFRAME1"| n | crc32c | first_seq | next_seq | end | last_append_ms | n positions | n seqs     |
-          +----------+---+--------+-----------+----------+-----+----------------+-- … --------+-- … -------+
+    byte  0          8   16       24          32         40    48               56              56 + 8n
+          +----------+---+--------+-----------+----------+-----+------------------+-- … --------+-- … -------+
+          | "TBFRAME1"| n | crc32c | first_seq | next_seq | end | newest_append_ms | n positions | n seqs     |
+          +----------+---+--------+-----------+----------+-----+------------------+-- … --------+-- … -------+
 
 Numbers are little-endian, 8 bytes each. The checksum covers all bytes after it. The file is written once, when the
 segment is sealed, and then mapped: a start need not read days of log, and a sealed frame takes no heap memory.
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"TBFRAME1"
 HEADER = struct.Struct("<8sQQ")  # magic, number of frames, crc32c of all bytes after it
-FACTS = struct.Struct("<QQQq")  # first_seq, next_seq, end, last_append_ms
+FACTS = struct.Struct("<QQQq")  # first_seq, next_seq, end, newest_append_ms
 ARRAYS_AT = HEADER.size + FACTS.size
 assert ARRAYS_AT == 56
 
@@ -52,7 +52,7 @@ def encode(segment: Segment) -> bytes:
     """Encode the frame index of a sealed segment."""
     payload = b"".join(
         [
-            FACTS.pack(segment.first_seq, segment.next_seq, segment.end, segment.last_append_ms),
+            FACTS.pack(segment.first_seq, segment.next_seq, segment.end, segment.newest_append_ms),
             np.asarray(segment.frame_positions, "<i8").tobytes(),
             np.asarray(segment.frame_seqs, "<i8").tobytes(),
         ]
@@ -73,7 +73,7 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
         # Positions are used unchecked afterwards to slice the mapping, so the whole file is checked once, here.
         if google_crc32c.value(data.slice(HEADER.size)) != crc:
             raise ValueError("wrong checksum")
-        first_seq, found_next_seq, end, last_append_ms = FACTS.unpack_from(data, HEADER.size)
+        first_seq, found_next_seq, end, newest_append_ms = FACTS.unpack_from(data, HEADER.size)
         if (first_seq, found_next_seq) != (segment.first_seq, next_seq) or end > segment.buffer.size:
             raise ValueError("index of other rows: the segment was replaced")
     except (ValueError, struct.error, TimeballError) as error:
@@ -84,6 +84,6 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
         np.frombuffer(data, dtype="<i8", count=count, offset=ARRAYS_AT + 8 * count),
         next_seq=next_seq,
         end=end,
-        last_append_ms=last_append_ms,
+        newest_append_ms=newest_append_ms,
     )
     return True

@@ -63,7 +63,8 @@ class Segment:
         self.next_seq = first_seq
         self.buffer = buffer
         self.end = fmt.ALIGN  # frames begin after the header
-        self.last_append_ms = 0
+        # The latest time of an append. Not that of the last frame: the clock may have been set back before it.
+        self.newest_append_ms = 0
         # Parallel: byte position and first sequence number of each frame. Mapped arrays once the segment is sealed.
         self.frame_positions: array[int] | Int64Array = array("q")
         self.frame_seqs: array[int] | Int64Array = array("q")
@@ -81,7 +82,8 @@ class Segment:
         # Position before number: a reader thread bisects the numbers, and must find a position for each one.
         self.frame_positions.append(frame.position)
         self.frame_seqs.append(frame.first_seq)
-        self.end, self.next_seq, self.last_append_ms = frame.end, frame.next_seq, frame.append_ms
+        self.end, self.next_seq = frame.end, frame.next_seq
+        self.newest_append_ms = max(self.newest_append_ms, frame.append_ms)
 
     @property
     def first_append_ms(self) -> int | None:
@@ -110,11 +112,11 @@ class Segment:
         return isinstance(self.frame_seqs, np.ndarray)
 
     def use_index(
-        self, positions: Int64Array, seqs: Int64Array, *, next_seq: int, end: int, last_append_ms: int
+        self, positions: Int64Array, seqs: Int64Array, *, next_seq: int, end: int, newest_append_ms: int
     ) -> None:
         """Replace the frame arrays of this sealed segment with mapped ones (frame_index.py)."""
         self.frame_positions, self.frame_seqs = positions, seqs
-        self.next_seq, self.end, self.last_append_ms = next_seq, end, last_append_ms
+        self.next_seq, self.end, self.newest_append_ms = next_seq, end, newest_append_ms
 
 
 class Segments:
@@ -181,7 +183,7 @@ class Segments:
         """List the oldest segments that retention may remove, in order."""
         found = []
         for segment in self._segments[:-1]:
-            if segment.next_seq > needed_from_seq or segment.last_append_ms > now_ms - retention_ms:
+            if segment.next_seq > needed_from_seq or segment.newest_append_ms > now_ms - retention_ms:
                 # Recovery takes a gap in the log for damage, so the first segment that must stay keeps all later ones.
                 break
             found.append(segment)

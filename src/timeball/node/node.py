@@ -229,7 +229,7 @@ class Node:
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
         writer = self._writer(opened)
         durations = Durations(outcomes, lambda: writer.next_seq, clock, find_durations)
-        durations.begin(opened.segments.all[-1].last_append_ms, applying.ledger.watermark)
+        durations.begin(max(each.newest_append_ms for each in opened.segments.all), applying.ledger.watermark)
         tables.meta.open(writer.append, clock.now_ms)
         parts = Components(
             settings=settings, files=files, clock=clock, writer=writer, reader=reader,

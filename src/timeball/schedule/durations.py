@@ -12,7 +12,7 @@ no effect until a clock is set. After a step the scheduler takes the pending one
 itself at their shifted due times. Outcomes and the log still identify them by the original pairs.
 
 After a restart the rows in the log show which messages are durations. They are read at the first step, or at once if
-the clock is behind the last row. A row with a time in the future was stored before the clock was set back. Its message
+the clock is behind any row. A row with a time in the future was stored before the clock was set back. Its message
 waits no longer than its whole duration from the start on.
 
 This module does not depend on leases or topics: the broker decides which messages are durations
@@ -125,13 +125,14 @@ class Durations:
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def begin(self, last_ms: int, files_to_seq: int) -> None:
-        """Start after rows of which the last was stored at `last_ms`.
+    def begin(self, newest_ms: int, files_to_seq: int) -> None:
+        """Start after rows that were stored at `newest_ms` or before.
 
-        If the clock is behind `last_ms`, it was set back meanwhile. Messages in rows below `files_to_seq` are in files.
+        If the clock is behind `newest_ms`, it was set back, perhaps before the last rows were stored. Messages in rows
+        below `files_to_seq` are in files.
         """
         self.files_to_seq = files_to_seq
-        self._is_behind = self.has_changed = last_ms > self._begun_ms + OFFSET_JITTER_MS
+        self._is_behind = self.has_changed = newest_ms > self._begun_ms + OFFSET_JITTER_MS
 
     def adopt(self, found: Found) -> None:
         """Add durations from before the start. From the start on, none waits longer than its whole duration."""

@@ -91,7 +91,7 @@ class Retention:
         """Count the segments that go regardless of their content. With `bytes_max` None, only their age decides."""
         settings = self._parts.settings
         stale_ms = self._parts.clock.now_ms() - settings.unread_retention_ms
-        count = next((at for at, one in enumerate(old) if one.last_append_ms > stale_ms), len(old))
+        count = next((at for at, one in enumerate(old) if one.newest_append_ms > stale_ms), len(old))
         left_bytes = sum(segment.end for segment in old[count:])
         # Remove the oldest segments until the rest fits.
         while bytes_max is not None and count < len(old) and left_bytes > bytes_max:
