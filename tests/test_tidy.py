@@ -35,7 +35,7 @@ ALLOWED: list[tuple[str, str, str]] = [
     ("touches_disk", "io/files.py", "the one place where the disk is touched"),
     ("touches_disk", "model/local_time.py", "the tables of the installed package tzdata, and no data"),
     ("touches_disk", "cli/", "a command reads and writes the files that its user names"),
-    ("touches_disk", "edges/http/dashboard.py", "the installed package's own files, and no data"),
+    ("touches_disk", "edges/http/edge.py", "the installed package's own files, and no data"),
     ("touches_disk", "client/dialing.py", "the roots that its user names, where no broker runs"),
     ("touches_disk", "edges/kafka/undeliverable.py", "the file that its user names, where no broker runs"),
     ("touches_disk", "spark/", "jobs write reports and wrappers where no broker runs"),

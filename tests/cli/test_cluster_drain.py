@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cli.in_process import run_here
 
-from timeball.cli.cluster_drain import _sentence
+from timeball.cli.cluster import _sentence
 from timeball.model.wire import Drained
 
 

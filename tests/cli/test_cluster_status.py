@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.cli.cluster_status import lines
+from timeball.cli.cluster import lines
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
 LEADER = ReplicaState("a", "a/1", "leader", True, 1_200, 1_200, 1_200, 0, 0.0, "0.1.0", 1_000)

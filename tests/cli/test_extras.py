@@ -3,7 +3,7 @@
 import pytest
 
 from timeball.cli.exit_codes import ExitCode, explain
-from timeball.cli.extras import SPARK, is_of_others, not_installed
+from timeball.cli.options import SPARK, is_of_others, not_installed
 
 
 def test_the_extra_is_named_as_pip_wants_it() -> None:

@@ -6,8 +6,8 @@ import pytest
 from tests.client.handlers import Broken, Idle
 from tests.node_fixture import eventually
 
-from timeball.client import worker_processes
-from timeball.client.worker_processes import Processes
+from timeball.client import worker
+from timeball.client.worker import Processes
 from timeball.model.errors import RequestError
 
 
@@ -25,7 +25,7 @@ def test_they_end_in_order_when_stopped_and_start_once() -> None:
 def test_one_that_cannot_start_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_processes, "PAUSE_S", 0.0)
+    monkeypatch.setattr(worker, "PAUSE_S", 0.0)
     processes = Processes(1, Broken)
     with caplog.at_level(logging.ERROR):
         processes.start()

@@ -34,8 +34,7 @@ from tests.crash.checker import Observed, Outcome, Row, check
 from tests.crash.world import World
 from tests.crash_files import CrashFiles, PowerCut
 
-from timeball.cluster.protocol.record import Record
-from timeball.cluster.protocol.replica import Role
+from timeball.cluster.protocol.replica import Record, Role
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB

@@ -24,7 +24,7 @@ from timeball.cluster.coordination.coordinator import GroupView
 from timeball.cluster.coordination.etcd import EtcdStore
 from timeball.cluster.coordination.etcd_members import EtcdAccess
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.protocol.record import Record, node_of
+from timeball.cluster.protocol.replica import Record, node_of
 from timeball.io.clock import SystemClock
 
 CLUSTER, GROUP = "tests", "g1"

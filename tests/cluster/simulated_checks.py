@@ -8,7 +8,7 @@ from tests.cluster.simulated_disk import Disk, Entry
 
 from timeball.cluster.protocol.messages import Message, Promise
 from timeball.cluster.protocol.positions import Position
-from timeball.cluster.protocol.record import Record, majority
+from timeball.cluster.protocol.replica import Record, majority
 
 
 class Fault(AssertionError):

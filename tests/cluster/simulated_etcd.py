@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from timeball.cluster.protocol.effects import Holder, Propose
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 
 
 class Etcd:

@@ -27,16 +27,14 @@ from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.protocol import events as on
-from timeball.cluster.protocol.messages import Message, encode
-from timeball.cluster.protocol.receiver import Receiver
+from timeball.cluster.protocol.messages import Message, Receiver, encode
 from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.transport.connections import ANSWERS_FROM, Listener
 from timeball.cluster.transport.data_files import DataFiles
 from timeball.io.clock import ManualClock
-from timeball.log.disk_thread import Disk
-from timeball.log.replication import Leading
+from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import Settings
 from timeball.model.errors import PeerError, TimeballError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures

@@ -40,8 +40,7 @@ from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import Begin, Bytes, Complete, Data
 from timeball.cluster.protocol.positions import BEGINNING
-from timeball.cluster.protocol.record import Record
-from timeball.cluster.protocol.replica import Replica, Role, Rules
+from timeball.cluster.protocol.replica import Record, Replica, Role, Rules
 from timeball.log.format import ALIGN
 from timeball.model.errors import PeerError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.cluster.clock_offsets import SAMPLES, ClockOffsets
+from timeball.cluster.replica_thread import SAMPLES, ClockOffsets
 
 
 def test_the_middle_of_the_round_trip_is_assumed() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.processes import Cluster, NodeProcess, running_cluster
 
 from timeball import Timeball
-from timeball.cluster.transport.incoming_file import SUFFIX
+from timeball.cluster.transport.data_files import SUFFIX
 from timeball.model.errors import TimeballError
 
 TOPIC = "later"

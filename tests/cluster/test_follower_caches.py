@@ -12,7 +12,7 @@ from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.broker.registry.epochs import EPOCH_KEY, EpochFacts
+from timeball.broker.registry.groups import EPOCH_KEY, EpochFacts
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.protocol.messages import Begin
 from timeball.cluster.replica_log import ReplicaLog

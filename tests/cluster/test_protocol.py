@@ -9,7 +9,7 @@ from tests.cluster.simulated_disk import SEGMENT_BYTES, make_frame
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.effects import Effect
-from timeball.cluster.protocol.frames import read_frames
+from timeball.cluster.protocol.following import read_frames
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import (
     Ack,
@@ -26,8 +26,7 @@ from timeball.cluster.protocol.messages import (
     Refuse,
 )
 from timeball.cluster.protocol.positions import BEGINNING, EpochEnd, Position
-from timeball.cluster.protocol.record import Record
-from timeball.cluster.protocol.replica import Log, Replica, Role, Rules
+from timeball.cluster.protocol.replica import Log, Record, Replica, Role, Rules
 from timeball.model.errors import PeerError
 
 SET = ("a/1", "b/1", "c/1")

@@ -11,8 +11,7 @@ from timeball.cluster.protocol.leading import QUICK_MS, clocks_off_ms
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import Ping, Pong
 from timeball.cluster.protocol.positions import BEGINNING, Position
-from timeball.cluster.protocol.record import Record
-from timeball.cluster.protocol.replica import Lead, Peer, Replica, Role, Rules, Source
+from timeball.cluster.protocol.replica import Lead, Peer, Record, Replica, Role, Rules, Source
 
 RECORD = Record(3, "a/1", ("a/1", "b/1", "c/1"))
 NOW_MS, WALL_MS = 50_000, 1_700_000_000_000

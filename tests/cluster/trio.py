@@ -21,8 +21,7 @@ from timeball.cluster.coordination.coordinator import Node
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.protocol import events as on
-from timeball.cluster.protocol.record import Record
-from timeball.cluster.protocol.replica import Role, Rules
+from timeball.cluster.protocol.replica import Record, Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.transport.connections import Connections, listen

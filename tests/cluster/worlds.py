@@ -19,7 +19,7 @@ from timeball.cluster.coordination.etcd import EtcdStore
 from timeball.cluster.coordination.etcd_members import EtcdAccess
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Comparison, Operation, Outcome, Store
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock, ManualClock, SystemClock
 from timeball.model.errors import Unavailable
 

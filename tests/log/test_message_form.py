@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.log import few_rows, message_form
+from timeball.log import few_rows
 from timeball.log.few_rows import build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow, build_rows
 
-MIN = message_form.SHARING_ROWS_MIN
+MIN = few_rows.SHARING_ROWS_MIN
 NOTHING = {pa.string(): "", pa.binary(): b""}
 SOME: dict[pa.DataType, list[Any]] = {
     pa.int8(): [-1, 0, 1],
@@ -49,7 +49,7 @@ def test_columns_that_share_zeros_are_the_columns_that_were_given(values: list[L
         column.null_count for column in reference.columns
     ]
     if len(values) >= MIN:
-        assert message_form.share(reference.serialize()) == message.to_pybytes()
+        assert few_rows.share(reference.serialize()) == message.to_pybytes()
     assert message.size <= pa.ipc.get_record_batch_size(reference)
     if few_rows.MessageEncoder is not None:
         made = build_compiled(values)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.log import newest_rows
+from timeball.log import writer
 from timeball.log.few_rows import EncodedRows, Rows, build_by_pyarrow, builder_of, rows_of
-from timeball.log.newest_rows import NewestRows
+from timeball.log.writer import NewestRows
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow
 
 Append = tuple[int, int, str, bool]  # rows, numbers set aside behind them, in which form, visible
@@ -47,7 +47,7 @@ def test_rows_that_are_held_are_those_of_the_log(
     appends: list[Append], committed_max: int, data: st.DataObject
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(newest_rows, "COMMITTED_MAX", committed_max)
+        patch.setattr(writer, "COMMITTED_MAX", committed_max)
         newest, log, held, seq = NewestRows(), {}, [], 1
         for count, span, form, is_visible in appends:
             rows = values(seq, count, is_visible)
@@ -69,8 +69,8 @@ def test_rows_that_are_held_are_those_of_the_log(
 def test_their_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(values(1, 1, True))
     size_bytes = rows.get_total_buffer_size()
-    monkeypatch.setattr(newest_rows, "BYTES_MAX", 3 * size_bytes)
-    monkeypatch.setattr(newest_rows, "APPEND_BYTES_MAX", 2 * size_bytes)
+    monkeypatch.setattr(writer, "BYTES_MAX", 3 * size_bytes)
+    monkeypatch.setattr(writer, "APPEND_BYTES_MAX", 2 * size_bytes)
     newest = NewestRows()
     for seq in range(1, 9):
         newest.add(seq, rows)

@@ -11,9 +11,8 @@ from tests.log.small_log import SEGMENT_BYTES, batch, bodies, eventually, read_a
 
 from timeball.io.clock import ManualClock
 from timeball.log import format as fmt
-from timeball.log.disk_thread import DiskThread
+from timeball.log.disk_thread import DiskThread, Extent
 from timeball.log.recovery import open_log
-from timeball.log.replication import Extent
 from timeball.log.writer import LogWriter
 from timeball.model.errors import DiskFailed, NotLeader, StorageError
 

@@ -20,7 +20,7 @@ from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
 from timeball.model.message import Kind, build_rows
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.holds import Holds
+from timeball.schedule.outcomes import Holds
 from timeball.schedule.scheduler import Scheduler
 from timeball.table import attachment as att
 from timeball.table import layout

@@ -1,4 +1,4 @@
-"""Tests of timeball.schedule.holds, and of what outcomes say of promises that are held."""
+"""Tests of timeball.schedule.outcomes, and of what outcomes say of promises that are held."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from timeball.model.message import Int64Array
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.holds import Holds
-from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.outcomes import Holds, Outcomes
 
 
 def numbers(*values: int) -> Int64Array:

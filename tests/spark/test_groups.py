@@ -11,7 +11,7 @@ from tests.cluster.processes import Cluster, NodeProcess
 from tests.spark.traffic import send
 from tests.spark.two_groups import two_groups
 
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 from timeball.model.answers import ClusterGroup, LogStatus, TableStatus
 from timeball.model.errors import NotFound, SetupError, Unavailable
 from timeball.model.wire import Status

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.table.small_table import NOW_MS
 
 from timeball.table.attachment import FileEntry
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 
 Span = tuple[int, int]
 spans = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))

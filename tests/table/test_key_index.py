@@ -22,7 +22,7 @@ from timeball.model.key_hash import KeyRun, hash_text
 from timeball.table import identities, key_index
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 from timeball.table.identities import ID_COLUMNS
 from timeball.table.key_index import TableKeys
 from timeball.table.layout import FOLDER, KEYS_FOLDER

@@ -10,8 +10,8 @@ import pytest
 from tests.bounds import BOUND_S
 
 from timeball.model.errors import NotFound, Unavailable
-from timeball.table import store_requests
-from timeball.table.store_requests import StoreRequests
+from timeball.table import object_store
+from timeball.table.object_store import StoreRequests
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_one_without_an_answer_is_left_behind_and_others_go_on(silence: threadin
 def test_what_is_under_way_at_the_end_is_not_waited_for(
     silence: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_requests, "LAST_ANSWERS_S", 0.01)
+    monkeypatch.setattr(object_store, "LAST_ANSWERS_S", 0.01)
     requests, begun = StoreRequests(), threading.Event()
 
     def hang() -> bool:

@@ -120,7 +120,7 @@ class Broker:
         return accepted
 
     async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
-        """Look up the states of scheduled messages for their sender (revoking/sent_states.py)."""
+        """Look up the states of scheduled messages for their sender (revoking/look_ups.py)."""
         return await sent_states(self.look_ups, numbers)
 
     async def send_again(self, batch: pa.RecordBatch) -> None:

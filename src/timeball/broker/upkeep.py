@@ -17,10 +17,10 @@ import pyarrow as pa
 from timeball.broker.accepting.components import in_thread, rollback_on_error
 from timeball.broker.consuming.retention import Retention
 from timeball.broker.service import Broker
-from timeball.broker.tables import stored_table, table_watch
+from timeball.broker.tables import stored_table, table_changes
 from timeball.broker.tables.memory import give_back
 from timeball.broker.tables.stored_table import StoredTable
-from timeball.broker.tables.table_watch import TableWatch
+from timeball.broker.tables.table_changes import TableWatch
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
@@ -29,7 +29,7 @@ from timeball.model import limits
 from timeball.model.errors import MissingFile, OverLimit, RequestError, Unavailable
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Upkeep:
         # the broker compacts.
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
-        look_ms = table_watch.LOOK_MS if self._parts.cache is None else stored_table.LOOK_MS
+        look_ms = table_changes.LOOK_MS if self._parts.cache is None else stored_table.LOOK_MS
         # Less often for an object store, where a look costs two network requests.
         duties.append((look_ms, self.watch.watch_table))
         if self._parts.cache is not None:

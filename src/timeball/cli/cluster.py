@@ -3,20 +3,108 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
-from timeball.cli.cluster_drain import drain
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.options import JsonOption, as_parameter, cluster_options
-from timeball.cli.output import print_json, print_line, print_note, show
-from timeball.cli.units import parse_duration_ms
-from timeball.cluster.protocol.record import Record, majority, node_of
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    EndpointOption,
+    JsonOption,
+    addresses_of,
+    as_parameter,
+    cluster_options,
+    reach,
+)
+from timeball.cli.output import print_json, print_line, print_note, progress_bar, show
+from timeball.cli.units import parse_duration_ms, show_wait
+from timeball.cluster.protocol.replica import Record, majority, node_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
-from timeball.model.errors import RequestError, SetupError
+from timeball.model.errors import RequestError, SetupError, Unavailable
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
+
+# `timeball cluster drain`: hand over the pending messages of a group to another group, and show the progress.
+#
+# The leader of the group hands them over (broker/groups/draining.py). This process repeats its request every `LOOK_S`
+# seconds, until nothing is left to hand over. If this process ends, the leader continues.
+
+if TYPE_CHECKING:
+    from timeball.model.wire import Drained
+
+LOOK_S = 0.5
+
+
+def drain(
+    group: Annotated[str, typer.Option("--group", metavar="GROUP", help="The group to drain.")],
+    heir: Annotated[str, typer.Option("--to", metavar="GROUP", help="The group that takes all over.")],
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    wait_ms: Annotated[
+        int,
+        typer.Option(
+            "--wait",
+            parser=as_parameter(parse_duration_ms),
+            metavar="DURATION",
+            help="How long to watch at most.",
+        ),
+    ] = "12h",  # type: ignore[assignment]  # Typer parses a default like a given value
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be handed over, and change nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Hand over all pending messages of a group to another group, so that its machines can be removed.
+
+    From now on the group accepts no new messages, and its routes state this.
+    Its queues can be read to their end. Messages due within a minute, and
+    messages that wait for redelivery to consumers, stay and are released by the
+    group. The leader continues after this command ends, and so does the next
+    leader after a crash. Run the command again to see the progress. You cannot
+    undo a drain, but you can drain the messages to yet another group. Any node
+    of the cluster works as the endpoint.
+
+    \b
+    Examples:
+      timeball cluster drain --group g2 --to g1 --dry-run
+      timeball cluster drain --group g2 --to g1 --endpoint grpc://10.0.0.1:7400,10.0.0.2:7400
+      timeball cluster drain --group g2 --to g1 --json | jq .moved
+    """
+    from timeball.spark.endpoint import Endpoint
+
+    reach(endpoint)
+    clock = SystemClock()
+    until_ms = clock.boot_ms() + wait_ms
+    # Calls are retried for the whole wait time: a group that has lost its leader soon has a new one.
+    with Endpoint(f"{addresses_of(endpoint)}#{group}", patience_s=wait_ms / 1_000) as leader:
+        found, problem = leader.drain(heir, dry_run=dry_run), ""
+        with progress_bar(quiet=as_json) as bar:
+            task = bar.add_task(f"{group} to {heir}")
+            while not (dry_run or found.is_done):
+                bar.update(task, completed=found.moved, total=found.moved + found.moving + found.waiting)
+                if found.problem and found.problem != problem:
+                    print_note(f"group {group}: {found.problem}; it tries again")
+                problem = found.problem
+                if clock.boot_ms() >= until_ms:
+                    raise Unavailable(
+                        f"group {group} still hands over, {found.moved:,} messages so far"
+                        f"{': ' + problem if problem else ''}; it goes on by itself"
+                    )
+                time.sleep(LOOK_S)
+                found = leader.drain(heir)
+    document: dict[str, Any] = {**msgspec.structs.asdict(found), "dry_run": dry_run}
+    show(document, [_sentence(found, dry_run=dry_run)], as_json=as_json)
+
+
+def _sentence(found: Drained, *, dry_run: bool) -> str:
+    if dry_run:
+        return f"group {found.group} would hand over to {found.heir}: {found.waiting:,} messages wait"
+    left = f"; {found.waiting:,} stay, due within a minute or for its consumers" if found.waiting else ""
+    return f"group {found.group} is drained to {found.heir}: {found.moved:,} messages handed over{left}"
+
 
 if TYPE_CHECKING:
     from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
@@ -102,7 +190,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
       timeball cluster status --settings timeball.toml --json | jq '{group, leader, problems}'
       watch timeball cluster status
     """
-    from timeball.cli.cluster_status import lines
+    from timeball.cli.cluster import lines
     from timeball.cluster.operating.survey import survey
 
     groups = _asked(settings, survey)
@@ -307,7 +395,7 @@ def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
     if not settings.cluster:
         raise SetupError("which cluster? Name it with --cluster and --etcd, or with the --settings of a node")
 
-    from timeball.cluster.coordination.connect import coordinator_of
+    from timeball.cluster.coordination.etcd import coordinator_of
 
     async def run() -> T:
         coordinator = coordinator_of(settings, SystemClock())
@@ -317,3 +405,34 @@ def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
             await coordinator.close()
 
     return asyncio.run(run())
+
+
+# Format the output of `timeball cluster status` for people.
+
+HEADINGS = ("node", "role", "log", "committed", "applied", "lag", "clock", "version", "since")
+
+
+def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
+    """Yield the lines of one group, as of `now_ms` (wall clock)."""
+    leader = f"leader {group.leader}, epoch {group.epoch}" if group.leader else "no leader"
+    yield f"group {group.group}: {leader}"
+    rows = [HEADINGS, *(_row(each, now_ms) for each in group.replicas)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if group.asked:
+        yield f"  asked for: {group.asked}"
+    for problem in group.problems:
+        yield f"  ! {problem}"
+
+
+def _row(each: ReplicaState, now_ms: int) -> tuple[str, ...]:
+    role = each.role if each.is_in_record or each.role == "learner" else f"{each.role}, no replica"
+    offset = "" if each.clock_offset_ms is None else f"{each.clock_offset_ms:+.1f} ms"
+    since = "" if each.since_ms is None else show_wait(max(0, now_ms - each.since_ms))
+    numbers = (each.log_seq, each.committed_seq, each.applied_seq, each.lag_rows)
+    return (each.node, role, *(_count(number) for number in numbers), offset, each.version, since)
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 from enum import IntEnum
 
-from timeball.cli.extras import BROKER, is_of_others, not_installed
+from timeball.cli.options import BROKER, is_of_others, not_installed
 from timeball.model.errors import (
     OverLimit,
     PeerError,

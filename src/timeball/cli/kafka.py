@@ -12,8 +12,15 @@ import msgspec
 import typer
 
 from timeball.cli import log_lines
-from timeball.cli.extras import KAFKA, is_of_others, not_installed
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, naming
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    KAFKA,
+    EndpointOption,
+    JsonOption,
+    is_of_others,
+    naming,
+    not_installed,
+)
 from timeball.cli.output import print_json, print_line
 from timeball.cli.units import parse_duration_ms
 from timeball.model.config import LogFormat, LogLevel

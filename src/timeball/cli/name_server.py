@@ -31,7 +31,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _run(settings: Settings, as_json: bool) -> None:
-    from timeball.cluster.coordination.connect import coordinator_of
+    from timeball.cluster.coordination.etcd import coordinator_of
     from timeball.io.clock import SystemClock
     from timeball.node.name_service import NameService
 

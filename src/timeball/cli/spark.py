@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from timeball.cli.extras import BROKER, SPARK, not_installed
+from timeball.cli.options import BROKER, SPARK, not_installed
 from timeball.model.errors import SetupError, TimeballError, Unavailable
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
 
     Raises SetupError when one of the processes cannot start.
     """
-    from timeball.cluster.coordination.connect import coordinator_of
+    from timeball.cluster.coordination.etcd import coordinator_of
     from timeball.monitoring.systemd import Systemd
     from timeball.node.name_service import NameService
 

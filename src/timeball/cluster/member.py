@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.coordination.lease import HeldLease
-from timeball.cluster.operating.wishes import Step, next_step
+from timeball.cluster.operating.operations import Step, next_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.replica_thread import ReplicaThread

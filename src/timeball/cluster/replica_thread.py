@@ -22,8 +22,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from timeball.broker.registry.epochs import EPOCH_KEY, EpochFacts
-from timeball.cluster.clock_offsets import ClockOffsets
+from timeball.broker.registry.groups import EPOCH_KEY, EpochFacts
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.events import Event
@@ -35,8 +34,7 @@ from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.transport.connections import Address, Connections
 from timeball.io.clock import Clock
 from timeball.log import format as fmt
-from timeball.log.disk_thread import Disk
-from timeball.log.replication import Extent
+from timeball.log.disk_thread import Disk, Extent
 from timeball.model.errors import NotLeader, StorageError
 from timeball.model.message import meta_rows
 
@@ -171,7 +169,7 @@ class ReplicaThread(Disk):
         if wait and self._thread.is_alive():
             self._thread.join()
 
-    # -- the writer of a leader (log/replication.py) -----------------------------------------------------------------
+    # -- the writer of a leader (log/disk_thread.py) -----------------------------------------------------------------
 
     def commit(self, extent: Extent) -> None:
         """Write, sync and replicate a commit, and return when it is committed. Raises NotLeader."""
@@ -403,3 +401,28 @@ def _run_call(future: Future[R], call: Callable[[], R]) -> None:
             future.set_result(call())
         except BaseException as error:  # every exception, because the future passes it to the caller
             future.set_exception(error)
+
+
+# Offsets of the other replicas' clocks from this leader's clock, measured with PING and PONG.
+#
+# A PONG contains the other node's wall clock at an unknown time between sending and receiving. The middle is assumed,
+# so the error is at most half the round trip. The answer with the shortest round trip of the last `SAMPLES` counts.
+
+SAMPLES = 16  # a leader sends 20 PINGs a second
+
+
+class ClockOffsets:
+    """Offsets in ms by node, positive when the node's clock is ahead.
+
+    Belongs to one thread, but any thread may read `ms`.
+    """
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self._samples: dict[str, deque[tuple[int, float]]] = {}
+
+    def add(self, node: str, peer_wall_ms: int, round_trip_ms: int, wall_ms: int) -> None:
+        """Add an answer that arrived at `wall_ms`, to a PING sent `round_trip_ms` earlier."""
+        samples = self._samples.setdefault(node, deque(maxlen=SAMPLES))
+        samples.append((round_trip_ms, peer_wall_ms - (wall_ms - round_trip_ms / 2)))
+        self.ms[node] = min(samples)[1]

@@ -13,26 +13,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from timeball.io.clock import Clock, Durations
 from timeball.io.files import Files
 from timeball.log import format as fmt
-from timeball.log.commit import Commit, DurableCallback, Entry, Group, WriterStatistics, frames_of, refusal
-from timeball.log.disk_thread import Disk
-from timeball.log.few_rows import EncodedRows, Rows
-from timeball.log.newest_rows import NewestRows
+from timeball.log.disk_thread import Disk, Extent, Replication
+from timeball.log.few_rows import EncodedRows, Rows, as_message, joined, message_bytes, numbered_value
 from timeball.log.next_segment import NextSegment
-from timeball.log.replication import Extent, Replication
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
 from timeball.model import limits
 from timeball.model.config import Durability
 from timeball.model.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
+from timeball.model.message import SMALL_ROWS, ReadRow
 
 logger = logging.getLogger(__name__)
 
@@ -397,3 +399,170 @@ def _is_visible(rows: Rows) -> bool:
     if isinstance(rows, EncodedRows):
         return rows.is_visible
     return bool(rows.column("queue_offset").null_count < rows.num_rows)
+
+
+# The newest visible rows of the log in memory, read on the event loop without a thread or a frame.
+#
+# Most messages are read right after they become visible. Such a read from the log costs a hand-over to the reader
+# thread and back, a frame that is mapped, checked and opened, and a value from each of its columns. But the rows are
+# still in memory from their commit.
+#
+# It is a cache with a bound in bytes: rows that it no longer contains are read from the log. It contains only durable
+# rows, so that no reader sees a row that a power cut could take back. Belongs to the event loop.
+
+BYTES_MAX = 8 * 1024 * 1024  # of all rows, including the other memory that their batches hold
+# Limit for one append. If a larger one were kept, the next append could not reuse its memory, and would take a tenth
+# longer.
+APPEND_BYTES_MAX = 1024 * 1024
+# Appends kept at most: an append of one row takes some kilobytes of memory.
+COMMITTED_MAX = 4_096
+
+
+class NewestRows:
+    """Rows by number. Appends must come in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._first_seqs: list[int] = []
+        # (rows, number of rows, bytes) of each append. A batch is replaced by its message when one of its rows is first
+        # read.
+        self._committed: deque[tuple[Rows | bytes, int, int]] = deque()
+        self._dropped = 0  # entries at the start of _first_seqs whose rows are gone
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        """The number of appends kept."""
+        return len(self._committed)
+
+    def add(self, first_seq: int, rows: Rows) -> None:
+        """Keep the rows of a durable append."""
+        if isinstance(rows, EncodedRows):
+            size_bytes = len(rows.message) * (2 if rows.values else 1)
+        else:
+            size_bytes = rows.get_total_buffer_size()
+        if size_bytes > APPEND_BYTES_MAX:
+            return
+        self._first_seqs.append(first_seq)
+        self._committed.append((rows, rows.num_rows, size_bytes))
+        self._size_bytes += size_bytes
+        while self._size_bytes > BYTES_MAX or len(self._committed) > COMMITTED_MAX:
+            self._size_bytes -= self._committed.popleft()[2]
+            self._dropped += 1
+        # Cut only when half of the list is unused: cutting at each append would move all entries each time.
+        if self._dropped > len(self._committed) + 16:
+            del self._first_seqs[: self._dropped]
+            self._dropped = 0
+
+    def values_of(self, seqs: Sequence[int]) -> list[ReadRow] | None:
+        """Read the rows with these numbers, a value for each column, or None when one of them is no longer kept."""
+        found: list[ReadRow] = []
+        for seq in seqs:
+            at = bisect_right(self._first_seqs, seq, lo=self._dropped) - 1
+            if at < self._dropped:
+                return None
+            (rows, count, size_bytes), row = self._committed[at - self._dropped], seq - self._first_seqs[at]
+            if row >= count:
+                return None
+            if isinstance(rows, pa.RecordBatch):
+                rows = as_message(rows)
+                self._committed[at - self._dropped] = rows, count, size_bytes
+            found.append(numbered_value(rows, row, seq))
+        return found
+
+
+# The parts of a group commit: appended entries, the frames made of them, and the written result.
+
+DurableCallback = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Entry:
+    """Rows of one `append` call until they are durable."""
+
+    rows: Rows
+    first_seq: int
+    # At least rows.num_rows. It is larger when the entry reserves sequence numbers beyond its rows.
+    span: int
+    size_bytes: int
+    # The caller's future. A caller that is cancelled cancels it.
+    done: asyncio.Future[int]
+    on_durable: DurableCallback | None
+    flags: int = 0
+    # The encoded rows, when the encoder thread encodes them while an earlier commit is written.
+    payload: Future[bytes | pa.Buffer] | None = None
+    # One future for all callers of `flushed()`, which shield it.
+    flushed: asyncio.Future[None] | None = None
+
+
+class Group(NamedTuple):
+    """Rows of one frame."""
+
+    rows: Rows
+    first_seq: int
+    span: int
+    size_bytes: int  # of the rows as an Arrow message
+    flags: int = 0
+    payload: Future[bytes | pa.Buffer] | None = None
+
+
+def frames_of(entries: list[Entry]) -> list[Group]:
+    """Combine entries into frames.
+
+    Neighbouring entries share a frame, except an entry that reserves numbers, has flags, or is encoded already. Encoded
+    entries of fewer than SMALL_ROWS rows are encoded again together with their neighbours: a reader pays the same for a
+    frame of one row as for a frame of many.
+    """
+    groups: list[Group] = []
+    run: list[Entry] = []
+
+    def flush() -> None:
+        if run:
+            rows, size_bytes = run[0].rows, run[0].size_bytes
+            if len(run) > 1:
+                rows = joined([entry.rows for entry in run])
+                size_bytes = message_bytes(rows)
+            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
+            run.clear()
+
+    for entry in entries:
+        # Not joined: a large message would have to be decoded and encoded again.
+        is_encoded = isinstance(entry.rows, EncodedRows) and entry.rows.num_rows >= SMALL_ROWS
+        if entry.flags or entry.span != entry.rows.num_rows or entry.payload is not None or is_encoded:
+            flush()
+            groups.append(
+                Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
+            )
+        else:
+            run.append(entry)
+    flush()
+    return groups
+
+
+@dataclass(slots=True)
+class WriterStatistics:
+    """Counters since the start of the writer."""
+
+    commit_durations: Durations  # encode, write and sync
+    sync_durations: Durations  # sync alone, with `sync` durability
+    commits: int = 0
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    rolls: int = 0
+
+
+@dataclass(slots=True)
+class Commit:
+    """The result of one commit in the disk thread: the frames written, all in one segment."""
+
+    segment: Segment
+    frames: list[fmt.Frame] = field(default_factory=list)
+
+
+def refusal(failure: BaseException) -> TimeballError:
+    """Build the error for calls after `failure` stopped the log.
+
+    An Unavailable (such as NotLeader) keeps its type, so that the caller asks the node that leads now.
+    """
+    if isinstance(failure, Unavailable):
+        return type(failure)(str(failure))
+    return StorageError(f"the log has stopped: {failure}")

@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 
 from timeball.broker.accepting.delivery import Lateness
 from timeball.broker.policy import Policy
-from timeball.broker.registry.rates import Stat
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import Stat, shares
 from timeball.broker.service import Broker
 from timeball.io.clock import BOUNDS_NS
 from timeball.model.access import Caller, Verb

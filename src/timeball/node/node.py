@@ -36,13 +36,12 @@ from timeball.io.files import Files, RealFiles
 from timeball.io.security import OPEN, Security
 from timeball.io.stop_signals import stop_asked
 from timeball.log import checkpoint
-from timeball.log.disk_thread import Disk, DiskThread
+from timeball.log.disk_thread import Disk, DiskThread, Leading
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
-from timeball.log.replication import Leading
 from timeball.log.writer import LogWriter
 from timeball.model import local_time
 from timeball.model.access import ANONYMOUS, Caller

@@ -20,9 +20,9 @@ from typing import Any
 from timeball import __version__
 from timeball.broker.accepting.components import in_thread
 from timeball.broker.groups.grouped import GroupedBroker
-from timeball.cluster.coordination.connect import coordinator_of
 from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
+from timeball.cluster.coordination.etcd import coordinator_of
 from timeball.cluster.follower_caches import FollowerCaches
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.operating.group_calls import GroupCalls
@@ -41,8 +41,7 @@ from timeball.io.clock import Clock, SystemClock
 from timeball.io.files import RealFiles
 from timeball.io.security import Security, load_client_tls, load_peer_tls
 from timeball.io.stop_signals import stop_asked
-from timeball.log.disk_thread import Disk
-from timeball.log.replication import Leading
+from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import BROKER_NAME, Settings
 from timeball.model.errors import LeaseLost, SetupError
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures

@@ -12,7 +12,7 @@ leave. If there is no such commit, `look` only checks two file names, those of t
 An attach has these steps:
 
     1. sync the data files and their folders, and      a row must never name a file that may vanish
-       have other replicas do so (log/replication.py)
+       have other replicas do so (log/disk_thread.py)
     2. append the TABLE row to the log, synced        the decision
     3. Delta commit                                    visible to Spark, DuckDB and Polars
     4. sync the commit entry                           delta-rs does not; before this, segments stay

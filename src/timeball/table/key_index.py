@@ -31,8 +31,7 @@ from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_cache import FileCache, Ranged
-from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, run_path
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, FileSet, run_path
 from timeball.table.identities import ID_SCHEMA, Identities, Row
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 

@@ -14,7 +14,7 @@ from tests.loop_turns import LoopTurns, Watched
 from timeball.broker.admin.group_states import add_in_flight, lags
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.lease_counts import Counts
-from timeball.broker.registry.shares import GROUPS_AT_ONCE
+from timeball.broker.registry.rates import GROUPS_AT_ONCE
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.answers import TopicState

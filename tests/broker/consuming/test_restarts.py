@@ -18,7 +18,7 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import column, on_node
 from tests.crash.world import World
 
-from timeball.log.newest_rows import NewestRows
+from timeball.log.writer import NewestRows
 
 
 @on_node()

@@ -19,10 +19,9 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery import applying as module
-from timeball.broker.recovery.applying import Applying, Recovered
+from timeball.broker.recovery.applying import Applying, Recovered, TailPromises
 from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.broker.recovery.replayed import Replayed
-from timeball.broker.recovery.tail_promises import TailPromises
 from timeball.broker.registry.attach import AttachState
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint, Facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.broker.registry.state_rows import StateRows
 
-from timeball.broker.registry.epochs import EPOCH_KEY, PREFIX, EpochFacts
+from timeball.broker.registry.groups import EPOCH_KEY, PREFIX, EpochFacts
 from timeball.broker.registry.meta import MetaLog, MetaTable
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.crash.lives import run
 from tests.loop_turns import LoopTurns
 
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 1_000])

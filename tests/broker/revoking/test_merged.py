@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.revoking.merged import merge_places, merge_verdicts
+from timeball.broker.revoking.group_questions import merge_places, merge_verdicts
 from timeball.model.errors import Unavailable
 from timeball.model.wire import HANDED, UNAVAILABLE, VERDICTS, MessagePlace, Verdict
 

@@ -15,7 +15,7 @@ from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Sea
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Kind, build_rows
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 
 
 def look_up(world: World, thorough: bool = False, live: FileSet | None = None, **names: object) -> Found:

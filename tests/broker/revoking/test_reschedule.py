@@ -36,12 +36,11 @@ from tests.crash_files import CrashFiles
 from timeball.broker.revoking import reschedule
 from timeball.io.clock import ManualClock
 from timeball.log import writer
-from timeball.log.commit import Commit, Entry
 from timeball.log.few_rows import as_batch
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
 from timeball.log.segment import segment_name
-from timeball.log.writer import LogWriter
+from timeball.log.writer import Commit, Entry, LogWriter
 from timeball.model import limits
 from timeball.model.config import MIB
 from timeball.model.errors import InvalidDelay, OutOfRange, OverLimit, RequestError

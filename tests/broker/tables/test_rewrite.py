@@ -18,7 +18,7 @@ from tests.table.test_layout import order
 from timeball.broker.tables import rewrite as module
 from timeball.broker.tables.rewrite import FILES_MIN, SIZE_RATIO, choose, rewrite
 from timeball.model.limits import DAY_MS
-from timeball.schedule.holds import Holds
+from timeball.schedule.outcomes import Holds
 from timeball.table import layout
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from timeball.cluster.coordination.connect import coordinator_of
+from timeball.cluster.coordination.etcd import coordinator_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError

@@ -8,7 +8,7 @@ import msgspec
 
 from timeball.cluster.coordination.coordinator import NEVER_MS, Alone, Coordinator, Node
 from timeball.cluster.coordination.lease import HeldLease
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import ManualClock
 
 

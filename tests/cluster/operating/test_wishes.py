@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from timeball.cluster.coordination.coordinator import Asked, GroupView, Wish
-from timeball.cluster.operating.wishes import Step, next_step
+from timeball.cluster.operating.operations import Step, next_step
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.positions import Position
-from timeball.cluster.protocol.record import Record
-from timeball.cluster.protocol.replica import Lead, Log, Peer, Replica, Role, Rules
+from timeball.cluster.protocol.replica import Lead, Log, Peer, Record, Replica, Role, Rules
 
 RECORD = Record(3, "a/1", ("a/1", "b/1", "c/1"))
 END = Position(1, 192, 2)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.cluster.protocol.record import Record, majority, node_of
+from timeball.cluster.protocol.replica import Record, majority, node_of
 
 
 def test_a_record_is_json_and_comes_back() -> None:

@@ -15,9 +15,7 @@ from tests.bounds import BOUND_S
 from timeball.cluster.protocol.messages import Complete, File, Have, Message, Want
 from timeball.cluster.protocol.positions import BEGINNING
 from timeball.cluster.protocol.replica import Lead, Peer, Replica, Role, Rules, Source
-from timeball.cluster.transport.data_files import UNNAMED_MS, CommittedFiles, DataFiles
-from timeball.cluster.transport.incoming_file import SUFFIX
-from timeball.cluster.transport.outgoing_files import PIECE_BYTES
+from timeball.cluster.transport.data_files import PIECE_BYTES, SUFFIX, UNNAMED_MS, CommittedFiles, DataFiles
 from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import NotFound, NotLeader

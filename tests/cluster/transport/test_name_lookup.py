@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.bounds import BOUND_S
 
-from timeball.cluster.transport.name_lookup import NameLookup, Resolved
+from timeball.cluster.transport.connections import NameLookup, Resolved
 
 NAME = ("some.test", 7410)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import Certificate, certificate
 
-from timeball.cluster.transport.tls_channel import TlsChannel
+from timeball.cluster.transport.connections import TlsChannel
 from timeball.io.security import load_peer_tls
 from timeball.model.errors import PeerError, SetupError
 

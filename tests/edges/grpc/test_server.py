@@ -11,7 +11,7 @@ from tests.certificates import certificate
 from tests.edges.grpc.wire import Wire, consumer_settings, d, s
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
-from timeball.edges.grpc.server import REQUEST_BYTES_MAX
+from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
 from timeball.edges.http2.connection import HEADERS_BYTES_MAX
 from timeball.model.errors import SetupError
 

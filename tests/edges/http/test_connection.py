@@ -11,7 +11,7 @@ from tests.edges.http.client import Client
 from tests.edges.http.test_edge import connect
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http import connection as bounds
+from timeball.edges.http import edge as bounds
 
 
 def test_a_head_without_an_end_is_refused(node: RunningNode) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http.dashboard import PACKAGE, TYPES
+from timeball.edges.http.edge import PACKAGE, TYPES
 
 
 def ask(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.edges.http.problems import problem_of
+from timeball.edges.http.requests import problem_of
 from timeball.edges.shared.error_codes import Refused
 from timeball.model.errors import DiskFailed, OverLimit, Unauthorized
 

@@ -13,7 +13,7 @@ from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.edges.grpc.dispatch import SERVICE_NAME
-from timeball.edges.grpc.server import REQUEST_BYTES_MAX
+from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
 from timeball.edges.http2 import frames
 from timeball.edges.http2.exchange import Exchange
 from timeball.edges.http2.frames import Fault, GrpcStatus, frame

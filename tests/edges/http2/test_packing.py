@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from timeball.edges.http2.exchange import Unpackable, unpack
 from timeball.edges.http2.frames import GrpcStatus
-from timeball.edges.http2.packing import Unpackable, unpack
 
 BYTES_MAX = 1_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.edges.kafka.counts import Counts
+from timeball.edges.kafka.options import Counts
 
 
 def test_each_figure_is_explained() -> None:

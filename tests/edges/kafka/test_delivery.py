@@ -10,10 +10,8 @@ from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
-from timeball.edges.kafka.counts import Counts
-from timeball.edges.kafka.delivery import MARKS_S, STRANGE, Delivery
-from timeball.edges.kafka.options import BridgeOptions
-from timeball.edges.kafka.position import read_position
+from timeball.edges.kafka.delivery import MARKS_S, STRANGE, Delivery, read_position
+from timeball.edges.kafka.options import BridgeOptions, Counts
 from timeball.edges.kafka.waiting import WaitingQueue
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.model.errors import SetupError

@@ -15,9 +15,8 @@ from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.edges.kafka import intake
-from timeball.edges.kafka.counts import Counts
 from timeball.edges.kafka.intake import Intake, pieces
-from timeball.edges.kafka.options import BridgeOptions
+from timeball.edges.kafka.options import BridgeOptions, Counts
 from timeball.edges.kafka.records import Headers, Record, Waiting
 from timeball.edges.kafka.waiting import WaitingQueue
 from timeball.io.clock import SystemClock

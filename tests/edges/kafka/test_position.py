@@ -7,9 +7,9 @@ from confluent_kafka import Producer
 from tests.bounds import BOUND_S
 from tests.edges.kafka.conftest import SmallKafka
 
-from timeball.edges.kafka import position
+from timeball.edges.kafka import delivery
+from timeball.edges.kafka.delivery import KEY, make_topics, read_position
 from timeball.edges.kafka.options import BridgeOptions
-from timeball.edges.kafka.position import KEY, make_topics, read_position
 
 
 def test_the_last_committed_position_counts(
@@ -24,7 +24,7 @@ def test_the_last_committed_position_counts(
         producer.commit_transaction(BOUND_S)
     assert read_position(options) == 17
     # Of a topic with more behind it than one look reads, as aborted transactions leave: it looks further back.
-    monkeypatch.setattr(position, "BACK", 1)
+    monkeypatch.setattr(delivery, "BACK", 1)
     assert read_position(options) == 17
 
 

@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AclOperation
 
-from timeball.edges.kafka.topic_limits import KEPT_MS, TopicLimits
+from timeball.edges.kafka.delivery import KEPT_MS, TopicLimits
 from timeball.io.clock import ManualClock
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from timeball.edges.kafka.topics import Topics
+from timeball.edges.kafka.options import Topics
 from timeball.io.clock import ManualClock
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from timeball.edges.kafka.counts import Counts
+from timeball.edges.kafka.options import Counts
 from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
 from timeball.model.errors import SetupError
 

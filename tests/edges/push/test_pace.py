@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from timeball.edges.push.pace import FAILURES_MAX, PAUSE_MS_MAX, PAUSE_MS_MIN, Pace
+from timeball.edges.push.worker import FAILURES_MAX, PAUSE_MS_MAX, PAUSE_MS_MIN, Pace
 from timeball.io.clock import ManualClock
 
 

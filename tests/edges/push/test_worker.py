@@ -15,7 +15,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
-from timeball.edges.push import edge, pace, worker
+from timeball.edges.push import edge, worker
 
 
 def make_group(node: RunningNode, group: str, *, times_max: int = 16, delay_ms: int = 1, **more: Any) -> None:
@@ -191,13 +191,13 @@ def test_a_receiver_that_is_down_costs_few_attempts(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_group(node, "down", times_max=2)
-    monkeypatch.setattr(pace, "PAUSE_MS_MIN", 50)
-    monkeypatch.setattr(pace, "PAUSE_MS_MAX", 50)
+    monkeypatch.setattr(worker, "PAUSE_MS_MIN", 50)
+    monkeypatch.setattr(worker, "PAUSE_MS_MAX", 50)
     with receiver_of(lambda _: Reply(500)) as receiver:
         subscribe(client, "down", receiver, in_flight_max=4)
         bodies = send(client, "down", 200)
         eventually(lambda: shown(client, "down")["state"] == "failing", "it is seen to fail")
-        eventually(lambda: len(receiver.requests) >= pace.FAILURES_MAX + 5, "it is tried again")
+        eventually(lambda: len(receiver.requests) >= worker.FAILURES_MAX + 5, "it is tried again")
         tried = len(receiver.requests)
         assert tried <= 40 and dead(node, "down") <= tried / 3
         receiver.script = lambda _: Reply()
@@ -216,7 +216,7 @@ def test_without_a_circuit_all_attempts_would_be_used_up(
 ) -> None:
     """Control: the test above sees a push that tries on at full rate."""
     make_group(node, "burnt", times_max=2)
-    monkeypatch.setattr(pace, "FAILURES_MAX", 1_000_000)
+    monkeypatch.setattr(worker, "FAILURES_MAX", 1_000_000)
     with receiver_of(lambda _: Reply(500)) as receiver:
         subscribe(client, "burnt", receiver)
         send(client, "burnt", 50)

@@ -13,7 +13,7 @@ from tests.edges.remoting.wire import Wire, json_body
 from tests.loop_turns import LoopTurns
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.broker.registry.shares import GROUPS_AT_ONCE
+from timeball.broker.registry.rates import GROUPS_AT_ONCE
 from timeball.edges.remoting.calls import (
     Call,
     by_name,

@@ -18,7 +18,7 @@ from timeball.schedule.hour_log.pending import OPEN_MS, PendingFiles, close_far,
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 
 Pair = tuple[int, int]
 

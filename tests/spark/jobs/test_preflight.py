@@ -10,7 +10,7 @@ from tests.node_fixture import RunningNode
 
 from timeball.model.errors import SetupError
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs.preflight import check_table, reason_against
+from timeball.spark.jobs.bulk import check_table, reason_against
 
 
 def test_a_table_that_is_there_and_one_that_is_not(

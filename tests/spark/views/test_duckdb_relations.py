@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.views.duckdb_relations: several groups side by side in one session."""
+"""Tests of timeball.spark.views.duckdb_session: several groups side by side in one session."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from tests.spark.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.model.errors import NotFound, RequestError, SetupError
-from timeball.spark.views.duckdb_relations import united
-from timeball.spark.views.duckdb_session import SqlSession
+from timeball.spark.views.duckdb_session import SqlSession, united
 from timeball.spark.views.view_sql import VIEWS
 
 

@@ -17,9 +17,8 @@ from timeball.broker.registry.attach import AttachState
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.dead_letters import RepeatedDeadLetters, ResolvedDeadLetters
 from timeball.broker.registry.drains import Drains
-from timeball.broker.registry.epochs import PREFIX, EpochFacts
 from timeball.broker.registry.expired import ExpiredMessages
-from timeball.broker.registry.groups import Groups, RequestModes
+from timeball.broker.registry.groups import PREFIX, EpochFacts, Groups, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.leases import ReceiptSecret, SavedLeases
@@ -31,9 +30,9 @@ from timeball.broker.registry.source_positions import SourcePositions
 from timeball.broker.registry.topics import Topics
 from timeball.io.clock import SchedulerClock
 from timeball.io.files import Files
+from timeball.log.disk_thread import FileReplication
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.log.replication import FileReplication
 from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.config import Settings

@@ -40,7 +40,7 @@ from timeball.model.rules import check_idempotency_key
 _NOT_READ = build_rows(0)
 _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
-# Maps numbers of scheduled messages to their states, in the same order (revoking/sent_states.py).
+# Maps numbers of scheduled messages to their states, in the same order (revoking/look_ups.py).
 StatesOf = Callable[[Sequence[int]], Awaitable[list[SentState]]]
 
 

@@ -13,7 +13,7 @@ from timeball.broker.consuming.retry import dead_letter_topic
 from timeball.broker.consuming.subscriptions import Subscriptions
 from timeball.broker.policy import Policy
 from timeball.broker.registry.lease_counts import Counts, topic_of
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import GroupPage, GroupState, TopicState

@@ -3,14 +3,14 @@
 engine.py             the operations: receive, acknowledge, change the invisible time, dead letter, give back
 requests.py           requests, received messages, receipts, subscriptions
 selection.py          the positions that one request leases
-selected_rows.py      the rows of these positions, with the exact filter decision
+selection.py      the rows of these positions, with the exact filter decision
 leases.py             the leases of a group in a queue (in flight, returned, done), and all of these
 memory_leases.py      leases in memory
 redelivery.py         redelivery of messages whose leases in memory have ended
 log_leases.py         leases as promises in the log
 lease_promises.py     which version of a promise is the newest, and how concurrent answers to it are decided
 acknowledgements.py   acknowledgements of leases in the log
-lease_ends.py         the CANCEL rows that end leases in the log
+lease_promises.py         the CANCEL rows that end leases in the log
 lookup.py             the rows of these promises
 redelivery_rows.py    the rows that bring a message back to its group
 retry.py              retries that RocketMQ's clients request

@@ -16,11 +16,12 @@ import pyarrow as pa
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.ingress import Batcher, Begun, settle
-from timeball.broker.consuming.lease_ends import cancel_rows, few_cancel_rows
 from timeball.broker.consuming.lease_promises import (
     Versions,
+    cancel_rows,
     count_ended,
     decide,
+    few_cancel_rows,
     newest_versions,
     settle_leases,
 )

@@ -37,7 +37,7 @@ from timeball.broker.policy import Policy
 from timeball.broker.registry.dead_letters import Position, Run, joined, left_of
 from timeball.broker.registry.expired import Expiry
 from timeball.broker.registry.meta import Change, together
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.broker.registry.topic import Topic
 from timeball.model import limits
 from timeball.model.access import Caller, Verb

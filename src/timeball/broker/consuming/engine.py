@@ -41,8 +41,7 @@ from timeball.broker.consuming.requests import (
     ReceiveRequest,
     Subscription,
 )
-from timeball.broker.consuming.selected_rows import selected_rows
-from timeball.broker.consuming.selection import Selection, check, check_invisible
+from timeball.broker.consuming.selection import Selection, check, check_invisible, selected_rows
 from timeball.broker.consuming.subscriptions import ASKED_CHARACTERS_MAX, ASKED_MAX, Subscriptions
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.leases import Leases
 from timeball.broker.registry.lease_counts import State, topic_of
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.model.answers import GroupPlace, MessagePlace
 from timeball.model.message import (
     DLQ_PREFIX,

@@ -32,8 +32,13 @@ from timeball.broker.accepting.delivery import as_moves
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import lookup, redelivery_rows, retry
 from timeball.broker.consuming.acknowledgements import Acknowledgements
-from timeball.broker.consuming.lease_ends import cancel_rows
-from timeball.broker.consuming.lease_promises import count_ended, decide, newest_versions, settle_leases
+from timeball.broker.consuming.lease_promises import (
+    cancel_rows,
+    count_ended,
+    decide,
+    newest_versions,
+    settle_leases,
+)
 from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS, retry_topic
 from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest, Subscription

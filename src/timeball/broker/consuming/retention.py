@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from timeball.broker.accepting.components import Components
 from timeball.broker.registry.expired import Expiry
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.broker.registry.topic import Topic
 from timeball.log.queue_index import QueueIndex
 from timeball.log.segment import Segment

@@ -1,8 +1,9 @@
 """The broker of one group of a cluster. Operations by id, key or handle apply to all groups of the cluster.
 
 A producer's messages may be in any group, and its client may ask any node. So the node asks all groups at once, and its
-own group as a single broker does. It merges the answers into one (revoking/merged.py). A recall handle names its group,
-so only that group is asked. Sequence numbers belong to one log: operations by number apply to this group only.
+own group as a single broker does. It merges the answers into one (revoking/group_questions.py). A recall handle names
+its group, so only that group is asked. Sequence numbers belong to one log: operations by number apply to this group
+only.
 
 A group may be drained: its pending messages go to another group (draining.py). For these messages it answers `handed`,
 or `unavailable` while they are on their way. The group that has them answers the rest.
@@ -35,8 +36,9 @@ from timeball.broker.revoking.group_questions import (
     Refusal,
     RescheduleHere,
     RouteHere,
+    merge_places,
+    merge_verdicts,
 )
-from timeball.broker.revoking.merged import merge_places, merge_verdicts
 from timeball.broker.revoking.recall import SETTLED, RecallRefused, decode_handle
 from timeball.broker.revoking.sent_states import sent_states
 from timeball.broker.service import Broker

@@ -22,8 +22,7 @@ import numpy as np
 from timeball.broker.accepting.components import Components
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array
 from timeball.schedule.backlog import Bools
-from timeball.schedule.holds import Holds
-from timeball.schedule.outcomes import Settled
+from timeball.schedule.outcomes import Holds, Settled
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 

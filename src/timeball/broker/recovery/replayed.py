@@ -27,8 +27,7 @@ from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.model.message import NO_INSTANT_MS, Int64Array, Kind
 from timeball.schedule import locations
 from timeball.schedule.columns import GrowingColumns
-from timeball.schedule.holds import Holds
-from timeball.schedule.outcomes import ReleaseCursor, Settled
+from timeball.schedule.outcomes import Holds, ReleaseCursor, Settled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 

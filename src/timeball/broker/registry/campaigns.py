@@ -4,7 +4,7 @@
        \\__________________\\___________________\\__cancel--> cancelled
 
 A campaign is planned before its files are written. Its ranges of numbers are set in the frame that attaches the files.
-While it is paused, `held_from_ms` is the due time from which on its promises are held (schedule/holds.py). It is
+While it is paused, `held_from_ms` is the due time from which on its promises are held (schedule/outcomes.py). It is
 finished when all its due times have passed, which is computed and not stored. The rows contain the decisions. The
 outcome of each promise is in the log.
 """

@@ -215,3 +215,19 @@ class RequestModes:
         if key not in self._modes.values and len(self._modes.values) >= limits.GROUPS_MAX:
             raise OverLimit(f"the modes of {limits.GROUPS_MAX} groups are set")
         self._modes.put([(key, mode)])
+
+
+# The epoch of a replicated log: the first row that its leader writes (docs/cluster-protocol.md).
+
+PREFIX = "cluster"
+EPOCH_KEY = f"{PREFIX}/epoch"
+
+
+class EpochFacts(msgspec.Struct, frozen=True):
+    """The value of the META row that opens an epoch."""
+
+    # Grows with each change of leader. Every later frame has it in its header.
+    epoch: int
+    leader: str  # a replica: node and incarnation
+    # Only information for people and for the dump. Due times follow each leader's own clock, guarded against steps.
+    wall_ms: int  # by the leader's clock

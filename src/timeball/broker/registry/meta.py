@@ -16,7 +16,7 @@
     expired/<group>                    ExpiredFacts             expired.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
     source/<hash of caller and name>   SourceState              source_positions.py
-    cluster/epoch                      EpochFacts               epochs.py, written by the replica that leads
+    cluster/epoch                      EpochFacts               groups.py, written by the replica that leads
     drain/out                          DrainFacts               drains.py
     adopted/<group>                    AdoptedFacts             drains.py
     snapshot                           all of these at once     log/checkpoint.py

@@ -39,7 +39,7 @@ from timeball.schedule.delay_levels.levels import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_promises as table_rows
 from timeball.schedule.locations import KINDS, as_promises
 from timeball.schedule.moved import Moved
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 from timeball.table.key_index import TableKeys
 
 COLUMNS = [

@@ -23,7 +23,7 @@ from timeball.io.files import Files
 from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array
-from timeball.schedule.holds import Holds
+from timeball.schedule.outcomes import Holds
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry, Ranges, within
 from timeball.table.data_file import DataFile, DataFiles

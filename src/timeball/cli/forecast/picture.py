@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from timeball.cli.extras import PICTURE, not_installed
 from timeball.cli.forecast.options import THE_OTHERS
 from timeball.cli.forecast.report import Answer, show_version
+from timeball.cli.options import PICTURE, not_installed
 from timeball.model.errors import RequestError, SetupError
 from timeball.spark.views.consumer_model import FloatArray
 from timeball.spark.views.due_histogram import UNIT_S, Load, Unit, merge

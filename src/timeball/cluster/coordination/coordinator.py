@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
-from timeball.cluster.protocol.record import Record, node_of
+from timeball.cluster.protocol.replica import Record, node_of
 from timeball.monitoring.replica_figures import ReplicaFigures
 
 # A holder stops relying on its lease this long before etcd may end it, to allow for clock drift and for the travel time

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Node
-from timeball.cluster.protocol.record import node_of
+from timeball.cluster.protocol.replica import node_of
 from timeball.cluster.transport.connections import Address, parse_address
 from timeball.model.errors import SetupError, Unavailable
 

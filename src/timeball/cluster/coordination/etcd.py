@@ -14,9 +14,15 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from timeball.cluster.coordination import etcd_codec as codec
+from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.etcd_codec import BadAnswer
 from timeball.cluster.coordination.etcd_members import EtcdAccess, Members
+from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Comparison, Operation, Outcome
+from timeball.io.clock import Clock
+from timeball.io.files import read_secret
+from timeball.io.security import OTHERS, load_client_tls
+from timeball.model.config import Settings
 from timeball.model.errors import LeaseLost, SetupError
 
 WATCH_PAUSE_S = 0.2  # before a watch is opened again
@@ -127,3 +133,21 @@ class EtcdStore:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+
+# Creates the coordinator that the settings describe, for nodes and for commands.
+
+
+def coordinator_of(settings: Settings, clock: Clock) -> Coordinator:
+    """Create the coordinator for --cluster, --node and --etcd. Raises SetupError."""
+    endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
+    tls = None
+    if any(each.startswith("https") for each in endpoints):
+        tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
+    password = ""
+    if settings.etcd_user:
+        secret = read_secret(settings.etcd_password_file, "--etcd-password-file", forbidden_mode=OTHERS)
+        password = secret.decode().strip()
+    access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
+    store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
+    return KeyCoordinator(store, clock, cluster=settings.cluster, node=settings.node)

@@ -38,7 +38,7 @@ from timeball.cluster.coordination.store import (
     RevisionIs,
     Store,
 )
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 from timeball.monitoring.replica_figures import ReplicaFigures

@@ -21,7 +21,7 @@ import msgspec
 
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
 from timeball.cluster.coordination.directory import Directory
-from timeball.cluster.coordination.http_session import open_session, read_bounded
+from timeball.cluster.coordination.etcd_members import open_session, read_bounded
 from timeball.cluster.transport.connections import Address
 from timeball.io.clock import Clock
 from timeball.model.access import Caller

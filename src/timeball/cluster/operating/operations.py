@@ -1,7 +1,7 @@
 """The commands with which an operator changes a cluster.
 
 They only use the coordinator, so they run on any machine that reaches etcd. Changes of the set of replicas and
-hand-overs are made by the leader. A command asks the leader with a wish (wishes.py), and the record shows the
+hand-overs are made by the leader. A command asks the leader with a wish (operations.py), and the record shows the
 outcome. The wish is bound to a lease of the command, so an interrupted command withdraws its wish, unless the leader
 has carried it out already. The first record of a group and a forced record are written here.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from enum import StrEnum
 
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Lease, Node, Wish
 from timeball.cluster.operating.survey import survey
-from timeball.cluster.protocol.record import Record, node_of
+from timeball.cluster.protocol.replica import Record, Replica, Role, node_of
 from timeball.model.errors import Conflict, LeaseLost, NotFound, RequestError, Unavailable
 
 POLL_S = 1.0
@@ -276,3 +277,38 @@ def is_true(view: GroupView, wish: Wish) -> bool:
 
 def _nodes(replicas: Sequence[str]) -> str:
     return ", ".join(map(node_of, replicas))
+
+
+# The leader's reaction to a wish of its operators: another set of replicas, or a hand-over to another node.
+#
+# The wish is read together with the record, at every read until it is gone. The leader passes it to the protocol and
+# removes it when the record shows that it is fulfilled. The wish also disappears when the operator's command ends.
+
+
+class Step(StrEnum):
+    """The next action for a wish."""
+
+    NOTHING = "nothing"
+    SETTLE = "settle"  # remove the wish: it is fulfilled
+    WANT = "want"  # pass the wanted set to the protocol
+    FORGET = "forget"  # the wish is gone: the protocol is to drop the wanted set
+    HAND_OVER = "hand over"  # begin the hand-over
+
+
+def next_step(view: GroupView, state: Replica) -> Step:
+    """Choose the action for the group's wish on a replica in this state."""
+    lead, record = state.lead, view.record
+    if lead is None or state.role is not Role.LEADER or record is None:
+        return Step.NOTHING
+    if view.asked is None:
+        return Step.FORGET if lead.wanted else Step.NOTHING
+    wish = view.asked.wish
+    if wish.replicas:
+        return Step.SETTLE if set(record.replicas) == set(wish.replicas) else Step.WANT
+    if wish.hand_over_to == state.rules.node:
+        return Step.SETTLE
+    peer = lead.peers.get(wish.hand_over_to)
+    # The node was sent everything and lacks at most the commit in flight, so the hand-over stops sends only briefly.
+    is_ready = peer is not None and peer.acked is not None and peer.sent == state.log.end
+    is_in = wish.hand_over_to in map(node_of, record.replicas)
+    return Step.HAND_OVER if is_ready and is_in else Step.NOTHING

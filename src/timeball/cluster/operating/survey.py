@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Node
-from timeball.cluster.protocol.record import majority, node_of
+from timeball.cluster.protocol.replica import majority, node_of
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 

@@ -14,7 +14,7 @@ import msgspec
 
 from timeball.cluster.protocol.messages import Begin, Message
 from timeball.cluster.protocol.positions import Position
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 
 
 class Effect(msgspec.Struct, frozen=True):

@@ -33,8 +33,7 @@ from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.leading import meet
 from timeball.cluster.protocol.messages import Begin, Bytes, Fetch, Hello, Promise
 from timeball.cluster.protocol.positions import BEGINNING, Ends, continuing, knowledge
-from timeball.cluster.protocol.record import Record, majority, node_of
-from timeball.cluster.protocol.replica import Lead, Replica, Role, Seal
+from timeball.cluster.protocol.replica import Lead, Record, Replica, Role, Seal, majority, node_of
 
 
 def see(state: Replica, event: Seen) -> Step:

@@ -9,7 +9,7 @@ import msgspec
 
 from timeball.cluster.protocol.messages import Begin, Message
 from timeball.cluster.protocol.positions import Position
-from timeball.cluster.protocol.record import Record
+from timeball.cluster.protocol.replica import Record
 
 
 class Event(msgspec.Struct, frozen=True):

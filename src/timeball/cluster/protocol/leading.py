@@ -34,8 +34,7 @@ from timeball.cluster.protocol.events import Appended, Shipped
 from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.messages import Ack, Complete, Cut, Data, Ping, Pong, Promise
 from timeball.cluster.protocol.positions import BEGINNING, Position, continuing, extend
-from timeball.cluster.protocol.record import majority, node_of
-from timeball.cluster.protocol.replica import Lead, Log, Peer, Replica, Role
+from timeball.cluster.protocol.replica import Lead, Log, Peer, Replica, Role, majority, node_of
 
 # Longest round trip of a PING whose PONG counts. The measured offset of the clock is wrong by at most half of it.
 QUICK_MS = 200

@@ -16,6 +16,7 @@ next message cannot be found after a bad one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from struct import Struct
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -100,7 +101,7 @@ class OfFrames(Message, frozen=True):
 
     @classmethod
     def fields_of(cls, payload: bytes) -> dict[str, object]:
-        """Take the payload as frames, unchecked (frames.py checks them)."""
+        """Take the payload as frames, unchecked (following.py checks them)."""
         return {"frames": payload}
 
 
@@ -377,3 +378,43 @@ def _text(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise PeerError("a path that is not UTF-8") from error
+
+
+# Decoder of the byte stream of one connection into messages.
+
+
+class Receiver:
+    """Converts the bytes of one connection into messages. It buffers at most one incomplete message."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._header: Header | None = None  # of the message whose payload has not arrived completely
+
+    def receive(self, data: bytes | memoryview) -> Iterator[Message]:
+        """Take bytes from the socket and yield the messages that are complete now. Raises PeerError.
+
+        The caller may overwrite `data` once the iterator is exhausted.
+        """
+        # The buffer is nearly always empty. Then each payload is copied only once, out of `data`.
+        held, place = self._buffer, 0
+        if held:
+            held += data
+        with memoryview(held or data) as view:
+            while True:
+                if self._header is None:
+                    if len(view) - place < HEADER.size:
+                        break
+                    # Check the header before its payload has arrived: a bad length must not make the buffer grow.
+                    self._header = read_header(view[place : place + HEADER.size])
+                    place += HEADER.size
+                header = self._header
+                if len(view) - place < header.length:
+                    break
+                payload = bytes(view[place : place + header.length])
+                place += header.length
+                self._header = None
+                yield read_message(header, payload)
+        if held:
+            del held[:place]
+        else:
+            held += data[place:]

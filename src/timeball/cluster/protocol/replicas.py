@@ -18,8 +18,7 @@ from timeball.cluster.protocol.effects import Effect, Hold, Holder, Propose
 from timeball.cluster.protocol.events import Proposed, ReplicasWanted, Seen
 from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.leading import reached, stop
-from timeball.cluster.protocol.record import node_of
-from timeball.cluster.protocol.replica import Lead, Replica, Role
+from timeball.cluster.protocol.replica import Lead, Replica, Role, node_of
 
 
 def want(state: Replica, event: ReplicasWanted) -> Step:

@@ -20,13 +20,68 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from timeball.cluster.protocol.messages import Hello, Message, encode
-from timeball.cluster.protocol.receiver import Receiver
-from timeball.cluster.transport.name_lookup import NameLookup
-from timeball.cluster.transport.tls_channel import TlsChannel
+from timeball.cluster.protocol.messages import Hello, Message, Receiver, encode
 from timeball.model.errors import PeerError, SetupError
+
+# TLS without a socket and without I/O: converts between plain and encrypted bytes. connections.py reads and writes.
+#
+# Both sides present a certificate of the cluster's own authority, so a stranger cannot even send a HELLO.
+
+
+class TlsChannel:
+    """One side of one connection."""
+
+    def __init__(self, context: ssl.SSLContext, host: str | None) -> None:
+        """Begin as a client of `host`, or as the server when `host` is None."""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=host is None, server_hostname=host
+        )
+        self.is_open = False
+        self._plain: list[bytes | memoryview] = []  # to be sent when the handshake is done
+
+    def receive(self, data: bytes | memoryview) -> bytes:
+        """Decrypt bytes from the socket. Raises PeerError."""
+        self._incoming.write(data)
+        found = bytearray()
+        try:
+            self.begin()
+            while self.is_open and (part := self._tls.read(READ_BYTES)):
+                found += part
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise PeerError(f"TLS: {error.reason or error}") from error
+        return bytes(found)
+
+    def begin(self) -> None:
+        """Continue the handshake as far as the bytes received so far allow. Raises PeerError."""
+        if self.is_open:
+            return
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLError as error:
+            raise PeerError(f"TLS: {error.reason or error}") from error
+        self.is_open = True
+        for part in self._plain:
+            self._tls.write(part)
+        self._plain.clear()
+
+    def send(self, plain: bytes | memoryview) -> None:
+        """Encrypt bytes for sending. Bytes before the end of the handshake are kept until then."""
+        if self.is_open:
+            self._tls.write(plain)
+        else:
+            self._plain.append(plain)
+
+    def outgoing(self) -> bytes:
+        """Take the encrypted bytes that are to be written to the socket. Empty when there are none."""
+        return self._outgoing.read()
+
 
 logger = logging.getLogger(__name__)
 
@@ -387,3 +442,61 @@ def _configure(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+# Look-up of host names in separate threads, because a slow name server must not delay a commit.
+
+
+class Resolved(NamedTuple):
+    """The arguments for creating a socket, and the address to which it connects."""
+
+    family: int
+    kind: int
+    number: int
+    where: Any
+
+
+class NameLookup:
+    """Looks up host names. Belongs to one thread.
+
+    Each look-up runs in a daemon thread, at most one per address at a time.
+    """
+
+    def __init__(self, when_done: Callable[[], None]) -> None:
+        """Call `when_done`, in another thread, when a look-up has ended."""
+        self._when_done = when_done
+        self._answers: dict[tuple[str, int], Resolved | OSError | None] = {}  # None: the look-up runs
+
+    def resolve(self, address: tuple[str, int]) -> Resolved | None:
+        """Resolve an address, or return None while the look-up runs: then call again. Raises OSError.
+
+        A result is returned once and then forgotten, because the name may move to another machine.
+        """
+        try:
+            return _look_up(address, socket.AI_NUMERICHOST)
+        except OSError:
+            pass  # not a numeric address: look the name up
+        if address not in self._answers:
+            self._answers[address] = None
+            threading.Thread(target=self._run, args=(address,), name="name look-up", daemon=True).start()
+        answer = self._answers[address]
+        if answer is None:
+            return None
+        del self._answers[address]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def _run(self, address: tuple[str, int]) -> None:
+        answer: Resolved | OSError
+        try:
+            answer = _look_up(address)
+        except OSError as error:
+            answer = error
+        self._answers[address] = answer
+        self._when_done()
+
+
+def _look_up(address: tuple[str, int], flags: int = 0) -> Resolved:
+    family, kind, number, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=flags)[0]
+    return Resolved(family, kind, number, where)

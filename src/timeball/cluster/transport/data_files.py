@@ -10,28 +10,30 @@ one (WANT), one file at a time.
                have left the table, and segments that the leader may have deleted
     new leader asks for its missing files before its broker is built (`complete`)
 
-A replica confirms a file only when its checksum was right and its name is on the disk (incoming_file.py).
+A replica confirms a file only when its checksum was right and its name is on the disk (data_files.py).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
+import google_crc32c
+import pyarrow as pa
+
+from timeball.cluster.protocol.leading import have_enough
 from timeball.cluster.protocol.messages import Complete, File, Have, Message, Want
-from timeball.cluster.protocol.replica import Replica, Role
-from timeball.cluster.transport.incoming_file import IncomingFile, sweep
-from timeball.cluster.transport.outgoing_files import OutgoingFiles
-from timeball.cluster.transport.shipment import Shipment
+from timeball.cluster.protocol.replica import Replica, Role, node_of
 from timeball.io.clock import Clock
-from timeball.io.files import Files
+from timeball.io.files import Files, no_room_to_sync
 from timeball.model import limits
-from timeball.model.errors import NotLeader, OverLimit, PeerError, TimeballError
+from timeball.model.errors import NotFound, NotLeader, OverLimit, PeerError, TimeballError
 from timeball.table import live_files
 from timeball.table.attachment import PATH, FileEntry
 from timeball.table.layout import FOLDER
@@ -142,7 +144,7 @@ class DataFiles:
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def ship(self, paths: Sequence[str]) -> Future[None]:
-        """Send data files to the other replicas (see FileReplication in log/replication.py)."""
+        """Send data files to the other replicas (see FileReplication in log/disk_thread.py)."""
         future: Future[None] = Future()
         self._calls.put(partial(self._ship, list(paths), future))
         return future
@@ -387,3 +389,190 @@ class DataFiles:
         if self._asked is not None and self._asked.incoming is not None:
             self._asked.incoming.drop()
         self._asked = None
+
+
+# A data file that arrives from another replica, piece by piece.
+#
+# The pieces are written to a file with a temporary name. It is renamed when it is complete, its checksum is right, and
+# it is synced. So a file with its final name is always whole. An incomplete file keeps its temporary name and is
+# removed at the next start.
+
+SUFFIX = ".incoming"
+# Sync in steps of this size: one sync of hundreds of megabytes would delay the log's syncs on the same disk.
+SYNC_BYTES = 8 << 20
+
+
+class IncomingFile:
+    """One file being received. Blocking. Belongs to one thread."""
+
+    def __init__(self, files: Files, path: str, size_bytes: int, crc32c: int) -> None:
+        """Create the temporary file. `path` is relative to the table."""
+        self.path, self.size_bytes, self.crc32c = path, size_bytes, crc32c
+        self._files, self._name = files, f"{FOLDER}/{path}"
+        self._folder, _, last = self._name.rpartition("/")
+        # Delta Lake tools ignore files whose name begins with '_'.
+        self._temporary = f"{self._folder}/_{last}{SUFFIX}"
+        files.make_dir(self._folder)
+        self._file = files.create(self._temporary)
+        self.received_bytes = self._synced_bytes = 0
+        self._crc = 0
+
+    def add(self, position: int, crc32c: int, chunk: bytes) -> bool:
+        """Write a piece. Return True when the file has its final name, durably. Raises PeerError for a wrong piece."""
+        end = position + len(chunk)
+        if (position, crc32c) != (self.received_bytes, self.crc32c) or not chunk or end > self.size_bytes:
+            raise PeerError(
+                f"{self.path}: a piece of {len(chunk)} bytes at {position}; expected one at {self.received_bytes}"
+            )
+        self._file.write_at(position, chunk)
+        self._crc, self.received_bytes = google_crc32c.extend(self._crc, chunk), end
+        if end < self.size_bytes:
+            if end - self._synced_bytes >= SYNC_BYTES:
+                self._sync()
+                self._synced_bytes = end
+            return False
+        if self._crc != self.crc32c:
+            raise PeerError(f"{self.path}: CRC-32C {self._crc:#010x}, expected {self.crc32c:#010x}")
+        self._sync()
+        self._file.close()
+        self._files.rename(self._temporary, self._name)
+        self._files.sync_dir(self._folder)
+        return True
+
+    def _sync(self) -> None:
+        with no_room_to_sync(f"receiving {self.path}"):
+            self._file.sync()
+
+    def drop(self) -> None:
+        """Remove the temporary file."""
+        self._file.close()
+        self._files.remove(self._temporary)
+
+
+def sweep(files: Files) -> list[str]:
+    """Remove incomplete files of an earlier run, and return the paths of all data files.
+
+    The folders are synced before the return, because the names given by a killed process may be only in the page
+    cache.
+    """
+    found: list[str] = []
+    for bucket in files.list_dir(FOLDER):
+        if not bucket.startswith("bucket="):
+            continue
+        for name in files.list_dir(f"{FOLDER}/{bucket}"):
+            if name.endswith(SUFFIX):
+                files.remove(f"{FOLDER}/{bucket}/{name}")
+            else:
+                found.append(f"{bucket}/{name}")
+        files.sync_dir(f"{FOLDER}/{bucket}")
+    return found
+
+
+# Data files to be sent: pieces of memory-mapped files, and the checksum of each whole file.
+
+PIECE_BYTES = 256 << 10  # a commit may wait for one piece to be sent, which takes 2 ms at 1 Gbit/s
+MAPPED_MAX = 16  # files that stay mapped
+DESCRIBED_MAX = 2 * limits.ATTACH_FILES_MAX  # checksums that are kept: enough for two of the largest attaches
+CRC_STEP_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+class OutgoingFiles:
+    """Reads the files of one replica. Blocking. Belongs to one thread."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._mapped: dict[str, pa.Buffer] = {}
+        self._described: dict[str, tuple[int, int]] = {}  # path -> size, CRC-32C
+
+    def describe(self, path: str) -> tuple[int, int]:
+        """Return a file's size and the CRC-32C of the whole file. Raises NotFound."""
+        if path not in self._described:
+            content, crc = self._map(path), 0
+            # Compute in steps, so that other threads run in between.
+            for begin in range(0, content.size, CRC_STEP_BYTES):
+                crc = google_crc32c.extend(crc, bytes(content[begin : begin + CRC_STEP_BYTES]))
+            self._described[path] = content.size, crc
+            _shorten(self._described, DESCRIBED_MAX)
+        return self._described[path]
+
+    def piece(self, want: Want) -> File:
+        """Read the piece that was requested. The size is 0 when the file is not on this disk."""
+        try:
+            size_bytes, crc32c = self.describe(want.path)
+            content = self._map(want.path)
+        except NotFound:
+            return File(want.epoch, want.position, 0, want.path, 0, b"")
+        chunk = bytes(content[want.position : want.position + PIECE_BYTES])
+        return File(want.epoch, want.position, size_bytes, want.path, crc32c, chunk)
+
+    def _map(self, path: str) -> pa.Buffer:
+        if path not in self._mapped:
+            self._mapped[path] = self._files.map_readonly(f"{FOLDER}/{path}")
+            _shorten(self._mapped, MAPPED_MAX)
+        return self._mapped[path]
+
+
+def _shorten(kept: dict[str, T], count_max: int) -> None:
+    """Remove the oldest entries until at most `count_max` are left."""
+    while len(kept) > count_max:
+        del kept[next(iter(kept))]
+
+
+# Data files on their way from a leader to other replicas: the informed nodes, and the replicas that have each file.
+#
+# A replica counts for a file only while the connection lasts on which it has confirmed the file. The next connection
+# may come from another disk, which is informed of the files again. That disk is another replica (another incarnation),
+# and a late confirmation of the old one does not count for it.
+
+
+class Shipment:
+    """The files of one attach. Belongs to one thread, but any thread may wait for `done`."""
+
+    def __init__(self, sizes: dict[str, int], done: Future[None]) -> None:
+        """Begin with sizes in bytes by path. `done` is set when enough replicas have all files."""
+        self.sizes, self.done = sizes, done
+        self._told: set[str] = set()  # nodes
+        self._having: dict[str, set[str]] = defaultdict(set)  # path -> replicas
+        self._open = set(sizes)  # files that too few replicas have
+
+    def nodes_to_tell(self, state: Replica) -> list[str]:
+        """List the connected nodes that have not been informed of the files, and count them as informed from now on."""
+        peers = state.lead.peers if state.lead else {}
+        found = [node for node, peer in peers.items() if peer.acked is not None and node not in self._told]
+        self._told.update(found)
+        return found
+
+    def has(self, state: Replica, replica: str, path: str, size_bytes: int) -> None:
+        """Count a replica (node and incarnation) for a file, if the size is right."""
+        if self.sizes.get(path) != size_bytes:
+            return
+        self._having[path].add(replica)
+        if state.lead and have_enough(state, self._having[path]):
+            self._open.discard(path)
+        self._end_if_done()
+
+    def lose(self, node: str) -> None:
+        """Stop counting a node whose connection has ended. It is informed again when it is back."""
+        self._told.discard(node)
+        for replicas in self._having.values():
+            replicas -= {replica for replica in replicas if node_of(replica) == node}
+        self._open = set(self.sizes)
+
+    def look(self, state: Replica) -> None:
+        """Count again, because the set of replicas may have changed. Fail when this node leads no more."""
+        if state.role is not Role.LEADER or state.lead is None:
+            self.fail(NotLeader("this node leads no more; ask again, another one answers soon"))
+            return
+        self._open = {path for path in self._open if not have_enough(state, self._having[path])}
+        self._end_if_done()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def _end_if_done(self) -> None:
+        if not self._open and not self.done.done():
+            self.done.set_result(None)

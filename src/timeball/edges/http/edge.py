@@ -8,24 +8,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any, cast
 
 import uvicorn
 from starlette.routing import BaseRoute, Route, Router
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
-from timeball.edges.http.connection import BoundedHttp
-from timeball.edges.http.dashboard import Dashboard
 from timeball.edges.http.foreign_pages import ForeignPages
 from timeball.edges.http.handlers.operators import Status
 from timeball.edges.http.handlers.routes import routes as routes_of
 from timeball.edges.http.openapi import document, parameters_of
-from timeball.edges.http.problems import Answer
+from timeball.edges.http.problems import Answer, problem
 from timeball.edges.http.recovering import BACKLOG, listen
 from timeball.edges.http.requests import Call, Endpoint, Handler, Room, not_found
 from timeball.edges.shared.first_byte import FirstByteServer
+from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS, protocol_of
 from timeball.io.security import OPEN, Security
 from timeball.monitoring.metrics import Metrics
 
@@ -149,3 +151,203 @@ class HttpEdge:
         if self._document is None:
             self._document = document()
         return Answer(200, self._document)
+
+
+# One HTTP connection: uvicorn's protocol, with limits for a request's head, and each answer in one write.
+#
+# uvicorn limits neither the bytes of a head nor the time that a client may take for it. It also writes the head and the
+# body of an answer separately, which costs two system calls and two TCP segments.
+
+_BEGIN_BYTES = 64  # enough of a head to recognize another protocol
+HEAD_BYTES_MAX = 32 * 1024
+LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when its connection is closed
+HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
+
+
+class JoinedWrites(asyncio.Transport):
+    """A transport that joins the writes of one turn of the event loop into one write."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []  # if it is not empty, a flush is scheduled
+
+    def write(self, data: Any) -> None:
+        """Add `data` to the write at the end of this turn of the loop."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Write the remaining bytes, then close."""
+        self._flush()
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            # The transport closes after the last byte is written. A client that does not read would keep it open for
+            # ever.
+            self._loop.call_later(LAST_BYTES_S, self._transport.abort)
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """True while the transport closes, and when it is closed."""
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return information about the socket, as asyncio's transports do."""
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        """Stop reading until `resume_reading`."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        self._transport.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Deliver the bytes that are read to another protocol."""
+        self._transport.set_protocol(protocol)
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol for one connection, with limits for a request's head."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_bytes = 0
+        # the first bytes of a head, which identify the protocol of a client that uses another one
+        self._begin = b""
+        self._deadline: asyncio.TimerHandle | None = None  # of the head that is being received
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit for the first head."""
+        super().connection_made(JoinedWrites(transport, self.loop))
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the time limit."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count the bytes of an incomplete head."""
+        if self._deadline is not None:
+            if not self._head_bytes:
+                self._begin = data[:_BEGIN_BYTES]
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if (
+            self._deadline is not None
+            and self._head_bytes > HEAD_BYTES_MAX
+            and not self.transport.is_closing()
+        ):
+            self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is not HTTP/1. If it is of another protocol, log the name of that protocol."""
+        if protocol_of(self._begin) != "HTTP/1":
+            peer = self.client[0] if self.client else ""
+            WRONG_PROTOCOLS.note("http", self._begin, peer, self.loop.time())
+        super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """Start the time limit for the rest of a head."""
+        super().on_message_begin()
+        if self._deadline is None:
+            self._wait()
+
+    def on_headers_complete(self) -> None:
+        """Hand the request on. Its body has separate limits."""
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def _wait(self) -> None:
+        self._head_bytes = 0
+        self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+# Serves the dashboard's files below /dashboard/. Redirects browsers: `/` to it, and `/docs` to the API's pages.
+#
+# The files contain no data, so they need no account. The requests that they make do. Each file is read from the
+# installed package when it is first requested, by a name that cannot lead out of the package's folder.
+
+PACKAGE = "timeball.dashboard"  # named and not imported, because it contains data and no code
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+# Nothing from other hosts, and nothing inline: HTML that a message brings into the page can neither run nor send
+# anything.
+SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+)
+HEADERS = (
+    (b"content-security-policy", SECURITY_POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+)
+_NAME = re.compile(r"(?:[a-z_]+/)?[a-z_]+\.(html|css|js|svg)")
+
+
+class Dashboard:
+    """The paths of the dashboard. Each file is read once."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Answer] = {}  # by file name
+        self.open_paths: dict[str, dict[str, Handler]] = {
+            "/": {"GET": self._front},
+            "/dashboard": {"GET": self._redirect},
+            "/docs": {"GET": self._redirect_to_reference},
+            "/dashboard/{file:path}": {"GET": self._file},
+        }
+
+    async def _front(self, call: Call) -> Answer:
+        if "text/html" in call.headers.get("accept", ""):
+            return await self._redirect(call)
+        return problem(
+            404, "not_found", "no path '/'; GET /openapi.json has them all, and browsers have /dashboard/"
+        )
+
+    async def _redirect(self, call: Call) -> Answer:
+        return _redirection(b"dashboard/")
+
+    async def _redirect_to_reference(self, call: Call) -> Answer:
+        return _redirection(b"dashboard/reference.html")
+
+    async def _file(self, call: Call) -> Answer:
+        name = call.path["file"] or "index.html"
+        if name not in self._read:
+            matched = _NAME.fullmatch(name)
+            data = await asyncio.to_thread(_bytes_of, name) if matched else None
+            if matched is None or data is None:
+                return problem(404, "not_found", f"the dashboard has no file {name[:100]!r}")
+            self._read[name] = Answer(200, data, HEADERS, TYPES[matched[1]])
+        return self._read[name]
+
+
+def _redirection(location: bytes) -> Answer:
+    # The location is relative, so that it also works behind a proxy that adds a prefix.
+    return Answer(307, b"", ((b"location", location),), TYPES["html"])
+
+
+def _bytes_of(name: str) -> bytes | None:
+    try:
+        return files(PACKAGE).joinpath(*name.split("/")).read_bytes()
+    except OSError:
+        return None

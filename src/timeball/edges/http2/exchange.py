@@ -13,6 +13,7 @@ It runs as a task if its edge returns a coroutine.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -29,7 +30,6 @@ from timeball.edges.http2.frames import (
     frame,
     trailers,
 )
-from timeball.edges.http2.packing import Unpackable, unpack
 from timeball.edges.http2.streams import WINDOW_BYTES, Stream, Streams
 
 WAITING_MAX = 4_096  # calls that wait for room. Each holds the bytes of its first window
@@ -386,3 +386,39 @@ class Exchange(Stream):
             self._room.received.withdraw(self.call.peer, self._granted)
         self._room.received.remove(self.call.peer, self._counted_bytes)
         self._asked_bytes = self._counted_bytes = 0
+
+
+# Unpack gRPC's compressed messages, each as a whole and within the maximum size of a request.
+#
+# A message that cannot be unpacked breaks no rule of HTTP/2. Its call ends with a status that contains the reason.
+
+# The `wbits` argument of zlib: for a gzip stream, and for zlib's own format.
+PACKINGS = {"gzip": 31, "deflate": 15}
+
+
+class Unpackable(Exception):
+    """The message cannot be unpacked. The call ends with this status."""
+
+    def __init__(self, status: GrpcStatus, text: str) -> None:
+        super().__init__(text)
+        self.status, self.text = status, text
+
+
+def unpack(data: bytes, packing: str, bytes_max: int) -> bytes:
+    """Unpack a message that was compressed with `packing`. Raises Unpackable."""
+    form = PACKINGS.get(packing)
+    if form is None:
+        known = ", ".join(PACKINGS)
+        raise Unpackable(GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {packing[:40]!r}: {known} or identity")
+    unpacking = zlib.decompressobj(form)
+    try:
+        found = unpacking.decompress(data, bytes_max + 1)
+    except zlib.error as error:
+        raise Unpackable(
+            GrpcStatus.INTERNAL, f"the request is not compressed with {packing}: {error}"
+        ) from error
+    if len(found) > bytes_max:
+        raise Unpackable(GrpcStatus.RESOURCE_EXHAUSTED, f"a request unpacks to more than {bytes_max} bytes")
+    if not unpacking.eof:
+        raise Unpackable(GrpcStatus.INTERNAL, f"the request ends within its {packing} stream")
+    return found

@@ -11,10 +11,9 @@ from confluent_kafka import KafkaException
 
 from timeball.client.calls import Calls
 from timeball.client.source import Source
-from timeball.edges.kafka.counts import Counts
 from timeball.edges.kafka.delivery import Delivery
 from timeball.edges.kafka.intake import Intake
-from timeball.edges.kafka.options import BridgeOptions
+from timeball.edges.kafka.options import BridgeOptions, Counts
 from timeball.edges.kafka.waiting import WaitingQueue
 from timeball.io.clock import Clock
 from timeball.model.errors import Conflict, OverLimit, StorageError, Unavailable

@@ -27,24 +27,117 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import pyarrow as pa
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
+from confluent_kafka.cimpl import NewTopic
 
 from timeball.edges.kafka import records
-from timeball.edges.kafka.counts import Counts
-from timeball.edges.kafka.options import BridgeOptions
-from timeball.edges.kafka.position import KEY, Position, make_topics, read_position
+from timeball.edges.kafka.options import BridgeOptions, Counts, Topics
 from timeball.edges.kafka.records import Envelope, Headers, Place, Rules
-from timeball.edges.kafka.topic_limits import TopicLimits
-from timeball.edges.kafka.topics import Topics
 from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
 from timeball.edges.kafka.waiting import WaitingQueue
 from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
+
+# Kafka's limits for writes to a topic, which the bridge asks for before it writes a record.
+#
+# A record that Kafka refuses ends its whole transaction, and costs a new producer. So the bridge does not write a
+# record that is certain to be refused, because its topic may not be written or its bytes exceed the topic's limit. If
+# Kafka does not report the limits (an old version, or no permission to ask), the record is tried.
+
+KEPT_MS = 10_000  # after this time a limit is asked for again
+WAIT_S = 0.5  # no message is delivered meanwhile
+SIZE = "max.message.bytes"
+
+
+class Limit(NamedTuple):
+    """The limits of one topic. `size_bytes` limits a record batch. None if Kafka did not report it."""
+
+    may_write: bool = True
+    size_bytes: int | None = None
+
+
+class TopicLimits:
+    """Stores the limits of topics, and renews them every few seconds. Belongs to one thread."""
+
+    def __init__(self, admin: AdminClient, clock: Clock, *, is_compressed: bool) -> None:
+        self._admin, self._clock, self._is_compressed = admin, clock, is_compressed
+        self._known: dict[str, Limit] = {}
+        # by topic: when its limits are asked for again, by the boot clock
+        self._until_ms: dict[str, int] = {}
+        self._is_answered = True  # False after a request without an answer in time, until the next answer
+
+    def refusal(self, topic: str, size_bytes: int) -> str | None:
+        """Find the reason for which Kafka would refuse a record of this size. None if Kafka may accept it.
+
+        Call `look` before, which asks for the limits.
+        """
+        limit = self._known.get(topic, Limit())
+        if not limit.may_write:
+            return "Kafka: the bridge may not write to this topic"
+        # `size_bytes` only counts key, value and headers. A record batch has a few more bytes, and a compressed one
+        # fewer.
+        if limit.size_bytes is not None and size_bytes > limit.size_bytes and not self._is_compressed:
+            return f"Kafka: {size_bytes} bytes; the topic takes at most {limit.size_bytes} ({SIZE})"
+        return None
+
+    def look(self, topics: Iterable[str]) -> None:
+        """Ask Kafka for the limits of those topics whose limits are unknown or too old.
+
+        Waits up to WAIT_S for the answers. A later answer counts from then on. After a request without an answer,
+        further requests do not wait.
+        """
+        now_ms = self._clock.boot_ms()
+        wanted = {topic for topic in topics if self._until_ms.get(topic, 0) <= now_ms}
+        if not wanted:
+            return
+        self._until_ms |= dict.fromkeys(wanted, now_ms + KEPT_MS)
+        asked = [*self._ask_operations(wanted), *self._ask_sizes(wanted)]
+        if self._is_answered:
+            self._is_answered = not wait(asked, timeout=WAIT_S).not_done
+
+    def _ask_operations(self, topics: Collection[str]) -> Iterator[Future[Any]]:
+        asked = self._admin.describe_topics(
+            TopicCollection(list(topics)), include_authorized_operations=True, request_timeout=TIMEOUT_S
+        )
+        for topic, answer in asked.items():
+            answer.add_done_callback(partial(self._note_operations, topic))
+            yield answer
+
+    def _ask_sizes(self, topics: Collection[str]) -> Iterator[Future[Any]]:
+        wanted = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
+        for resource, answer in self._admin.describe_configs(wanted, request_timeout=TIMEOUT_S).items():
+            answer.add_done_callback(partial(self._note_size, resource.name))
+            yield answer
+
+    # Threads of Kafka's client call these. Each call replaces one entry, so a reader sees the old entry or the new one.
+
+    def _note_operations(self, topic: str, answer: Future[Any]) -> None:
+        self._is_answered = True
+        if answer.exception() is None and (allowed := answer.result().authorized_operations):
+            may_write = AclOperation.WRITE in allowed or AclOperation.ALL in allowed
+            self._known[topic] = self._known.get(topic, Limit())._replace(may_write=may_write)
+
+    def _note_size(self, topic: str, answer: Future[Any]) -> None:
+        self._is_answered = True
+        if answer.exception() is None and (found := answer.result().get(SIZE)) is not None:
+            self._known[topic] = self._known.get(topic, Limit())._replace(size_bytes=int(found.value))
+
 
 logger = logging.getLogger(__name__)
 
@@ -460,3 +553,84 @@ class Delivery:
             return Place.of(one.id)
         except ValueError:
             return Place(self._queue.topic, 0, self._offset)
+
+
+# The position of a bridge: the next offset of Timeball's queue, stored as a record in Kafka.
+#
+# It is the last record of each transaction, in a separate topic of the bridge. So records and position are committed or
+# aborted together. A transaction could also commit the offset of a consumer group. But Kafka forgets that offset when
+# the group has committed none for a week (`offsets.retention.minutes`), and a compacted topic keeps the last record of
+# a key.
+
+TIMEOUT_S = 10.0
+KEY = b"position"
+# The last position is at the end, except for aborted transactions and the markers at the ends of transactions.
+BACK, BACK_MORE = 1_000, 16
+CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(16 * 1024 * 1024)}
+
+
+class Position(msgspec.Struct, frozen=True):
+    """The next offset of Timeball's queue to deliver."""
+
+    offset: int
+
+
+def make_topics(options: BridgeOptions, has: dict[str, int]) -> None:
+    """Create the bridge's own topics that are missing: for its position, and for dead letters. Raises SetupError."""
+    wanted = {options.position_topic: CONFIG, options.dead: {}}
+    missing = [NewTopic(name, 1, -1, config=config) for name, config in wanted.items() if name not in has]
+    if not missing:
+        return
+    # in a variable, because its answers end when it is freed
+    admin = AdminClient(options.client_properties())
+    for name, made in admin.create_topics(missing).items():
+        try:
+            made.result(TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise SetupError(
+                    f"Kafka does not let the bridge make topic {name!r} ({error.args[0].str()}): make it, with one "
+                    f"partition; that of --position-topic with cleanup.policy=compact"
+                ) from error
+
+
+def read_position(options: BridgeOptions) -> int | None:
+    """Read the offset of the last committed transaction. None if there was none.
+
+    Call this only when no transaction of this bridge is open: right after `init_transactions`, which ends earlier ones.
+    """
+    properties = options.client_properties(
+        group_id=f"timeball.{options.name}.position", enable_auto_commit=False, auto_offset_reset="earliest",
+        isolation_level="read_committed", enable_partition_eof=True,
+    )  # fmt: skip
+    consumer = Consumer(properties)
+    try:
+        topic = options.position_topic
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=TIMEOUT_S)
+        back = BACK
+        while True:
+            begin = max(low, high - back)
+            found = _last(consumer, TopicPartition(topic, 0, begin))
+            if found is not None or begin == low:
+                return found
+            back *= BACK_MORE
+    finally:
+        consumer.close()
+
+
+def _last(consumer: Consumer, begin: TopicPartition) -> int | None:
+    """Read from `begin` to the end, and return the position in the last record."""
+    consumer.assign([begin])
+    found = None
+    while True:
+        message = consumer.poll(TIMEOUT_S)
+        if message is None:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"no answer from topic {begin.topic!r}"))
+        error = message.error()
+        if error is None:
+            value = message.value()
+            found = msgspec.json.decode(value, type=Position).offset if value else None
+        elif error.code() == KafkaError._PARTITION_EOF:
+            return found
+        else:
+            raise KafkaException(error)

@@ -35,10 +35,8 @@ from confluent_kafka import (
 
 from timeball.client.source import Source
 from timeball.edges.kafka import records
-from timeball.edges.kafka.counts import Counts
-from timeball.edges.kafka.options import BridgeOptions
+from timeball.edges.kafka.options import BridgeOptions, Counts, Topics
 from timeball.edges.kafka.records import Record, Rules, Waiting
-from timeball.edges.kafka.topics import Topics
 from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
 from timeball.edges.kafka.waiting import WaitingQueue
 from timeball.io.clock import Clock

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
@@ -90,3 +94,66 @@ def read_properties(text: str, file: str) -> dict[str, str]:
             raise SetupError(f"--kafka-config {file}: line {number} is not name=value")
         found[name.strip()] = value.strip()
     return found
+
+
+# The counts of a bridge since its start, for its status lines.
+
+
+class Counts(msgspec.Struct):
+    """The counts. One thread changes each number, or several under a lock. Readers may see a slightly older value.
+
+    taken         records of Kafka that are in Timeball's log, including the `dead` ones that became dead letters
+    cancelled     messages that records with the header `cancel` have cancelled
+    delivered     records committed in Kafka, including the `undeliverable` ones that became dead letters
+    filed         records in the local file, because Kafka accepts no complete dead letter of them
+    transactions  in which these were written
+    lost          messages or offsets that retention removed before the bridge reached them
+    behind        records of the topic of --in that are not taken yet
+    late_ms       the largest lateness of a commit since the last status line
+    """
+
+    taken: int = 0
+    dead: int = 0
+    cancelled: int = 0
+    delivered: int = 0
+    undeliverable: int = 0
+    filed: int = 0
+    transactions: int = 0
+    lost: int = 0
+    behind: int = 0
+    late_ms: int = 0
+
+
+# The topics of Kafka and their numbers of partitions, cached for a few seconds.
+
+KEPT_MS = 10_000
+AGAIN_MS = 1_000  # an unknown name is asked for again after this time, and not for each record
+TIMEOUT_S = 10.0
+
+
+class Topics:
+    """A cache of the topics. `list_topics` is the method of any Kafka client. Belongs to one thread."""
+
+    def __init__(self, list_topics: Callable[..., Any], clock: Clock) -> None:
+        self._list, self._clock = list_topics, clock
+        self._known: dict[str, int] = {}  # the number of partitions, by topic
+        self._at_ms: int | None = None
+
+    def partitions(self, name: str) -> int:
+        """Return the number of a topic's partitions; 0 if the topic does not exist."""
+        now_ms = self._clock.monotonic_ns() // 1_000_000
+        age_ms = KEPT_MS if self._at_ms is None else now_ms - self._at_ms
+        if age_ms >= KEPT_MS or (name not in self._known and age_ms >= AGAIN_MS):
+            found = self._list(timeout=TIMEOUT_S).topics
+            self._known = {one.topic: len(one.partitions) for one in found.values() if one.error is None}
+            self._at_ms = now_ms
+        return self._known.get(name, 0)
+
+    def gone(self, names: Iterable[str]) -> list[str]:
+        """Return those of the topics that do not exist now, whatever the cache contains."""
+        self._at_ms = None
+        return [name for name in names if not self.has(name)]
+
+    def has(self, name: str) -> bool:
+        """Return whether the topic exists."""
+        return self.partitions(name) > 0

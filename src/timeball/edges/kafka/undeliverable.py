@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from timeball.edges.kafka.counts import Counts
+from timeball.edges.kafka.options import Counts
 from timeball.model.errors import SetupError
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ import msgspec
 
 from timeball.broker.filters import Filter
 from timeball.broker.filters.compiler import FiltersKept
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.broker.registry.topics import Topic
 from timeball.edges.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
 from timeball.edges.remoting.codec.frame import BadHeader, Command

@@ -26,7 +26,7 @@ from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.outcomes import Settled
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import DataFile, DataFiles, Position
-from timeball.table.file_set import FileSet
+from timeball.table.file_keys import FileSet
 
 logger = logging.getLogger(__name__)
 

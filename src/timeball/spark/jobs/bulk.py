@@ -27,6 +27,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -36,17 +37,16 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from timeball.io.clock import Clock, SystemClock
-from timeball.model.errors import InvalidMessage, OutOfRange
+from timeball.model.errors import InvalidMessage, OutOfRange, SetupError, TimeballError
 from timeball.model.limits import MINUTE_MS
 from timeball.model.message import Int64Array
 from timeball.model.rules import check_campaign
 from timeball.spark.jobs.bulk_input import REASON, ROW, Columns, screen, with_lists_of_keys
 from timeball.spark.jobs.campaign import Campaign, find_attach
 from timeball.spark.jobs.campaign_groups import open_parts
-from timeball.spark.jobs.preflight import check_table
 from timeball.spark.source.spark_api import described
 from timeball.spark.spark_errors import spark_errors
-from timeball.spark.table_store import CHUNK_BYTES, CHUNK_ROWS, create_table, sibling
+from timeball.spark.table_store import CHUNK_BYTES, CHUNK_ROWS, Store, create_table, open_table, sibling
 from timeball.spark.views.due_histogram import Load, merge
 from timeball.table.attachment import Attachment
 
@@ -371,3 +371,49 @@ def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
         return f.when(minute < int(deal.minute[middle]), task(low, middle)).otherwise(task(middle, high))
 
     return valid.repartitionById(deal.total, task(0, len(deal.minute)).cast("int"))
+
+
+# Check, before a job starts, that a Spark task can read the broker's pending table and write into its folder.
+#
+# If executors and broker do not share the folder, a job would run for minutes and then fail at its attach. Or it would
+# write into a folder of the same name on another machine. Therefore one task opens the table at the given URI, compares
+# its version with the broker's, and writes and removes an empty file. With a local master, this process does the check
+# itself.
+
+
+def check_table(spark: SparkSession, uri: str, version: int, option: str) -> None:
+    """Raise SetupError unless a task can use the table at `uri`, which has at least `version` at the broker.
+
+    `option`: the command line option with which a user can give another URI, for the error.
+    """
+    reason = _in_a_task(spark, uri, version)
+    if reason is not None:
+        raise SetupError(
+            f"a task of Spark cannot use the broker's pending table at {uri}: {reason}. Share this folder with the "
+            f"executors, under the same name, or say with {option} where they reach it"
+        )
+
+
+def reason_against(uri: str, version: int) -> str | None:
+    """Explain why the table at a URI is older than the broker's `version` or cannot be written to, or return None."""
+    try:
+        there = open_table(uri).version()
+        if there < version:
+            return f"it is of version {there} there, and of version {version} at the broker"
+        store = Store(uri)
+        # The name does not begin with `_` or `.`, so if this task dies, Delta's vacuum at the broker deletes the file.
+        probe = f"preflight-{uuid.uuid4().hex}"
+        store.put(probe, b"")
+        store.remove([probe])
+    except TimeballError as error:
+        return str(error)
+    return None
+
+
+def _in_a_task(spark: SparkSession, uri: str, version: int) -> str | None:
+    context = spark.sparkContext
+    if (context.master or "").startswith("local["):
+        return reason_against(uri, version)
+    with spark_errors(), described(spark, f"preflight: is the table at {uri}?"):
+        [reason] = context.parallelize([uri], 1).map(partial(reason_against, version=version)).collect()
+    return None if reason is None else str(reason)

@@ -39,8 +39,8 @@ from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive_writer import PASSED
+from timeball.spark.jobs.bulk import check_table
 from timeball.spark.jobs.campaign import Campaign
-from timeball.spark.jobs.preflight import check_table
 from timeball.spark.source.pushdown import Bounds
 from timeball.spark.source.spark_api import described
 from timeball.spark.spark_errors import spark_errors

@@ -37,8 +37,7 @@ from timeball.edges.grpc._generated.service_pb2 import (
 )
 from timeball.edges.grpc.calls import OK, Call, Direct, Handlers, Reply, topic_name
 from timeball.edges.grpc.codec.messages_in import TRANSACTION, check_instant, row_of, type_of
-from timeball.edges.grpc.codec.send_answers import encode_answer, encode_entry
-from timeball.edges.grpc.codec.send_requests import PlainSend, decoder_of
+from timeball.edges.grpc.codec.send_requests import PlainSend, decoder_of, encode_answer, encode_entry
 from timeball.edges.grpc.handlers.transactions import transaction_id
 from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.broker.service import Broker
 from timeball.edges.http import codec
 from timeball.edges.http.answers_codec import Health, Jobs, Leads, ReplicaGroups, TopicDeleted, TopicSize

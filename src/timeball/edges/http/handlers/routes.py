@@ -6,16 +6,13 @@ from typing import NamedTuple
 
 from timeball.broker.service import Broker
 from timeball.edges.http.handlers import receives
-from timeball.edges.http.handlers.campaigns import Campaigns
+from timeball.edges.http.handlers.campaigns import Campaigns, Subscriptions
 from timeball.edges.http.handlers.events import Events
-from timeball.edges.http.handlers.group_questions import GroupQuestions
-from timeball.edges.http.handlers.groups import Groups
+from timeball.edges.http.handlers.groups import GroupQuestions, Groups
 from timeball.edges.http.handlers.operators import Operators, Status
 from timeball.edges.http.handlers.receives import Receives
-from timeball.edges.http.handlers.scheduled import Scheduled
+from timeball.edges.http.handlers.scheduled import Scheduled, WaitingMessages
 from timeball.edges.http.handlers.sends import Sends
-from timeball.edges.http.handlers.subscriptions import Subscriptions
-from timeball.edges.http.handlers.waiting import WaitingMessages
 from timeball.edges.http.requests import Paths
 from timeball.monitoring.metrics import Metrics
 

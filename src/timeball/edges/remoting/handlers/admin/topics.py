@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from timeball.broker.admin.administration import TopicChange
-from timeball.broker.registry.shares import shares
+from timeball.broker.registry.rates import shares
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
 from timeball.edges.remoting.calls import (
