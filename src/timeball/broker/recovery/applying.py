@@ -164,20 +164,20 @@ class Applying:
         ledger.watermark = from_seq
         settled = replayed.settled()
         return Recovered(
-            settled,
-            replayed.cursor,
-            self._tail.waiting(settled, from_seq),
-            files,
-            self._tail.count(self.reader, from_seq),
-            replayed.waiting_rows,
-            replayed.leases,
-            load(self.reader, replayed.halves, dict(facts.halves)),
-            replayed.moved(),
-            facts.levels,
-            self.snapshot_seq,
-            facts.log_from_seq,
-            self._resumes,
-            bring_up,
+            settled=settled,
+            cursor=replayed.cursor,
+            waiting=self._tail.waiting(settled, from_seq),
+            files=files,
+            promises_since_watermark=self._tail.count(self.reader, from_seq),
+            waiting_rows=replayed.waiting_rows,
+            leases=replayed.leases,
+            halves=load(self.reader, replayed.halves, dict(facts.halves)),
+            moved=replayed.moved(),
+            levels=facts.levels,
+            snapshot_seq=self.snapshot_seq,
+            log_from_seq=facts.log_from_seq,
+            resumes=self._resumes,
+            bring_up=bring_up,
         )
 
     # -- inside --------------------------------------------------------------------------------------------------
