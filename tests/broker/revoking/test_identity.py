@@ -96,6 +96,8 @@ class Model:
             self.check(said, number, waited, "rescheduled")
             if waited:
                 self.due_ms[number] = due_ms
+            if due_ms <= now_ms:
+                await self.world.advance(0)  # it is due: until its release, a cancel may still come in time
         if what == "cancel" and waited:
             self.cancelled.add(number)
         if not self.waits(number):
