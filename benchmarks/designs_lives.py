@@ -94,7 +94,7 @@ class _Living:
         self._broker = self._node.broker
         try:
             await self._broker.create_topic(TOPIC, 8)
-            await self._node.upkeep.save_offsets()
+            await self._node.maintenance.save_offsets()
             written, logged = self._counts()
             last_due_ms = await self._send(delay_ms, level)
             while self._broker.lateness.released < self._rows:
@@ -102,7 +102,7 @@ class _Living:
                     raise RuntimeError(f"an hour late, {self._broker.lateness.released} are released")
                 self._clock.advance(self._next_ms() - self._clock.wall)
                 await self._duties()
-            await self._node.upkeep.checkpoint()
+            await self._node.maintenance.checkpoint()
             now_written, now_logged = self._counts()
             reader = self._broker.parts.reader
             ledger = Ledger.of(self._broker.read_log(reader.first_seq, reader.next_seq))
@@ -138,14 +138,14 @@ class _Living:
         return self._broker.parts.scheduler.next_due_ms()
 
     async def _duties(self) -> None:
-        """What the broker does at this instant: by itself, and what upkeep would do by its own clock."""
+        """What the broker does at this instant: by itself, and what maintenance would do by its own clock."""
         await self._calm()
-        await self._node.upkeep.compact_if_worth()
-        await self._node.upkeep.index_keys()
+        await self._node.maintenance.compact_if_worth()
+        await self._node.maintenance.index_keys()
         await self._calm()
         seq = self._broker.parts.writer.next_seq
         if self._clock.wall - self._checkpoint_ms >= CHECKPOINT_MS and seq != self._checkpoint_seq:
-            await self._node.upkeep.checkpoint()
+            await self._node.maintenance.checkpoint()
             self._checkpoint_ms, self._checkpoint_seq = self._clock.wall, seq
 
     async def _calm(self) -> None:

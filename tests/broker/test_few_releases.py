@@ -15,7 +15,7 @@ from tests.crash_files import CrashFiles
 from timeball.broker.accepting import delivery
 from timeball.broker.registry.topic import TopicConfig
 from timeball.io.clock import ManualClock
-from timeball.log.few_rows import NumberedRows
+from timeball.log.row_encoder import NumberedRows
 from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Kind, encode_properties, int64
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST

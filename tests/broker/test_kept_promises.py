@@ -64,7 +64,7 @@ async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule
     with pytest.raises(RequestError, match=f"--strategy {schedule}"):
         await world.broker.compact()
     assert world.node is not None
-    await world.node.upkeep.compact_if_worth()
+    await world.node.maintenance.compact_if_worth()
     assert world.broker.status()["schedule"]["table_files"] == 0
 
 

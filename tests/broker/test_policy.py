@@ -290,12 +290,12 @@ def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         for first in range(0, 1_000, 100):
             await node.broker.send(messages(names(first, 100)))
-        await node.upkeep.checkpoint()
+        await node.maintenance.checkpoint()
         assert len(os.listdir("/proc/self/fd")) - before < 5, "a topic costs no descriptor"
         with no_descriptors():
             await node.broker.send(messages(names(0, 1_000)))
             with pytest.raises(OverLimit, match="too many open files while"):
-                await node.upkeep.checkpoint()
+                await node.maintenance.checkpoint()
             found = await node.broker.pull("topic-5", dict.fromkeys(range(8), 0), 10, 0)
             assert found.num_rows == 2
         assert node.broker.parts.writer.failed is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.broker import upkeep
+from timeball.broker import maintenance
 from timeball.broker.tables import rewrite
 
 
 @pytest.fixture(autouse=True)
 def few_files_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "BEHIND_FILES_MIN", 1)
+    monkeypatch.setattr(maintenance, "BEHIND_FILES_MIN", 1)
     monkeypatch.setattr(rewrite, "FILES_MIN", 2)

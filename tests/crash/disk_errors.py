@@ -152,7 +152,9 @@ def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | N
 
 def _is_up(world: World) -> bool:
     """Whether the node has started and not ended."""
-    return world.node is not None and hasattr(world.node, "upkeep") and bool(world.node.upkeep._tasks)
+    return (
+        world.node is not None and hasattr(world.node, "maintenance") and bool(world.node.maintenance._tasks)
+    )
 
 
 def _is_ours(error: Exception) -> bool:

@@ -191,7 +191,7 @@ class World:
     async def save_offsets(self) -> None:
         assert self.node is not None
         saved = {(GROUP, t): self.broker.offsets(GROUP, t) for t in self.broker.topics()}
-        await self.node.upkeep.save_offsets()
+        await self.node.maintenance.save_offsets()
         if not self.files.cut:
             self.observed.saved_offsets.update(saved)
 
@@ -219,11 +219,11 @@ class World:
 
     async def checkpoint(self) -> None:
         assert self.node is not None
-        await self.node.upkeep.checkpoint()
+        await self.node.maintenance.checkpoint()
 
     async def let_go(self) -> None:
         assert self.node is not None
-        await self.node.upkeep.apply_retention()
+        await self.node.maintenance.apply_retention()
 
     async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int, job: str = "bulk") -> list[str]:
         """Promises that never pass through the log; acknowledged by the attach."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.edges.grpc.edge import UNREAD_BYTES_MAX
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model.errors import OverLimit
 
 MAX = 120
@@ -19,14 +19,14 @@ HALF = UNREAD_BYTES_MAX // 2
 
 
 def test_one_address_alone_has_half_and_leaves_the_rest() -> None:
-    shares = ByteShares(MAX)
+    shares = MemoryQuota(MAX)
     shares.add("a", 50)
     assert shares.fits("a", 10) and not shares.fits("a", 11)
     assert shares.fits("b", 70) and not shares.fits("b", 71)
 
 
 def test_the_share_is_less_the_more_there_are() -> None:
-    shares = ByteShares(MAX)
+    shares = MemoryQuota(MAX)
     for address in "abc":
         shares.add(address, 20)
     assert shares.fits("a", 10) and not shares.fits("a", 11)
@@ -35,14 +35,14 @@ def test_the_share_is_less_the_more_there_are() -> None:
 
 
 def test_however_many_there_are_each_may_have_one_item() -> None:
-    shares = ByteShares(MAX, item_bytes_max=40)
+    shares = MemoryQuota(MAX, item_bytes_max=40)
     for number in range(20):
         shares.add(str(number), 1)
     assert shares.fits("0", 39) and not shares.fits("0", 40)
 
 
 def test_something_larger_than_all_gets_on_alone() -> None:
-    shares = ByteShares(MAX)
+    shares = MemoryQuota(MAX)
     assert shares.reserve("a", 500, lambda: None)
     assert not shares.fits("b", 1)
     shares.remove("a", 500)
@@ -51,7 +51,7 @@ def test_something_larger_than_all_gets_on_alone() -> None:
 
 
 def test_who_waits_is_let_in_by_what_is_given_back_in_turn() -> None:
-    shares, order = ByteShares(MAX), list[str]()
+    shares, order = MemoryQuota(MAX), list[str]()
     assert shares.reserve("a", 60, lambda: None)
     for name in ("a1", "a2"):
         assert not shares.reserve("a", 30, partial(order.append, name))
@@ -67,7 +67,7 @@ def test_who_waits_is_let_in_by_what_is_given_back_in_turn() -> None:
 
 
 def test_who_waits_no_longer_holds_nobody_up() -> None:
-    shares, order = ByteShares(MAX), list[str]()
+    shares, order = MemoryQuota(MAX), list[str]()
     shares.add("a", 60)
     large = partial(order.append, "large")
     assert not shares.reserve("a", 60, large)
@@ -82,7 +82,7 @@ def test_who_waits_no_longer_holds_nobody_up() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 50)), max_size=60), st.randoms())
 def test_all_get_on_and_never_hold_more_than_all_may(asked: list[tuple[str, int]], random: object) -> None:
-    shares, held = ByteShares(MAX), list[tuple[str, int]]()
+    shares, held = MemoryQuota(MAX), list[tuple[str, int]]()
     served = 0
     for address, size in asked:
         if shares.reserve(address, size, partial(held.append, (address, size))):
@@ -99,7 +99,7 @@ def test_all_get_on_and_never_hold_more_than_all_may(asked: list[tuple[str, int]
 
 def test_one_that_goes_as_it_is_let_in_gives_its_room_back() -> None:
     async def work() -> None:
-        shares = ByteShares(MAX, MAX)
+        shares = MemoryQuota(MAX, MAX)
         await shares.room("a", MAX)
         waiting = asyncio.ensure_future(shares.room("b", MAX))
         await asyncio.sleep(0)
@@ -114,7 +114,7 @@ def test_one_that_goes_as_it_is_let_in_gives_its_room_back() -> None:
 
 def test_one_that_has_gone_when_it_is_let_in_gives_its_room_back() -> None:
     async def work() -> None:
-        shares = ByteShares(MAX, MAX)
+        shares = MemoryQuota(MAX, MAX)
         await shares.room("a", MAX)
         waiting = asyncio.ensure_future(shares.room("b", MAX))
         await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_one_that_has_gone_when_it_is_let_in_gives_its_room_back() -> None:
 
 
 def test_each_address_has_its_share_of_answers() -> None:
-    unread = ByteShares(UNREAD_BYTES_MAX)
+    unread = MemoryQuota(UNREAD_BYTES_MAX)
     with unread.held("a", HALF - 1):
         unread.check("a", 1)
         with pytest.raises(OverLimit, match="not read yet"):
@@ -144,7 +144,7 @@ def test_each_address_has_its_share_of_answers() -> None:
 
 def test_all_have_a_bound_whoever_asks() -> None:
     """However many addresses do not read: each alone might have been within its own bound."""
-    unread, part = ByteShares(UNREAD_BYTES_MAX), 32 * 1024 * 1024
+    unread, part = MemoryQuota(UNREAD_BYTES_MAX), 32 * 1024 * 1024
     with ExitStack() as held:
         for n in range(100):
             with suppress(OverLimit):
@@ -153,12 +153,12 @@ def test_all_have_a_bound_whoever_asks() -> None:
 
 
 def test_a_single_answer_may_have_any_size() -> None:
-    with ByteShares(UNREAD_BYTES_MAX).held("a", 2 * UNREAD_BYTES_MAX):
+    with MemoryQuota(UNREAD_BYTES_MAX).held("a", 2 * UNREAD_BYTES_MAX):
         pass
 
 
 def test_nothing_is_left_over() -> None:
-    unread = ByteShares(UNREAD_BYTES_MAX)
+    unread = MemoryQuota(UNREAD_BYTES_MAX)
     for ends_badly in (False, True):
         with ExitStack() as stack:
             if ends_badly:

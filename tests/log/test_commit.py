@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pyarrow as pa
 
-from timeball.log.few_rows import build_by_pyarrow
+from timeball.log.row_encoder import build_by_pyarrow
 from timeball.log.writer import Entry, frames_of
 from timeball.model.message import LOG_SCHEMA, SMALL_ROWS, Kind, meta_rows
 

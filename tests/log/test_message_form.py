@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.log import few_rows
-from timeball.log.few_rows import build_compiled, rows_of
+from timeball.log import row_encoder
+from timeball.log.row_encoder import build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow, build_rows
 
-MIN = few_rows.SHARING_ROWS_MIN
+MIN = row_encoder.SHARING_ROWS_MIN
 NOTHING = {pa.string(): "", pa.binary(): b""}
 SOME: dict[pa.DataType, list[Any]] = {
     pa.int8(): [-1, 0, 1],
@@ -40,7 +40,7 @@ def rows(draw: st.DrawFn) -> list[LogRow]:
 @given(rows())
 def test_columns_that_share_zeros_are_the_columns_that_were_given(values: list[LogRow]) -> None:
     reference = rows_of(values)
-    message = few_rows.encode(reference)
+    message = row_encoder.encode(reference)
     found = pa.ipc.read_record_batch(message, LOG_SCHEMA)
     found.validate(full=True)
     assert found.equals(reference) and found.slice(1).equals(reference.slice(1))
@@ -49,12 +49,12 @@ def test_columns_that_share_zeros_are_the_columns_that_were_given(values: list[L
         column.null_count for column in reference.columns
     ]
     if len(values) >= MIN:
-        assert few_rows.share(reference.serialize()) == message.to_pybytes()
+        assert row_encoder.share(reference.serialize()) == message.to_pybytes()
     assert message.size <= pa.ipc.get_record_batch_size(reference)
-    if few_rows.MessageEncoder is not None:
+    if row_encoder.MessageEncoder is not None:
         made = build_compiled(values)
         assert made.message == message.to_pybytes()
-        assert [few_rows.numbered_value(made, at, 7)[1:] for at in range(len(values))] == values
+        assert [row_encoder.numbered_value(made, at, 7)[1:] for at in range(len(values))] == values
 
 
 @pytest.mark.parametrize(("count", "least", "most"), [(MIN - 1, 0, 0), (MIN, 56, 64), (131_072, 56, 57)])
@@ -65,7 +65,7 @@ def test_a_promise_keeps_one_number_of_zeros(count: int, least: int, most: int) 
         born_ms=1, born_host="h", store_ms=2, store_host="s", flag=0, sys_flag=0, reconsume_times=0, due_ms=3,
     )  # fmt: skip
     full_bytes = pa.ipc.get_record_batch_size(batch)
-    saved = full_bytes - len(few_rows.encode(batch))
+    saved = full_bytes - len(row_encoder.encode(batch))
     assert least * count <= saved <= most * count
     # The same of a part of other rows, whose buffers begin before it.
-    assert few_rows.encode(pa.concat_batches([batch, batch]).slice(count)) == few_rows.encode(batch)
+    assert row_encoder.encode(pa.concat_batches([batch, batch]).slice(count)) == row_encoder.encode(batch)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.log import writer
-from timeball.log.few_rows import EncodedRows, Rows, build_by_pyarrow, builder_of, rows_of
+from timeball.log.row_encoder import EncodedRows, Rows, build_by_pyarrow, builder_of, rows_of
 from timeball.log.writer import NewestRows
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from timeball.log import few_rows
-from timeball.log.few_rows import NumberedRows, builder_of, read_batch
+from timeball.log import row_encoder
+from timeball.log.row_encoder import NumberedRows, builder_of, read_batch
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule import due_wheel as wheel_module
 from timeball.schedule.due_index import FAR_MS
@@ -84,7 +84,7 @@ class WheelMachine(RuleBasedStateMachine):
     def add_in_their_message(self, dues: list[int]) -> None:
         batch = self._new(dues)
         encoded = build([row[1:] for row in as_values(batch).values])
-        self.wheel.add(few_rows.numbered(encoded, batch["seq"].to_pylist(), list(range(len(dues)))))
+        self.wheel.add(row_encoder.numbered(encoded, batch["seq"].to_pylist(), list(range(len(dues)))))
 
     @rule(first=DUES, second=DUES)
     def add_run(self, first: list[int], second: list[int]) -> None:

@@ -32,9 +32,9 @@ from tests.schedule.stage import (
 from timeball.broker.accepting.delivery import moved_rows
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.io.files import File, Files
-from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
+from timeball.log.row_encoder import pairs_of
 from timeball.log.writer import LogWriter
 from timeball.model.message import Int64Array, Kind, build_rows, int64, with_seq
 from timeball.schedule.backlog import Backlog

@@ -148,7 +148,9 @@ class Policy:
         if name.startswith(RETRY_PREFIX):
             # Raises GroupNotFound, because no consumer would read messages for a group that never existed.
             self._groups.get(name.removeprefix(RETRY_PREFIX))
-        elif topic is None and not self._settings.auto_create_topics and self.standing_queues(name) is None:
+        elif (
+            topic is None and not self._settings.auto_create_topics and self.system_topic_queues(name) is None
+        ):
             raise self._missing(name)
         if topic is not None:
             _check_writable(topic)
@@ -178,7 +180,7 @@ class Policy:
             return max(1, self._groups.get(name.removeprefix(RETRY_PREFIX)).retry_queue_nums)
         most = self._settings.queues_per_topic
         # The settings limit a client's request, because each queue costs index entries and polls.
-        return self.standing_queues(name) or max(1, min(wanted or most, most))
+        return self.system_topic_queues(name) or max(1, min(wanted or most, most))
 
     def close(self, reason: str) -> None:
         """Refuse new messages from now on, except those that consumers of this broker return."""
@@ -242,7 +244,7 @@ class Policy:
         """Count the queues of a topic that clients may write to."""
         return topic.write_queues if self.permission(topic.name, topic.perm) & WRITE else 0
 
-    def standing_queues(self, name: str) -> int | None:
+    def system_topic_queues(self, name: str) -> int | None:
         """The number of queues of a topic that need not be created by an administrator. None for other topics.
 
         Tools send to the topics named like the cluster and the broker, clients to the topics of traces and replies. The
@@ -260,18 +262,18 @@ class Policy:
         """True if producers see RocketMQ's template topic, which means that a message creates its topic."""
         return self._settings.auto_create_topics
 
-    def may_be_made(self, name: str) -> bool:
+    def is_auto_created(self, name: str) -> bool:
         """Check whether any client's first message would create this topic if it is missing. Raises InvalidName."""
         check_topic(name)
-        if self.standing_queues(name) is not None:
+        if self.system_topic_queues(name) is not None:
             return True
         # The registration of a group creates its retry topic, and the broker creates reserved topics.
-        is_users = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
-        return is_users and self._settings.auto_create_topics
+        is_user_topic = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
+        return is_user_topic and self._settings.auto_create_topics
 
     def is_awaited(self, name: str) -> bool:
         """Check whether a topic is missing and its first message would create it. A receive waits for such a topic."""
-        return self._topics.find_topic(name) is None and self.may_be_made(name)
+        return self._topics.find_topic(name) is None and self.is_auto_created(name)
 
     def check_managed(self, name: str, caller: Caller) -> None:
         """Raise InvalidName or Forbidden unless the caller may create, change or delete a topic of this name."""

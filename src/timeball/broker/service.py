@@ -18,9 +18,9 @@ from timeball.broker.accepting import delivery
 from timeball.broker.accepting.admission import as_columns
 from timeball.broker.accepting.appender import Accepted, Appender
 from timeball.broker.accepting.components import Components, in_thread
-from timeball.broker.accepting.few_sends import Sends
 from timeball.broker.accepting.ingress import Ingress
 from timeball.broker.accepting.keyed_sends import KeyedSends
+from timeball.broker.accepting.small_batch import Sends
 from timeball.broker.accepting.sourced_sends import SourcedSends
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.admin.administration import Administration
@@ -72,7 +72,7 @@ from timeball.table.attachment import Attachment
 class Broker:
     """The broker as the edges see it. All async methods belong to the event loop."""
 
-    # (interval in ms, duty): periodic duties in addition to those of upkeep.py
+    # (interval in ms, duty): periodic duties in addition to those of maintenance.py
     duties: Sequence[tuple[int, Callable[[], Awaitable[None]]]] = ()
 
     def __init__(
@@ -120,7 +120,7 @@ class Broker:
         return accepted
 
     async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
-        """Look up the states of scheduled messages for their sender (revoking/look_ups.py)."""
+        """Look up the states of scheduled messages for their sender (revoking/sent_states.py)."""
         return await sent_states(self.look_ups, numbers)
 
     async def send_again(self, batch: pa.RecordBatch) -> None:
@@ -229,7 +229,12 @@ class Broker:
         groups: Sequence[str] = (),
         caller: Caller = ANONYMOUS,
     ) -> Campaign:
-        """Plan, pause, resume or cancel a campaign. Durable on return (campaign_changes.py)."""
+        """Plan, pause, resume or cancel a campaign. Durable on return (campaign_changes.py).
+
+        `rows`, `at_ms` and `groups` belong to a plan: its number of rows, the time at which they were checked, and the
+        cluster groups that each have a part. `shift` belongs to a resume: delay all messages by the length of the
+        pause.
+        """
         self.policy.allow(caller, Verb.ADMIN)
         if change == "plan":
             return await self.campaign_changes.plan(campaign, rows, at_ms, groups)
@@ -374,11 +379,11 @@ class Broker:
         self.parts.offsets.commit(group, topic, offsets, ends)
 
     async def _count_pending(self, topic: str) -> int | None:
-        """Count the pending messages of a topic. None if there are too many to count."""
+        """Count the pending messages of a topic, without those of paused campaigns. None if there are too many."""
         if not self.parts.waiting_messages:
             return 0
         now_ms = self.parts.clock.now_ms()
-        # Includes overdue messages. No send has a longer delay, but the due times of a bulk write have no such limit.
+        # From a day ago, for overdue messages, to the longest delay of a send or a bulk write.
         window = now_ms - limits.DAY_MS, now_ms + limits.DELAY_MS_MAX
         try:
             # Count by day, so that ten years need few buckets.

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""A few rows, tuples of Python's values, as the Arrow message of a frame, and back: few_rows.py says of which layout.
+"""A few rows, tuples of Python's values, as the Arrow message of a frame, and back: row_encoder.py says of which layout.
 
 A message that a client wrote is read as well, if pyarrow wrote it so: its numbers and buffers are believed only once
 they have been compared with what came.
@@ -26,7 +26,7 @@ cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept nogil:
 cdef class MessageEncoder:
     """Encodes rows of one schema. `head` is the metadata of any of its messages; the rest says where numbers go.
 
-    From `sharing_rows_min` rows on the columns share their zeros (few_rows.py).
+    From `sharing_rows_min` rows on the columns share their zeros (row_encoder.py).
     """
 
     def __init__(

@@ -38,7 +38,7 @@ import google_crc32c
 import msgspec
 import pyarrow as pa
 
-from timeball.log.few_rows import EncodedRows, Rows, encode
+from timeball.log.row_encoder import EncodedRows, Rows, encode
 from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION

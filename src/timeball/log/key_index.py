@@ -110,9 +110,11 @@ class KeyIndex:
         self._newest_pairs = 0
 
     def _pairs(self, from_seq: int, to_seq: int) -> Pairs:
+        """Hash the ids and keys of the rows [from_seq, to_seq). Return hashes and sequence numbers, unsorted."""
         parts = []
         if to_seq - from_seq <= FEW:
-            # Usual between two look-ups of a caller who cancels: a single frame costs a third of a joined batch.
+            # The usual case: a cancel has appended one row since the last look-up. To read its frame costs a third of
+            # `coalesced`.
             for first_seq, rows in self._reader.frames(from_seq, to_seq):
                 hashes, positions = hash_keys(rows.column("unique_key"), rows.column("keys"))
                 parts.append((hashes, first_seq + positions))

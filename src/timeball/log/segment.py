@@ -11,10 +11,10 @@ without a position. When a segment is sealed, a mapped file replaces the arrays 
 not grow with the kept log.
 
 Retention removes a segment that is older than the retention time and lies wholly below every position that is still
-needed (gathered by broker/upkeep.py): the watermark of the pending table, the checkpoint, the oldest open half message,
-and the oldest row that a backlog reads. The newest segment is never removed. So that its rows can expire too, the log
-rolls when the first rows of the newest segment are half as old as the retention time, even if it is nearly empty. A
-streaming job that lags more than the retention time has missed rows, and gets OutOfRange.
+needed (gathered by broker/maintenance.py): the watermark of the pending table, the checkpoint, the oldest open half
+message, and the oldest row that a backlog reads. The newest segment is never removed. So that its rows can expire too,
+the log rolls when the first rows of the newest segment are half as old as the retention time, even if it is nearly
+empty. A streaming job that lags more than the retention time has missed rows, and gets OutOfRange.
 
 Each run of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so the starts of
 the log are found by bisection from a few headers, even in a long log. Between the last frame of one epoch and the first

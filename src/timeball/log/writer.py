@@ -28,8 +28,8 @@ from timeball.io.clock import Clock, Durations
 from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk, Extent, Replication
-from timeball.log.few_rows import EncodedRows, Rows, as_message, joined, message_bytes, numbered_value
 from timeball.log.next_segment import NextSegment
+from timeball.log.row_encoder import EncodedRows, Rows, as_message, joined, message_bytes, numbered_value
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
 from timeball.model import limits
 from timeball.model.config import Durability

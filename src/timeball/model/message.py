@@ -163,7 +163,7 @@ CANCEL_REASON = "REASON"
 # The account that cancelled it, if an access file is in use.
 CANCELLED_BY = "BY"
 # The cluster group that the message was handed over to. Such a row contains the whole message, and this is its last
-# property (broker/revoking/handed_rows.py).
+# property (broker/revoking/drain_rows.py).
 HANDED_TO = "HANDED_TO"
 
 # Properties of a message that returns to its group: the group, and the topic that its consumers see.

@@ -23,13 +23,13 @@ import numpy as np
 from timeball import __version__
 from timeball.broker.accepting.components import Components, Tables, Tracing, in_thread
 from timeball.broker.accepting.durations import find_durations
+from timeball.broker.maintenance import Maintenance
 from timeball.broker.recovery.applying import Applying, Recovered
 from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
-from timeball.broker.upkeep import Upkeep
 from timeball.edges.http.recovering import Recovering
-from timeball.edges.shared.strangers import Strangers
+from timeball.edges.shared.idle_connections import IdleConnections
 from timeball.io.clock import Clock, SchedulerClock, SystemClock
 from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.io.files import Files, RealFiles
@@ -99,7 +99,7 @@ class Node:
         # In a cluster, a function that builds a GroupedBroker, which also asks other groups.
         self.build_broker: Callable[..., Broker] = Broker
         self.broker: Broker
-        self.upkeep: Upkeep
+        self.maintenance: Maintenance
         self.security = OPEN
         self.edges: Edges | None = None
         self._traces: Tracing | None = None
@@ -179,7 +179,7 @@ class Node:
             if self._real_files is not None:
                 self._real_files.unlock()
             raise
-        self.upkeep.start()
+        self.maintenance.start()
 
     def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -193,7 +193,7 @@ class Node:
         await edges.start(recovering)
         self.edges = edges
         self._run_until_stop(self.broker.transaction_checks.run())
-        self._run_until_stop(Strangers(open_files_max(), set(edges.ports.values())).run())
+        self._run_until_stop(IdleConnections(open_files_max(), set(edges.ports.values())).run())
 
     async def _end_tasks(self) -> None:
         _ = [task.cancel() for task in self._ticker_tasks]
@@ -250,7 +250,7 @@ class Node:
         # The leases that the last stop saved are in use again. Their deletion from the log must be durable before the
         # node serves, so that the start after a crash does not restore them again.
         await writer.flushed()
-        self.upkeep = Upkeep(self.broker, found.snapshot_seq, found.log_from_seq)
+        self.maintenance = Maintenance(self.broker, found.snapshot_seq, found.log_from_seq)
 
     def _metrics(self) -> Metrics:
         from timeball.monitoring.metrics import Metrics
@@ -343,7 +343,7 @@ class Node:
         await self._end_tasks()
         await self.broker.consuming.close()
         await self._end_writes()
-        await self.upkeep.stop(saves=self._failed is None or not self._failed.done())
+        await self.maintenance.stop(saves=self._failed is None or not self._failed.done())
         self.broker.parts.backlog.close()  # its files are part of the last checkpoint
         await self.broker.parts.writer.close()
         for thread in self._threads:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.log.few_rows import ROW_BYTES, Entry, NumberedRows, ReadRows, pairs_of
+from timeball.log.row_encoder import ROW_BYTES, Entry, NumberedRows, ReadRows, pairs_of
 from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.columns import with_column

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from timeball.log.few_rows import NumberedRows, ReadRows, filtered, pairs_of
+from timeball.log.row_encoder import NumberedRows, ReadRows, filtered, pairs_of
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools
 from timeball.schedule.due_index import FAR_MS, DueIndex

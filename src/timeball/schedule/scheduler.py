@@ -32,8 +32,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.log.few_rows import Pairs, ReadRows, filtered
 from timeball.log.reader import LogReader
+from timeball.log.row_encoder import Pairs, ReadRows, filtered
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from timeball.io.clock import SchedulerClock
-from timeball.log.few_rows import ReadRows
+from timeball.log.row_encoder import ReadRows
 from timeball.model import limits
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.scheduler import Scheduler

@@ -52,12 +52,12 @@ class DataFile:
         self._files = files
         self.entry = entry
         self._parquet: pq.ParquetFile | None = None
-        # The time (ms) at which the file joined the table with overdue rows. 0: it had none, or it was found at the
-        # start.
+        # The time (ms) at which a bulk write or a resume added the file with overdue rows: their lateness counts from
+        # this time. Otherwise 0.
         self.joined_ms = 0
-        # While open: whether each read asks the object store.
+        # While open: True if it is read by ranges from the object store, False if it is mapped.
         self.is_ranged = False
-        # Of each row group: its first row, and its smallest and largest due time.
+        # The first row of each row group, then the total (n + 1 values). Smallest and largest due time of each group.
         self._group_starts = self._group_min = self._group_max = _NO_GROUPS
         self._group_seqs = _NO_GROUPS, _NO_GROUPS  # smallest and largest of each row group
 

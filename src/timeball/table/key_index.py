@@ -239,7 +239,8 @@ class TableKeys:
         self._covered = covered
         self._files.remove(stored.name)
 
-    # -- upkeep ----------------------------------------------------------------------------------------------------
+    # -- maintenance
+    # ----------------------------------------------------------------------------------------------------
 
     def merge(self, live: FileSet) -> bool:
         """Merge runs if worthwhile. Returns whether any were. Takes seconds for ten million keys."""

@@ -171,7 +171,7 @@ async def test_keys_expire_and_the_oldest_give_way(world: World, monkeypatch: py
     world.clock.advance(60_000)
     again = await client.send("c", batch())
     assert again != sent["c"] and await client.send("c", batch()) == again
-    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    await world.node.maintenance.drop_idempotency_keys()  # type: ignore[union-attr]
     assert len(keys) == 1
     await world.restart()
     assert await client.send("c", batch()) == again
@@ -270,11 +270,11 @@ async def test_a_key_is_known_as_long_as_its_message_waits(world: World) -> None
     await world.restart()
     client, keys = Client(world), world.broker.parts.idempotency_keys
     world.clock.advance(HOUR_MS - 1_000)
-    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    await world.node.maintenance.drop_idempotency_keys()  # type: ignore[union-attr]
     assert len(keys) == 2
     assert await client.states("a", rows) == [("waiting", now_ms + HOUR_MS)]
     await world.advance(61_000)
-    await world.node.upkeep.drop_idempotency_keys()  # type: ignore[union-attr]
+    await world.node.maintenance.drop_idempotency_keys()  # type: ignore[union-attr]
     assert len(keys) == 1
     assert await client.states("b", moved) == [("waiting", now_ms + 2 * HOUR_MS)]
     assert await client.states("a", rows) == "created"
@@ -284,7 +284,7 @@ async def test_a_key_is_known_as_long_as_its_message_waits(world: World) -> None
 async def test_a_snapshot_knows_the_keys(world: World) -> None:
     client = Client(world)
     sent = await client.send("a", batch())
-    assert await world.node.upkeep.snapshot()  # type: ignore[union-attr]
+    assert await world.node.maintenance.snapshot()  # type: ignore[union-attr]
     await world.stop()
     for name in [name for name in world.files.list_dir("") if name == "checkpoint"]:
         world.files.remove(name)

@@ -20,7 +20,7 @@ from tests.crash.lives import run, until_cut
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World, table_rows
 
-from timeball.broker import upkeep
+from timeball.broker import maintenance
 from timeball.broker.admin import campaign_changes
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.tables import rewrite
@@ -189,7 +189,7 @@ def cut_amid_a_cancel(call: int) -> World:
 
 def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was finished only by giving the command again; until then its promises were released."""
-    monkeypatch.setattr(upkeep, "CANCELS_INTERVAL_MS", 200)
+    monkeypatch.setattr(maintenance, "CANCELS_INTERVAL_MS", 200)
     found = set()
 
     async def after(world: World) -> None:

@@ -69,9 +69,9 @@ async def work(world: World, told: Told) -> None:
     first = await take(4)
     await answer(first)
     assert world.node is not None
-    await world.node.upkeep.save_offsets()
+    await world.node.maintenance.save_offsets()
     second, third = await asyncio.gather(take(4), take(4))
-    await asyncio.gather(answer(second), answer(third), world.node.upkeep.save_offsets())
+    await asyncio.gather(answer(second), answer(third), world.node.maintenance.save_offsets())
     await world.checkpoint()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from timeball.broker.consuming.lease_promises import cancel_rows, few_cancel_rows
 from timeball.broker.consuming.requests import Receipt
-from timeball.log.few_rows import rows_of
+from timeball.log.row_encoder import rows_of
 from timeball.model.message import Kind
 
 SEQS = st.integers(1, 2**40)

@@ -267,7 +267,7 @@ class Life:
 
     async def save(self, _: int) -> None:
         assert self.world.node is not None
-        await self.world.node.upkeep.save_offsets()
+        await self.world.node.maintenance.save_offsets()
 
     async def checkpoint(self, _: int) -> None:
         await self.world.checkpoint()

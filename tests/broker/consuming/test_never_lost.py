@@ -126,7 +126,7 @@ class Life:
         await self.world.until(back, "what is due is back")
 
     async def save(self, _: int) -> None:
-        await self.world.node.upkeep.save_offsets()
+        await self.world.node.maintenance.save_offsets()
 
     async def restart(self, _: int) -> None:
         await self.world.restart()  # receipts stay valid

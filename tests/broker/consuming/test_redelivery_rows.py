@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, POP_CK
-from timeball.log.few_rows import NumberedRows, rows_of
+from timeball.log.row_encoder import NumberedRows, rows_of
 from timeball.model import limits
 from timeball.model.message import (
     LOG_SCHEMA,

@@ -34,7 +34,7 @@ from timeball.log.queue_index import QueueIndexes
 
 async def save_offsets(world: World) -> None:
     assert world.node is not None
-    await world.node.upkeep.save_offsets()
+    await world.node.maintenance.save_offsets()
 
 
 async def power_cut(world: World) -> None:

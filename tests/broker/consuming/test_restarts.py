@@ -35,7 +35,7 @@ async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) ->
 async def crash(world: World) -> None:
     """The process is killed: what is saved is saved."""
     assert world.node is not None
-    await world.node.upkeep.save_offsets()
+    await world.node.maintenance.save_offsets()
     await world.abandon()
     world.clock.advance(1_000)
     await world.start()

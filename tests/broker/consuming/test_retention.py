@@ -86,7 +86,7 @@ async def test_the_count_outlives_a_crash_and_is_made_once(world: World) -> None
     world.clock.advance(4 * HOUR_MS)
     await world.checkpoint()
     assert world.node is not None
-    await world.node.upkeep.save_offsets()
+    await world.node.maintenance.save_offsets()
     # The power goes between the count and the removal of the segments.
     reader, keeper = world.broker.parts.reader, retention.Retention(world.broker.parts)
     await keeper.count_expired(reader.segments.last.first_seq)

@@ -11,7 +11,7 @@ from timeball.broker.consuming.redelivery_rows import FEW_ROWS
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.consuming.selection import selected_rows
 from timeball.broker.filters import compile_filter
-from timeball.log.few_rows import NumberedRows, read_batch
+from timeball.log.row_encoder import NumberedRows, read_batch
 from timeball.log.writer import NewestRows
 
 ASK = ReceiveRequest(GROUP, TOPIC)

@@ -205,7 +205,7 @@ async def rounds(world: World, *, snapshots: bool) -> tuple[Applying, int]:
         await world.reschedule(keys[:10], SECOND_MS + 100)
         await world.advance(2 * SECOND_MS)
         if snapshots and number % ROUNDS_PER_SNAPSHOT == 0:
-            await world.node.upkeep.snapshot()  # type: ignore[union-attr]
+            await world.node.maintenance.snapshot()  # type: ignore[union-attr]
         follower.apply(follower.reader.next_seq)
         most = max(most, follower.kept_rows)
     return follower, most
@@ -253,9 +253,9 @@ async def test_a_follower_knows_what_the_log_must_keep(world: World) -> None:
 @on_node()
 async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) -> None:
     await world.send("a", [HOUR_MS] * 3)
-    await world.node.upkeep.snapshot()  # type: ignore[union-attr]
+    await world.node.maintenance.snapshot()  # type: ignore[union-attr]
     await world.send("a", [HOUR_MS] * 2)
-    await world.node.upkeep.snapshot()  # type: ignore[union-attr]
+    await world.node.maintenance.snapshot()  # type: ignore[union-attr]
     reader = world.broker.parts.reader
     newest = starting_point(None, reader.segments)
     first = starting_point(None, reader.segments, reader.next_seq - 1)
@@ -280,7 +280,7 @@ async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it
         await asyncio.sleep(0)
     # Decided before it, with rows behind it; and sent while it was on its way to the log.
     await asyncio.gather(
-        world.node.upkeep.snapshot(),  # type: ignore[union-attr]
+        world.node.maintenance.snapshot(),  # type: ignore[union-attr]
         world.send("a", [HOUR_MS] * 3),
         world.cancel(keys[3:4]),
     )

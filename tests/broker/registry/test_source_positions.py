@@ -57,7 +57,7 @@ async def test_it_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> N
 async def test_it_is_there_after_a_restart_and_from_a_snapshot(world: World) -> None:
     move(world, "", {0: 0}, {0: 9})
     await world.broker.parts.writer.flushed()
-    assert await asyncio.wait_for(world.node.upkeep.snapshot(), 60)  # type: ignore[union-attr]
+    assert await asyncio.wait_for(world.node.maintenance.snapshot(), 60)  # type: ignore[union-attr]
     await world.stop()
     world.files.remove("checkpoint")
     await world.start()

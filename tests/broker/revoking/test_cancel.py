@@ -27,7 +27,7 @@ from tests.node_fixture import running_node
 from timeball.broker.revoking.cancel import cancel_rows, verdicts
 from timeball.broker.revoking.promise_lookup import Candidate, Found
 from timeball.io.clock import ManualClock
-from timeball.log.few_rows import rows_of
+from timeball.log.row_encoder import rows_of
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Int64Array, Kind

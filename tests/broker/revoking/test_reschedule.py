@@ -36,9 +36,9 @@ from tests.crash_files import CrashFiles
 from timeball.broker.revoking import reschedule
 from timeball.io.clock import ManualClock
 from timeball.log import writer
-from timeball.log.few_rows import as_batch
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
+from timeball.log.row_encoder import as_batch
 from timeball.log.segment import segment_name
 from timeball.log.writer import Commit, Entry, LogWriter
 from timeball.model import limits

@@ -313,7 +313,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
         world.clock.advance(SOON_MS)
         eventually(lambda: world.visible("soon") == 100 and world.visible("kept") == 1, "all are released")
         assert ball.send("orders", "x").seq
-        world.node.run(world.node.node.upkeep.checkpoint())
+        world.node.run(world.node.node.maintenance.checkpoint())
         assert not commit.done() and not look_up.done()
     world.node.stop()
     assert world.store.hanging >= 2, "the stop has not waited for them"
@@ -447,7 +447,7 @@ def vacuum(table: DeltaTable) -> None:
 
 
 def look(world: World) -> None:
-    world.node.run(world.node.node.upkeep.watch.watch_table())
+    world.node.run(world.node.node.maintenance.watch.watch_table())
 
 
 @pytest.mark.parametrize("stage", ["while it runs", "before a start"])

@@ -38,7 +38,7 @@ def uri_of(world: World) -> str:
 
 async def watch(world: World) -> None:
     assert world.node is not None
-    await world.node.upkeep.watch.watch_table()
+    await world.node.maintenance.watch.watch_table()
 
 
 def live_seqs(world: World) -> list[int]:
@@ -411,7 +411,7 @@ async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> 
             world.merge,
             world.checkpoint,
             world.let_go,
-            world.node.upkeep.index_keys,
+            world.node.maintenance.index_keys,
         ):
             try:
                 await step()

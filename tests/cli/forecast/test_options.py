@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from timeball.cli.forecast.options import THE_OTHERS, Bars, Extra, Moment, Window, parse_moment, parse_rates
+from timeball.cli.forecast.options import OTHER_TOPICS, Bars, Extra, Moment, Window, parse_moment, parse_rates
 from timeball.model.errors import RequestError
 from timeball.spark.views import consumer_model, due_histogram
 
 
 def test_the_light_copies_say_what_the_pipeline_says() -> None:
     assert [str(unit) for unit in Bars] == [str(unit) for unit in due_histogram.Unit]
-    assert THE_OTHERS == consumer_model.THE_OTHERS
+    assert OTHER_TOPICS == consumer_model.OTHER_TOPICS
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from timeball.edges.flight.server import MESSAGE_BYTES_MAX, SERVICE
 from timeball.edges.http2.frames import Fault, GrpcStatus
 from timeball.edges.http2.streams import WINDOW_BYTES
 from timeball.edges.shared import arrow_ipc as ipc
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 
 
 def test_a_message_that_takes_too_long_loses_its_call(
@@ -90,7 +90,7 @@ def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(no
 
 
 @contextmanager
-def filled(node: RunningNode, shares: ByteShares) -> Iterator[None]:
+def filled(node: RunningNode, shares: MemoryQuota) -> Iterator[None]:
     """Another address has all of it."""
 
     async def fill() -> None:

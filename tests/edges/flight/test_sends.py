@@ -7,17 +7,17 @@ import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.broker.accepting import few_sends
+from timeball.broker.accepting import small_batch
 from timeball.edges.flight.sends import Sends, refusal
 from timeball.edges.flight.window import Slot, Window
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model.access import ANONYMOUS, Caller
 
 PLAIN = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 
 def opened() -> Window:
-    return Window(ByteShares(10**6), "10.0.0.1", lambda: None, lambda: None)
+    return Window(MemoryQuota(10**6), "10.0.0.1", lambda: None, lambda: None)
 
 
 def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBatch, Slot, Caller]:
@@ -60,7 +60,7 @@ def test_a_fault_of_ours_is_logged_whole(caplog: pytest.LogCaptureFixture) -> No
     assert "secret" in caplog.text
 
 
-@pytest.mark.parametrize("rows", [1, 2 * few_sends.ROWS_MAX])
+@pytest.mark.parametrize("rows", [1, 2 * small_batch.ROWS_MAX])
 @pytest.mark.parametrize("name", ["tag", "keys", "unique_key"])
 @pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
 def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:

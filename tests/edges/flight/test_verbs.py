@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.compiler import FiltersKept
 from timeball.edges.flight import codec, verbs
-from timeball.log.few_rows import encoder_of
+from timeball.log.row_encoder import encoder_of
 from timeball.model import wire
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import Forbidden, InvalidReceipt, NotFound

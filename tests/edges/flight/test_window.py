@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.bounds import BOUND_S
 
 from timeball.edges.flight.window import Slot, Window
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 
 ONE, OTHER = "10.0.0.1", "10.0.0.2"
 
@@ -20,7 +20,7 @@ ONE, OTHER = "10.0.0.1", "10.0.0.2"
 class Stream:
     """A window, and what its stream has been told."""
 
-    def __init__(self, budget: ByteShares, address: str = ONE, **bounds: int) -> None:
+    def __init__(self, budget: MemoryQuota, address: str = ONE, **bounds: int) -> None:
         self.rooms = self.answers = 0
         self.window = Window(budget, address, self._room, self._answer, **bounds)
 
@@ -48,7 +48,7 @@ def run(check: Coroutine[Any, Any, None]) -> None:
 
 @given(st.integers(1, 30).flatmap(lambda count: st.permutations(range(count))))
 def test_answers_come_in_the_order_of_the_batches(order: list[int]) -> None:
-    budget = ByteShares(10_000)
+    budget = MemoryQuota(10_000)
     stream = Stream(budget)
     slots = [stream.entered(size) for size in range(len(order))]
     taken: list[bytes] = []
@@ -64,7 +64,7 @@ def test_answers_come_in_the_order_of_the_batches(order: list[int]) -> None:
 
 def test_a_full_window_waits_until_an_answer_is_taken() -> None:
     async def check() -> None:
-        stream = Stream(ByteShares(100), batches_max=2)
+        stream = Stream(MemoryQuota(100), batches_max=2)
         first, _ = stream.entered(), stream.entered()
         assert stream.window.enter(1) is None
         first.settle(b"1")
@@ -79,7 +79,7 @@ def test_a_full_window_waits_until_an_answer_is_taken() -> None:
 
 def test_bytes_are_free_when_a_batch_is_settled() -> None:
     async def check() -> None:
-        stream = Stream(ByteShares(100), bytes_max=10)
+        stream = Stream(MemoryQuota(100), bytes_max=10)
         _, big = stream.entered(1), stream.entered(9)
         assert stream.window.enter(2) is None
         assert not await stream.told_of_room()
@@ -92,7 +92,7 @@ def test_bytes_are_free_when_a_batch_is_settled() -> None:
 
 def test_a_batch_larger_than_the_window_goes_alone() -> None:
     async def check() -> None:
-        budget = ByteShares(10, 1_000)
+        budget = MemoryQuota(10, 1_000)
         stream = Stream(budget, bytes_max=10)
         huge = stream.entered(1_000)
         assert stream.window.enter(1) is None
@@ -106,7 +106,7 @@ def test_a_batch_larger_than_the_window_goes_alone() -> None:
 
 def test_streams_share_one_budget() -> None:
     async def check() -> None:
-        budget = ByteShares(10)
+        budget = MemoryQuota(10)
         one, other = Stream(budget), Stream(budget, OTHER)
         slot = one.entered(10)
         assert other.window.enter(5) is None
@@ -123,7 +123,7 @@ def test_streams_share_one_budget() -> None:
 @pytest.mark.parametrize("waits", ["for the window", "for the budget", "with what is granted"])
 def test_abort_gives_all_back_and_tells_nobody_more(waits: str) -> None:
     async def check() -> None:
-        budget = ByteShares(10)
+        budget = MemoryQuota(10)
         stream = Stream(budget, batches_max=1) if waits == "for the window" else Stream(budget)
         other = Stream(budget, OTHER)
         slot = stream.entered(1) if waits == "for the window" else other.entered(10)
@@ -146,7 +146,7 @@ def test_abort_gives_all_back_and_tells_nobody_more(waits: str) -> None:
 
 def test_the_last_answer_is_waited_for() -> None:
     async def check() -> None:
-        stream = Stream(ByteShares(10))
+        stream = Stream(MemoryQuota(10))
         slot = stream.entered()
         stream.window.finish()
         emptied = asyncio.ensure_future(stream.window.emptied())
@@ -161,7 +161,7 @@ def test_the_last_answer_is_waited_for() -> None:
 
 
 def test_settling_twice_is_a_bug_of_ours() -> None:
-    stream = Stream(ByteShares(10))
+    stream = Stream(MemoryQuota(10))
     slot = stream.entered()
     slot.settle(b"1")
     with pytest.raises(AssertionError, match="once"):

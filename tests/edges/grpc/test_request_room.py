@@ -13,12 +13,12 @@ from tests.node_fixture import RunningNode, eventually
 from timeball.edges.grpc.dispatch import SERVICE_NAME
 from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
 from timeball.edges.http2 import exchange as module
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 
 MIB = 1024 * 1024
 
 
-def shares_of(node: RunningNode) -> ByteShares:
+def shares_of(node: RunningNode) -> MemoryQuota:
     assert node.node.edges is not None
     return node.node.edges.grpc.service.room.received
 

@@ -15,7 +15,7 @@ from timeball.edges.http2.calls import Call, Method, Room
 from timeball.edges.http2.exchange import Exchange
 from timeball.edges.http2.server import Server, seconds_of
 from timeball.edges.http2.streams import Streams
-from timeball.edges.shared.shared_limits import ByteShares, SharedLimit
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model.errors import SetupError
 
 
@@ -25,7 +25,7 @@ class Echo:
     call = Call
 
     def __init__(self) -> None:
-        self.room = Room(ByteShares(1_000_000), 10_000, SharedLimit("calls", 10))
+        self.room = Room(MemoryQuota(1_000_000), 10_000, SharedLimit("calls", 10))
         self.methods = {"/echo": Method("echo", False, False, bytes, bytes)}
 
     def open(

@@ -15,7 +15,7 @@ from tests.schedule.wrong import SavesNoOldRows
 
 from timeball.broker.accepting.delivery import release_rows, without_lists
 from timeball.edges.remoting.codec.delays import next_instant_ms
-from timeball.log.few_rows import pairs_of
+from timeball.log.row_encoder import pairs_of
 from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS

@@ -320,9 +320,9 @@ async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
 
 
 def let_segments_go(node: RunningNode) -> int:
-    """Do what the upkeep does by the minute; the first row that is kept."""
-    node.run(node.node.upkeep.checkpoint())
-    node.run(node.node.upkeep.apply_retention())
+    """Do what the maintenance does by the minute; the first row that is kept."""
+    node.run(node.node.maintenance.checkpoint())
+    node.run(node.node.maintenance.apply_retention())
     return node.broker.parts.reader.first_seq
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from timeball.model.errors import RequestError
 from timeball.spark.views import consumer_model
-from timeball.spark.views.consumer_model import THE_OTHERS, Outcome, queue, rate_needed, serve, spread
+from timeball.spark.views.consumer_model import OTHER_TOPICS, Outcome, queue, rate_needed, serve, spread
 from timeball.spark.views.due_histogram import Load, from_due_ms
 
 DUE = st.lists(st.integers(0, 30_000), min_size=1, max_size=80)
@@ -76,7 +76,7 @@ def test_the_largest_backlog_ends_when_nothing_is_left_of_it() -> None:
 
 def test_nothing_is_never_late() -> None:
     assert queue(Load(), 5).outcome() == Outcome(5, 0, 0, None, 0, 0, 0, None)
-    assert serve(Load(), {THE_OTHERS: 5}).lateness_max_ms == 0
+    assert serve(Load(), {OTHER_TOPICS: 5}).lateness_max_ms == 0
     assert queue(Load(), 5).backlog()[0].tolist() == []
 
 
@@ -107,9 +107,9 @@ def by_topic() -> Load:
 
 
 def test_a_topic_with_consumers_of_its_own_leaves_the_others_alone() -> None:
-    found = serve(by_topic(), {"a": 1, THE_OTHERS: 2})
+    found = serve(by_topic(), {"a": 1, OTHER_TOPICS: 2})
     assert found.queues["a"].lateness_max_ms == 6_000
-    assert (found.queues[THE_OTHERS].rows, found.queues[THE_OTHERS].lateness_max_ms) == (6, 2_000)
+    assert (found.queues[OTHER_TOPICS].rows, found.queues[OTHER_TOPICS].lateness_max_ms) == (6, 2_000)
     assert (found.lateness_max_ms, found.unserved) == (6_000, {})
     # In the first second of lateness end 5 rows (of a, b, c: 1, 2, 2), then 3 a second: the sixth of twelve at 4/3.
     assert found.lateness_p50_ms == 1_333
@@ -130,7 +130,7 @@ def test_a_rate_that_is_none(rate: float) -> None:
 def test_a_backlog_that_nobody_owns() -> None:
     with pytest.raises(RequestError, match="a backlog belongs to one queue"):
         serve(by_topic(), {"a": 1, "b": 1}, backlog=3)
-    assert serve(by_topic(), {"a": 1, THE_OTHERS: 1}, backlog=3).queues["a"].rows == 6
+    assert serve(by_topic(), {"a": 1, OTHER_TOPICS: 1}, backlog=3).queues["a"].rows == 6
 
 
 @given(DUE, st.integers(100, 20_000))

@@ -275,7 +275,7 @@ def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine,
             events = session.run(f"select {columns} from ledger").rows.read_all().cast(EVENT_SCHEMA)
         fill_segment(node)
         node.run(node.broker.compact())
-        node.run(node.node.upkeep.checkpoint())
+        node.run(node.node.maintenance.checkpoint())
         assert let_go(node) > 14
         # The control: the log has forgotten that they were cancelled, and their rows are still in the table.
         assert engine.seqs(broker) == list(range(2, 12))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.few_sends import Sends, as_batch
+from timeball.broker.accepting.small_batch import Sends, as_batch
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.message import (

@@ -22,16 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.broker.accepting import admission, durations, few_sends
+from timeball.broker.accepting import admission, durations, small_batch
 from timeball.broker.accepting.components import Components
-from timeball.broker.accepting.few_sends import SendRuns, Sends
+from timeball.broker.accepting.small_batch import SendRuns, Sends
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.policy import Policy
-from timeball.broker.registry.few_places import FewPlaces
 from timeball.broker.registry.meta import Change
+from timeball.broker.registry.queue_offsets import FewPlaces
 from timeball.broker.registry.rates import TIMER_TOPIC
 from timeball.broker.registry.topics import Placement
-from timeball.log.few_rows import (
+from timeball.log.row_encoder import (
     EncodedRows,
     Pairs,
     ReadRows,
@@ -201,18 +201,18 @@ class Appender:
 
         The result is None if the batch must take the path for columns, which also raises the refusals.
         """
-        parts, few = self._parts, few_sends.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
+        parts, few = self._parts, small_batch.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
         now_ms = parts.clock.now_ms()
         delay_ms_max, may_wait = parts.settings.delay_ms_max, self._compacts
-        if few is None or not few_sends.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
+        if few is None or not small_batch.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
             return None
         parts.writer.check_room()
         topics = self._policy.destinations(set(map(_TOPIC_OF, few)), caller)
         if topics is None:  # as in `_send_runs`
             return None
-        return self._append_few(few_sends.log_rows(few, topics, now_ms, self._host, self._build), now_ms)
+        return self._append_few(small_batch.log_rows(few, topics, now_ms, self._host, self._build), now_ms)
 
-    def _append_few(self, sends: few_sends.FewSends, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
+    def _append_few(self, sends: small_batch.SmallBatch, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
         """Append rows with chosen queue offsets. The commit begins at once."""
         parts, (rows, places, promised, promised_bytes) = self._parts, sends
         # No await between this line and the append: no other append may come between them.
@@ -226,7 +226,7 @@ class Appender:
                 waiting = numbered(rows, [first_seq + at for at in promised], promised)
                 # Searching the bytes of all rows costs less than decoding one row. Hardly any message has a timer.
                 message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
-                lasting = durations.lasting_of(waiting) if durations.TIMER_PREFIX in message else None
+                lasting = durations.is_duration_small(waiting) if durations.TIMER_PREFIX in message else None
                 self._wait(
                     waiting, pairs_of(waiting), now_ms, promised_bytes, first_seq + rows.num_rows, lasting
                 )
@@ -308,11 +308,11 @@ class Appender:
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def append(
-        self, rows: pa.RecordBatch, then: Callable[[], None] | None = None, *, is_lasting: bool = False
+        self, rows: pa.RecordBatch, then: Callable[[], None] | None = None, *, is_duration: bool = False
     ) -> Appended:
         """Append rows that `prepare` returned, or some of them.
 
-        `then` is called in log order when the rows are durable and the caches are up to date. `is_lasting` marks all
+        `then` is called in log order when the rows are durable and the caches are up to date. `is_duration` marks all
         scheduled messages among them as due after a duration, though their rows do not state it.
         """
         kinds = rows.column("kind").to_numpy()
@@ -330,7 +330,7 @@ class Appender:
         first_seq = self._parts.writer.next_seq
 
         def on_durable() -> None:
-            self._landed(rows, first_seq, has_place, placement, is_lasting=is_lasting)
+            self._landed(rows, first_seq, has_place, placement, is_duration=is_duration)
             if then is not None:
                 then()
 
@@ -389,7 +389,7 @@ class Appender:
         has_place: Int64Array,
         placement: Placement | None,
         *,
-        is_lasting: bool,
+        is_duration: bool,
     ) -> None:
         """Index the visible rows of a durable batch, and add its scheduled messages to the schedule."""
         if placement is not None:
@@ -398,7 +398,7 @@ class Appender:
         kinds = rows.column("kind").to_numpy()
         promised = (kinds == Kind.PROMISE) | (kinds == Kind.MOVED)
         if promised.any():
-            self._promised(rows, first_seq, promised, is_lasting=is_lasting)
+            self._promised(rows, first_seq, promised, is_duration=is_duration)
 
     def _visible(self, places: Placement | FewPlaces) -> None:
         """Count rows that are in the queue indexes, and wake the consumers, which must find the rows there."""
@@ -406,7 +406,7 @@ class Appender:
         self._waiters.wake_queues(places.queues())
 
     def _promised(
-        self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray, *, is_lasting: bool
+        self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray, *, is_duration: bool
     ) -> None:
         """Add the scheduled messages of a durable batch to the schedule."""
         parts, promises = self._parts, with_seq(rows, first_seq)
@@ -420,8 +420,8 @@ class Appender:
         if promised.any():
             of_instant = promises if promised.all() else promises.filter(pa.array(promised))
             stored_bytes = int(stored_sizes(of_instant).sum())
-            lasting = durations.lasting_in(of_instant)
-            if is_lasting:
+            lasting = durations.is_duration(of_instant)
+            if is_duration:
                 lasting = np.ones(of_instant.num_rows, np.bool_)
             self._wait(
                 of_instant, pairs_of(of_instant), now_ms, stored_bytes, first_seq + rows.num_rows, lasting

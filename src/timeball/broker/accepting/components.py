@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyarrow as pa
 
-from timeball.broker.accepting.few_sends import Sends, as_batch
+from timeball.broker.accepting.small_batch import Sends, as_batch
 from timeball.broker.registry.attach import AttachState
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.dead_letters import RepeatedDeadLetters, ResolvedDeadLetters

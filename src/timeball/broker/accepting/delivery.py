@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.accepting.components import Components
-from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.queue_offsets import FewPlaces
 from timeball.broker.registry.topics import Placement, Topics, check_topic
-from timeball.log.few_rows import (
+from timeball.log.row_encoder import (
     Build,
     EncodedRows,
     NumberedRows,

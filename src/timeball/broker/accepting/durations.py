@@ -1,4 +1,4 @@
-"""Find scheduled messages that are due after a duration, and not at a time that their sender has chosen.
+"""Decide which scheduled messages follow elapsed time. All others are due at a time of the wall clock.
 
     leases and retries     a topic that returns messages to a group, or a dead letter topic
     a relative delay       `accepted_ms` of the PROMISE row: the delay counts from that time
@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.log.few_rows import NumberedRows, ReadRows
 from timeball.log.reader import LogReader
+from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model.message import DLQ_PREFIX, PROPERTY_NAME_END, READ_SCHEMA, RETRY_PREFIX, Kind, int64
 from timeball.schedule import locations
 from timeball.schedule.backlog import Bools
@@ -36,8 +36,8 @@ _BATCH_ROWS = 65_536
 _NONE = np.empty(0, np.int64)
 
 
-def lasting_in(promises: pa.RecordBatch) -> Bools | None:
-    """Compute a mask of the PROMISE and MOVED rows that are durations. None if there are none."""
+def is_duration(promises: pa.RecordBatch) -> Bools | None:
+    """Compute a mask: True for the PROMISE and MOVED rows whose message is due after a duration. None: no row is."""
     topic, properties, accepted = (promises.column(name) for name in ("topic", "properties", "accepted_ms"))
     lasting = np.asarray(pc.or_(*(pc.starts_with(topic, prefix) for prefix in _AGAIN)), dtype=np.bool_)
     # Only in PROMISE rows: in MOVED rows `accepted_ms` is the time at which the message was accepted.
@@ -49,10 +49,13 @@ def lasting_in(promises: pa.RecordBatch) -> Bools | None:
     return lasting if lasting.any() else None
 
 
-def lasting_of(promises: ReadRows) -> Bools | None:
-    """`lasting_in` for the scheduled messages of a few sends. These have no relative delay of Timeball's own."""
+def is_duration_small(promises: ReadRows) -> Bools | None:
+    """Like `is_duration`, for rows of a small batch (small_batch.py).
+
+    Tests only the timer properties of RocketMQ: such rows have no `accepted_ms`.
+    """
     if not isinstance(promises, NumberedRows):
-        return lasting_in(promises)
+        return is_duration(promises)
     texts = [row[_PROPERTIES] or "" for row in promises.values]
     lasting = np.array([any(name in text for name in _TIMERS) for text in texts], dtype=np.bool_)
     return lasting if lasting.any() else None
@@ -65,7 +68,7 @@ def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
     begin = max(from_seq, reader.first_seq)
     for rows in reader.coalesced(begin, to_seq, locations.KINDS, _BATCH_ROWS, _COLUMNS):
         promises = locations.waiting_rows(rows)
-        if promises.num_rows and (lasting := lasting_in(promises)) is not None:
+        if promises.num_rows and (lasting := is_duration(promises)) is not None:
             promises = promises.filter(pa.array(lasting))
             parts.append(locations.waiting_in(promises))
             stored.append(int64(promises.column("store_ms")))

@@ -30,7 +30,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Accepted
-from timeball.broker.accepting.few_sends import Sends
+from timeball.broker.accepting.small_batch import Sends
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable

@@ -133,7 +133,7 @@ class CampaignChanges:
         return msgspec.structs.replace(self.get(campaign), count=counted.cancelled, repeated=repeated)
 
     async def finish_cancels(self) -> None:
-        """Continue cancels that a crash or a full disk interrupted. A periodic duty of upkeep.py."""
+        """Continue cancels that a crash or a full disk interrupted. A periodic duty of maintenance.py."""
         for campaign, facts in self._parts.campaigns.all().items():
             if self._lock.locked():
                 return  # a command is running, perhaps on this campaign

@@ -50,7 +50,7 @@ from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.rates import Stat, of_group
 from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
 from timeball.broker.registry.topics import check_topic
-from timeball.log.few_rows import ReadRows
+from timeball.log.row_encoder import ReadRows
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import OutOfRange, TimeballError

@@ -297,7 +297,11 @@ class Leases:
         self.store(queue)
 
     def ack_ahead(self, queue: QueueLeases, offset: int) -> bool:
-        """Accept a receipt from before a restart. Return False if its position was leased again or memory is full."""
+        """Accept an acknowledgement of a lease that a restart lost.
+
+        Return False if the position is before `next_offset` (leased again, or done), not in the queue, or if a limit of
+        leases is reached.
+        """
         # Bounded like leases, because old receipts may name any number of positions.
         is_ahead = max(queue.next_offset, queue.index.min_offset) <= offset < queue.index.max_offset
         if not is_ahead or len(queue.acked_ahead) >= limits.POP_HELD_PER_QUEUE_MAX or self.room <= 0:

@@ -47,7 +47,7 @@ from timeball.broker.filters.tags import BoolArray
 from timeball.broker.registry import groups
 from timeball.broker.registry.lease_counts import topic_of
 from timeball.broker.registry.offsets import Parked
-from timeball.log.few_rows import ReadRows, pairs_of, read_batch
+from timeball.log.row_encoder import ReadRows, pairs_of, read_batch
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import (

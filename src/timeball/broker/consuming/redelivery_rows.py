@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.requests import Subscription
-from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits
 from timeball.model.message import (
     NACK_REASON,

@@ -15,7 +15,7 @@ import pyarrow as pa
 from timeball.broker.filters import EVERYTHING, Filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import Topic
-from timeball.log.few_rows import ReadRows, read_batch
+from timeball.log.row_encoder import ReadRows, read_batch
 from timeball.model.message import READ_SCHEMA
 
 

@@ -66,7 +66,10 @@ class Retention:
         return old[:first]
 
     async def count_expired(self, before_seq: int) -> None:
-        """Count and log the unread messages before a row, which will be removed. Durable with the next sync."""
+        """Count, by group and topic, the unread messages that retention will remove, and log them.
+
+        These are the messages in rows before `before_seq`. Does not wait for the sync of the counts.
+        """
         found = list[Expiry]()
         table, ends = self._parts.offsets.table, dict[tuple[str, int], tuple[int, int]]()
         async for groups in shares(table):

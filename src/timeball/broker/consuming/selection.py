@@ -18,8 +18,8 @@ from timeball.broker.consuming.redelivery_rows import FEW_ROWS, is_of
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
-from timeball.log.few_rows import NumberedRows, ReadRows
 from timeball.log.reader import LogReader
+from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import READ_SCHEMA, Int64Array

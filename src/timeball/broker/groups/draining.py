@@ -37,10 +37,10 @@ from timeball.broker.pending.snapshot import Snapshot, opened, taken
 from timeball.broker.pending.table_walk import Filed, TableWalk
 from timeball.broker.policy import Policy
 from timeball.broker.registry.drains import DrainFacts
+from timeball.broker.revoking.drain_rows import encode_sent, handed_rows
 from timeball.broker.revoking.group_questions import AdoptHere, GroupAnswer, OtherGroups
-from timeball.broker.revoking.handed_rows import encode_sent, handed_rows
 from timeball.broker.tables.table_changes import TableChanges
-from timeball.log.few_rows import pairs_of
+from timeball.log.row_encoder import pairs_of
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import (
@@ -176,7 +176,7 @@ class Draining:
     # -- the duty ------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Hand over all messages that are pending now, if this group is drained. A periodic duty of upkeep.py."""
+        """Hand over all messages that are pending now, if this group is drained. A periodic duty of maintenance.py."""
         if self._parts.drains.out is None:
             return
         try:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from timeball.broker.accepting.components import Components
-from timeball.broker.groups.adoption import Adoption
+from timeball.broker.groups.drain_receiver import Adoption
 from timeball.broker.groups.draining import LOOK_MS, Draining
 from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topic import MESSAGE_TYPE
@@ -76,7 +76,7 @@ class GroupedBroker(Broker):
         self.group, self.others = parts.settings.group, others
         self.draining = Draining(parts, self.policy, self.mover, others, account)
         self.adoption = Adoption(parts, self.policy, self.appender)
-        # Run by upkeep.py in addition to its own duties.
+        # Run by maintenance.py in addition to its own duties.
         self.duties = [(LOOK_MS, self.draining.look)]
 
     # -- asked by clients ------------------------------------------------------------------------------------

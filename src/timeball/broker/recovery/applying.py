@@ -159,8 +159,8 @@ class Applying:
             self.read_tail()
         replayed.fold()
         facts, from_seq = replayed.facts, self._from_seq()
-        # Strategies without compaction move the watermark only in memory, at retention (upkeep.py). No row of the log
-        # contains that move, so repeat it here.
+        # Strategies without compaction move the watermark only in memory, at retention (maintenance.py). No row of the
+        # log contains that move, so repeat it here.
         ledger.watermark = from_seq
         settled = replayed.settled()
         return Recovered(

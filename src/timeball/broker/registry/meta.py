@@ -99,14 +99,17 @@ class MetaLog:
                 self._keep(key, value)
 
     def changed(self, changes: Iterable[tuple[str, object]]) -> Change:
-        """Encode changed values for a frame with other rows. None deletes a key."""
+        """Encode changed values as META rows. None deletes a key.
+
+        The caller appends the rows in one frame with its own rows. Then it calls `keep`, which changes the values in
+        memory.
+        """
         pairs = _encoded(changes)
 
         def keep() -> None:
             for key, value in pairs:
                 self._keep(key, value)
 
-        # The caller appends the rows and then calls `keep`.
         return Change(meta_rows(pairs, self._now_ms()), keep)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
@@ -154,7 +157,7 @@ class MetaTable(Generic[T]):
             self._keep(name, value)
 
     def changed(self, changes: Iterable[tuple[str, T | None]]) -> Change:
-        """Encode changed values for a frame with other rows. None deletes a value."""
+        """Encode changed values as META rows, as `MetaLog.changed` does. None deletes a value."""
         listed = list(changes)
         rows, keep_encoded = self._log.changed((f"{self._prefix}/{name}", value) for name, value in listed)
 

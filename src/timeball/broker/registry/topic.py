@@ -57,7 +57,7 @@ def check_config(config: TopicConfig) -> None:
 
 
 def at_least(config: TopicConfig, queues: int) -> TopicConfig:
-    """Return the configuration with at least so many queues shown."""
+    """Return the configuration with at least `queues` read and write queues. None (all queues) stays None."""
     return msgspec.structs.replace(
         config,
         read_queues=None if config.read_queues is None else max(queues, config.read_queues),

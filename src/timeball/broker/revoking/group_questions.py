@@ -65,7 +65,7 @@ class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
 class AdoptHere(Question, frozen=True, tag_field="ask", tag="adopt"):
     """Take over a transfer of a drained group. `transfer` 0: only answer whether this group would.
 
-    `since_ms`: the start of the drain. `rows`: encoded by broker/revoking/handed_rows.py.
+    `since_ms`: the start of the drain. `rows`: encoded by broker/revoking/drain_rows.py.
     """
 
     source: str

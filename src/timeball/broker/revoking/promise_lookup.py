@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.revoking.handed_rows import is_handed
+from timeball.broker.revoking.drain_rows import is_handed
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.model import limits

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.registry.rates import Stat
-from timeball.log.few_rows import pairs_of
 from timeball.log.reader import LogReader
+from timeball.log.row_encoder import pairs_of
 from timeball.model.errors import NotFound, OutOfRange, RequestError
 from timeball.model.message import CANCEL_REASON, Kind, build_rows, encode_properties, int64
 from timeball.model.wire import RangesCancelled

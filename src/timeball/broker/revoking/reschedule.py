@@ -50,7 +50,7 @@ async def reschedule(
     parts = look_ups.parts
     instant_ms = _instant_ms(parts, due_ms, delay_ms)
     return await settle(
-        look_ups, names, partial(_move, parts, appender, instant_ms, is_lasting=delay_ms is not None)
+        look_ups, names, partial(_move, parts, appender, instant_ms, is_duration=delay_ms is not None)
     )
 
 
@@ -71,7 +71,7 @@ def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> 
 
 
 async def _move(
-    parts: Components, appender: Appender, due_ms: int, candidates: list[Candidate], *, is_lasting: bool
+    parts: Components, appender: Appender, due_ms: int, candidates: list[Candidate], *, is_duration: bool
 ) -> dict[int, Verdict]:
     told: dict[int, Verdict] = {}
     for at in range(0, len(candidates), ROWS_AT_ONCE):
@@ -85,7 +85,7 @@ async def _move(
         for frame in in_frames(rows) if rows.num_rows else ():
             told |= await _move_frame(
                 parts, appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()],
-                is_lasting=is_lasting,
+                is_duration=is_duration,
             )  # fmt: skip
     return told
 
@@ -97,7 +97,7 @@ async def _move_frame(
     rows: pa.RecordBatch,
     candidates: list[Candidate],
     *,
-    is_lasting: bool,
+    is_duration: bool,
 ) -> dict[int, Verdict]:
     parts.writer.check_room()
     now_ms = parts.clock.now_ms()
@@ -122,7 +122,7 @@ async def _move_frame(
     mask = pa.array(waited)
     appended = appender.append(
         as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves),
-        is_lasting=is_lasting,
+        is_duration=is_duration,
     )  # fmt: skip
     await appended.durable
     parts.rates.add_each(Stat.RESCHEDULED_NUMS, (each.topic for each in chosen))

@@ -1,4 +1,4 @@
-"""The states of the messages of a repeated send, by their numbers: a read that settles nothing.
+"""The current states of the messages of a send that is repeated with its idempotency key. Only reads.
 
 The caller has sent these messages, so it needs no permission to look them up.
 """
@@ -20,20 +20,22 @@ _STATES = {RELEASED: "visible", "not_found": "visible", CANCELLED: "cancelled"}
 
 
 async def sent_states(
-    look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]] = list
+    look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]] = list
 ) -> list[SentState]:
     """Return the current states of scheduled messages, in the order of `numbers`.
 
-    `retold` is applied to the verdicts: a group of a cluster replaces those of messages that it handed over.
+    `map_verdicts` replaces, in a cluster, the verdicts of messages that were moved to another group (grouped.py).
     """
     found: list[SentState] = []
     for start in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
-        found += await _states(look_ups, numbers[start : start + limits.CANCELS_PER_REQUEST_MAX], retold)
+        found += await _states(
+            look_ups, numbers[start : start + limits.CANCELS_PER_REQUEST_MAX], map_verdicts
+        )
     return found
 
 
 async def _states(
-    look_ups: LookUps, numbers: Sequence[int], retold: Callable[[list[Verdict]], list[Verdict]]
+    look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]]
 ) -> list[SentState]:
     outcomes, names = look_ups.parts.outcomes, Names(seqs=numbers)
     # Before the verdicts, because the verdict of a settled message does not contain its due time.
@@ -48,7 +50,7 @@ async def _states(
         }
 
     # One verdict for each number, in their order.
-    verdicts = retold(await settle(look_ups, names, look))
+    verdicts = map_verdicts(await settle(look_ups, names, look))
     return [
         SentState(_STATES.get(each.verdict, each.verdict), due_ms.get(number))
         for number, each in zip(numbers, verdicts, strict=True)

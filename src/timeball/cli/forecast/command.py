@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from timeball.cli.forecast.options import (
-    THE_OTHERS,
+    OTHER_TOPICS,
     Asked,
     Bars,
     Extra,
@@ -175,7 +175,7 @@ def answer_to(
     extra.check()
     if picture is not None:
         check_picture(picture)  # checked before the counting, which may take minutes
-    apart = asked.by_topic or bool(asked.topics) or any(name != THE_OTHERS for name in asked.rates)
+    apart = asked.by_topic or bool(asked.topics) or any(name != OTHER_TOPICS for name in asked.rates)
     found = answer(count(endpoint, spark, window, by_topic=apart, quiet=as_json), asked, extra)
     show(found.document, describe(found.document), as_json=as_json)
     if picture is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from timeball.spark.table_store import Due
     from timeball.spark.views.due_histogram import Load
 
-THE_OTHERS = (
+OTHER_TOPICS = (
     "*"  # equal to spark/views/consumer_model.py's, which is not imported here: other commands start sooner
 )
 
@@ -58,11 +58,11 @@ def parse_moment(text: str) -> Moment:
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
-    """Parse rows per second by topic from N and TOPIC=N. THE_OTHERS stands for the topics that are not named."""
+    """Parse rows per second by topic from N and TOPIC=N. OTHER_TOPICS stands for the topics that are not named."""
     rates: dict[str, float] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
-        name = name.strip() if equals else THE_OTHERS
+        name = name.strip() if equals else OTHER_TOPICS
         try:
             rate = float(number.replace("_", ""))
         except ValueError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from timeball.cli.forecast.options import THE_OTHERS
+from timeball.cli.forecast.options import OTHER_TOPICS
 from timeball.cli.forecast.report import Answer, show_version
 from timeball.cli.options import PICTURE, not_installed
 from timeball.model.errors import RequestError, SetupError
@@ -137,7 +137,7 @@ def _draw_backlog(found: Answer, axes: Any) -> None:
 
 
 def _whose(name: str, found: Answer) -> str:
-    if name != THE_OTHERS:
+    if name != OTHER_TOPICS:
         return name
     return "all topics" if len(found.queues) == 1 else "the other topics"
 

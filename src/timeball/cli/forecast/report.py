@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from timeball.cli.forecast.options import THE_OTHERS, Asked, Extra, Window
+from timeball.cli.forecast.options import OTHER_TOPICS, Asked, Extra, Window
 from timeball.cli.options import SparkOptions, reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms
@@ -301,7 +301,7 @@ def _topics(found: Forecast) -> Iterator[str]:
 def _what_if(name: str, what_if: WhatIf) -> Iterator[str]:
     for topic, outcome in what_if.queues.items():
         others = "consumers" if len(what_if.queues) == 1 else "consumers of the other topics"
-        whose = others if topic == THE_OTHERS else f"consumers of {topic}"
+        whose = others if topic == OTHER_TOPICS else f"consumers of {topic}"
         yield f"{whose} at {outcome.rate:,.10g} a second, {name}:"
         yield from (f"  {line}" for line in _outcome(outcome))
     if len(what_if.queues) > 1:

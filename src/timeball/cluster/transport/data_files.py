@@ -110,7 +110,7 @@ class DataFiles:
         """
         self._files, self._log, self._link, self._clock = files, log, link, clock
         # A file that has left the table stays readable for the retention time, at most a day, for readers of an older
-        # version of the table. A single broker does the same (broker/upkeep.py).
+        # version of the table. A single broker does the same (broker/maintenance.py).
         self._readable_ms = min(retention_ms, limits.DAY_MS)
         self._on_failure, self._committed = on_failure, committed
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -36,7 +36,7 @@ from timeball.edges.http2.frames import Payload
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared import arrow_ipc as ipc
 from timeball.edges.shared.arrow_columns import Allow, ReleaseColumns, SendColumns, size_of
-from timeball.edges.shared.shared_limits import ByteShares, SharedLimit
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import InvalidMessage, OverLimit, RequestError, Unavailable
 from timeball.model.message import SendBatch
@@ -65,7 +65,7 @@ class Shared(NamedTuple):
 
     choose: Choose
     allow: Allow
-    budget: ByteShares
+    budget: MemoryQuota
     decoding: Executor
     limit: SharedLimit
     streams: set[Upload]

@@ -17,7 +17,7 @@ from timeball.edges.flight import codec, protobuf, verbs
 from timeball.edges.flight.calls import FlightCall, framed, framed_apart
 from timeball.edges.http2.frames import Payload
 from timeball.edges.shared import arrow_ipc as ipc
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model import wire
 from timeball.model.errors import OverLimit
 from timeball.model.message import READ_SCHEMA
@@ -39,7 +39,7 @@ class Reads:
     def __init__(self, served: verbs.Served, check_open: Callable[[], None]) -> None:
         self._served, self._broker, self._check_open = served, served.broker, check_open
         self._filters = FiltersKept()
-        self.answers = ByteShares(ANSWERS_BYTES_MAX, ANSWER_PART_BYTES)
+        self.answers = MemoryQuota(ANSWERS_BYTES_MAX, ANSWER_PART_BYTES)
         self._threads = ThreadPoolExecutor(LOG_THREADS, "flight-log")
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from timeball.edges.http2.exchange import Exchange
 from timeball.edges.http2.server import Server
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared.arrow_columns import ReleaseColumns, SendColumns, SourceColumns
-from timeball.edges.shared.shared_limits import ByteShares, SharedLimit
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.io.security import OPEN, Security
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
@@ -65,7 +65,7 @@ class FlightEdge:
         self._broker, self._served = broker, verbs.Served.by(broker, status or broker.status)
         self._security, self._clock = security, broker.parts.clock.clock
         self._sends, self._sourced, self._releases = Sends(broker), SourcedSends(broker), Releases(broker)
-        self._budget = ByteShares(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
+        self._budget = MemoryQuota(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
         self._reads = Reads(self._served, self._check_open)
         self._calls = SharedLimit("calls", CALLS_MAX)
         self._send_streams = SharedLimit("send streams", STREAMS_MAX)
@@ -82,7 +82,7 @@ class FlightEdge:
             "GetSchema": self._get_schema,
         }
         self.room = Room(
-            ByteShares(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX),
+            MemoryQuota(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX),
             MESSAGE_BYTES_MAX,
             # Nearly as much as both limits admit. A call that waits for them only holds its headers.
             SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),

@@ -23,7 +23,7 @@ from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec
 from timeball.edges.shared.receipt_handles import ReceiptHandles
-from timeball.log.few_rows import NumberedRows, encoder_of
+from timeball.log.row_encoder import NumberedRows, encoder_of
 from timeball.model import time_parsing, wire
 from timeball.model.access import Caller, Verb
 from timeball.model.message import READ_SCHEMA, RETRY_PREFIX

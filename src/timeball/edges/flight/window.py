@@ -19,7 +19,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 
 BATCHES_MAX = 1_024  # of one stream
 BYTES_MAX = 16 * 1024 * 1024  # of one stream
@@ -46,7 +46,7 @@ class Window:
 
     def __init__(
         self,
-        budget: ByteShares,
+        budget: MemoryQuota,
         address: str,
         on_room: Callable[[], None],
         on_answer: Callable[[], None],

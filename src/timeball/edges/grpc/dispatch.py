@@ -2,7 +2,7 @@
 
 The service definitions list the calls. A call without a handler gets NOT_IMPLEMENTED, with its name in the text. Errors
 are returned in the response's own `status`, as RocketMQ's clients expect. A gRPC error is only used for a call that no
-handler has seen. Permissions are checked before a handler runs (needs.py).
+handler has seen. Permissions are checked before a handler runs (required_permissions.py).
 """
 
 from __future__ import annotations

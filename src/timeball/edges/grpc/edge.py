@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from timeball.broker.service import Broker
-from timeball.edges.grpc import needs
+from timeball.edges.grpc import required_permissions
 from timeball.edges.grpc.calls import Call, Consuming
 from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
 from timeball.edges.grpc.handlers.pulls import Pulls
@@ -29,7 +29,7 @@ from timeball.edges.http2.server import Server
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.edges.shared.sessions import EdgeContext, Sessions
-from timeball.edges.shared.shared_limits import ByteShares, SharedLimit
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.io.security import OPEN, Security
 from timeball.model import limits
 from timeball.model.errors import OverLimit, TimeballError
@@ -48,7 +48,7 @@ class GrpcEdge:
         consuming, handles, response_buffer = (
             Consuming(),
             ReceiptHandles(broker.parts.receipt_secret.get),
-            ByteShares(UNREAD_BYTES_MAX),
+            MemoryQuota(UNREAD_BYTES_MAX),
         )
         self._renewals = Renewals(broker.consuming, context.sessions, broker.parts.clock.elapsed_ms)
         rooms = [
@@ -66,7 +66,7 @@ class GrpcEdge:
             call.caller = security.caller(call.headers, clock.wall_ms())
 
         def check(call: Call, name: str, request: Any) -> None:
-            needs.check(policy, call, name, request)
+            required_permissions.check(policy, call, name, request)
 
         is_open = security.access is None
         self.dispatch = Dispatch(rooms, None if is_open else check, None if is_open else admit)
@@ -169,7 +169,7 @@ class GrpcService:
         self._dispatch = dispatch
         self._exchange = GrpcExchange if dispatch.admit is None else AdmittedExchange
         self.room = Room(
-            ByteShares(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX),
+            MemoryQuota(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX),
             REQUEST_BYTES_MAX,
             SharedLimit("calls", CALLS_MAX),
         )

@@ -1,6 +1,6 @@
 """The edge for HTTP: one table of paths, served by uvicorn on the broker's event loop.
 
-Surplus connections are closed by strangers.py, as on every port.
+Surplus connections are closed by idle_connections.py, as on every port.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from timeball.edges.http.codec import JSON, Nothing, check_type, decode, encode
 from timeball.edges.http.foreign_pages import ForeignPages
 from timeball.edges.http.problems import Answer, problem, problem_of
 from timeball.edges.shared.error_codes import Refused, log_failure
-from timeball.edges.shared.shared_limits import ByteShares, SharedLimit
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.io.security import Security
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
@@ -107,8 +107,8 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self.received = ByteShares(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
-        self.sent = ByteShares(SENT_BYTES_MAX, 2 * limits.POP_BYTES_MAX)
+        self.received = MemoryQuota(RECEIVED_BYTES_MAX, BODY_BYTES_MAX)
+        self.sent = MemoryQuota(SENT_BYTES_MAX, 2 * limits.POP_BYTES_MAX)
         self.calls, self.streams = SharedLimit("requests", CALLS_MAX), SharedLimit("streams", STREAMS_MAX)
 
 

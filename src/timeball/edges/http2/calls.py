@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from timeball.edges.shared.shared_limits import ByteShares, SharedLimit
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model.access import ANONYMOUS, Caller
 
 
@@ -37,6 +37,6 @@ class Call:
 class Room:
     """The bounds and the counts of all calls of one edge."""
 
-    received: ByteShares
+    received: MemoryQuota
     request_bytes_max: int
     calls: SharedLimit

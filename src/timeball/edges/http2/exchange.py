@@ -1,6 +1,6 @@
 """One call on its stream: incoming requests, outgoing responses, and exactly one status at its end.
 
-    request     counts in the bytes of all requests from the moment its length is known (ByteShares). Without room it
+    request     counts in the bytes of all requests from the moment its length is known (MemoryQuota). Without room it
                 waits, and HTTP/2 holds its client back. A compressed request counts with the maximum size until it is
                 unpacked
     responses   one or more DATA frames each, which leave as far as the client allows

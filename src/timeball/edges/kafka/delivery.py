@@ -305,12 +305,12 @@ class Delivery:
         """
         told, self._told = self._told, None
         # The first failure without a permanent reason may be temporary, for example if a Kafka broker restarts.
-        is_lasting = told is not None or error.code() in LASTING
+        is_permanent = told is not None or error.code() in LASTING
         if rows > 1:
-            self._rows_max = max(1, rows // 2) if is_lasting or failures > 1 else ROWS_MAX
-            return is_lasting
+            self._rows_max = max(1, rows // 2) if is_permanent or failures > 1 else ROWS_MAX
+            return is_permanent
         is_again, self._failed_alone = self._failed_alone == self._offset, self._offset
-        if rows and (is_lasting or is_again) and (told is not None or self._is_well(stop)):
+        if rows and (is_permanent or is_again) and (told is not None or self._is_well(stop)):
             reason = f"Kafka: {(told or error).str()}"
             self._reasons.append(reason)
             self._remember((told or error).code(), reason)

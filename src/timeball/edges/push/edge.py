@@ -15,7 +15,7 @@ from timeball.broker.filters.compiler import FiltersKept
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
 from timeball.edges.push.worker import Worker
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model import limits
 from timeball.model.addresses import Allowed
 from timeball.model.errors import RequestError
@@ -53,7 +53,7 @@ class PushEdge:
         self._allowed = Allowed.parse(broker.parts.settings.push_allow)
         self._workers: dict[str, Worker] = {}  # by subscription
         self._ending: set[asyncio.Task[None]] = set()  # the ends of workers that were replaced
-        self._bytes_held, self._filters = ByteShares(BYTES_MAX, limits.POP_BYTES_MAX), FiltersKept()
+        self._bytes_held, self._filters = MemoryQuota(BYTES_MAX, limits.POP_BYTES_MAX), FiltersKept()
         # of the sending library, once a subscription needs it
         self._loading: asyncio.Future[_Library] | None = None
         # by subscription: workers that wait for the library

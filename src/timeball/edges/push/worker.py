@@ -23,7 +23,7 @@ from timeball.broker.registry.groups import retry_delay_ms
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
 from timeball.edges.push.codec import Answer, Delivery, deliveries, signed
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.io.clock import Clock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
@@ -60,7 +60,7 @@ class Worker:
         broker: Broker,
         receiver: Receiver,
         figures: PushFigures,
-        bytes_held: ByteShares,
+        bytes_held: MemoryQuota,
         filters: FiltersKept,
     ) -> None:
         self._name, self._subscription, self._broker = name, subscription, broker

@@ -37,7 +37,7 @@ from timeball.edges.remoting.codec.frame import (
 )
 from timeball.edges.remoting.codec.records import Host
 from timeball.edges.shared.sessions import Session
-from timeball.edges.shared.shared_limits import ByteShares, exceeds_share
+from timeball.edges.shared.shared_limits import MemoryQuota, exceeds_share
 from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import Unavailable
@@ -68,8 +68,10 @@ Receiver = Callable[["Connection", list[Any]], None]
 class Room:
     """The memory bounds that all connections of an edge share."""
 
-    received: ByteShares = field(default_factory=lambda: ByteShares(RECEIVED_BYTES_MAX, 2 * FRAME_BYTES_MAX))
-    unread: ByteShares = field(default_factory=lambda: ByteShares(UNREAD_BYTES_MAX))
+    received: MemoryQuota = field(
+        default_factory=lambda: MemoryQuota(RECEIVED_BYTES_MAX, 2 * FRAME_BYTES_MAX)
+    )
+    unread: MemoryQuota = field(default_factory=lambda: MemoryQuota(UNREAD_BYTES_MAX))
 
 
 class Flow:

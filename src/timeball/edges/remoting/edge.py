@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from timeball.broker.service import Broker
-from timeball.edges.remoting import needs
+from timeball.edges.remoting import required_permissions
 from timeball.edges.remoting.calls import check_advertised
 from timeball.edges.remoting.codec.frame import BadHeader, Frame, cut, decode
 from timeball.edges.remoting.codec.implementation import PlainPull, codec_of
@@ -162,10 +162,10 @@ class RemotingEdge:
                 connection.answered(command)
                 continue
             try:
-                caller = connection.caller = needs.signer(access, command)
+                caller = connection.caller = required_permissions.signer(access, command)
                 header = from_command(command)
                 if header is not None or self._dispatch.offers(command.code):
-                    needs.check(caller, command)
+                    required_permissions.check(caller, command)
             except TimeballError as error:
                 self._dispatch.refuse(connection, command, error)
                 continue

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.log.few_rows import encoder_of
+from timeball.log.row_encoder import encoder_of
 from timeball.model import limits, rules
 from timeball.model.access import Verb
 from timeball.model.config import CodecChoice

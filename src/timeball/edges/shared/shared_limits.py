@@ -1,6 +1,6 @@
 """Limits shared by all clients of an edge, with a share per address: for bytes, and for open calls or connections.
 
-ByteShares limits the bytes that an edge holds in the broker:
+MemoryQuota limits the bytes that an edge holds in the broker:
 
     one address alone     half of the bound           one share is always left for the next address, so that no
     n addresses           an (n + 1)th of it each     address can keep the others out by being first
@@ -29,7 +29,7 @@ from timeball.model.errors import OverLimit
 Granted = Callable[[], None]
 
 
-class ByteShares:
+class MemoryQuota:
     """Counts the bytes held for each address: received requests, or unread answers. Belongs to the event loop."""
 
     def __init__(self, bytes_max: int, item_bytes_max: int = 0) -> None:

@@ -6,8 +6,8 @@ The order of the steps makes the backup consistent:
 - Then the last segment is read as far as its frames are whole. The backup ends at that row. Before retention removes a
   segment, a snapshot repeats all of its content that still counts, and that snapshot is in the listed segments.
 - The live data files are those of the last snapshot, changed by the attaches after it. A data file that the table drops
-  stays on disk as long as the log is kept, at most a day (broker/upkeep.py), so it still exists. If it does not, all
-  steps are repeated, up to a newer row.
+  stays on disk as long as the log is kept, at most a day (broker/maintenance.py), so it still exists. If it does not,
+  all steps are repeated, up to a newer row.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from timeball.spark.views.due_histogram import ALL_TOPICS, CELLS_MAX, Load, from
 
 FloatArray = npt.NDArray[np.float64]
 
-THE_OTHERS = "*"  # stands for all topics that have no rate of their own
+OTHER_TOPICS = "*"  # stands for all topics that have no rate of their own
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """The outcome of each queue, by its name (a topic, or THE_OTHERS), and quantiles over the messages of all queues.
+    """The outcome of each queue, by its name (a topic, or OTHER_TOPICS), and quantiles over the messages of all queues.
 
     `unserved`: the topics without consumers in this model, with their rows.
     """
@@ -161,16 +161,16 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None) -> WhatIf:
-    """Model consumers with `rates` (topic -> rows per second). THE_OTHERS is the rate of all other topics together.
+    """Simulate consumers. `rates`: rows per second by topic. OTHER_TOPICS: one rate for all topics without their own.
 
-    The backlog belongs to THE_OTHERS if it has a rate, otherwise to the only queue.
+    `backlog` rows are unread at the start: in the queue of OTHER_TOPICS, or without that rate in the only queue.
     """
     made = queues(load, rates, backlog, from_s)
     half, nearly_all = quantiles(list(made.values()), (0.5, 0.99)) if made else (0.0, 0.0)
     outcomes = {name: each.outcome() for name, each in made.items()}
     left = (
         {}
-        if THE_OTHERS in rates
+        if OTHER_TOPICS in rates
         else {n: part.total for n, part in load.by_topic().items() if n not in rates}
     )
     return WhatIf(
@@ -194,14 +194,14 @@ def queues(
             raise RequestError(
                 f"a consumer rate of {rate:g} for {_named(name)}: it must be above 0 rows a second"
             )
-    if backlog and THE_OTHERS not in rates and len(rates) != 1:
+    if backlog and OTHER_TOPICS not in rates and len(rates) != 1:
         raise RequestError(
             "a backlog belongs to one queue: give one consumer rate for all topics, or for one"
         )
-    owner = THE_OTHERS if THE_OTHERS in rates else next(iter(rates), None)
-    parts = {name: load.only([name]) for name in rates if name != THE_OTHERS}
-    if THE_OTHERS in rates:
-        parts[THE_OTHERS] = load.only(set(load.topics) - set(rates))
+    owner = OTHER_TOPICS if OTHER_TOPICS in rates else next(iter(rates), None)
+    parts = {name: load.only([name]) for name in rates if name != OTHER_TOPICS}
+    if OTHER_TOPICS in rates:
+        parts[OTHER_TOPICS] = load.only(set(load.topics) - set(rates))
     return {
         name: queue(part, rates[name], backlog if name == owner else 0, from_s)
         for name, part in parts.items()
@@ -248,4 +248,4 @@ def _ms(seconds: float) -> int:
 
 
 def _named(name: str) -> str:
-    return "all topics" if name == THE_OTHERS else f"topic {name}"
+    return "all topics" if name == OTHER_TOPICS else f"topic {name}"

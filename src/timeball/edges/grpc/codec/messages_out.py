@@ -33,7 +33,7 @@ from timeball.edges.grpc._generated.definition_pb2 import (
     Resource,
     SystemProperties,
 )
-from timeball.log.few_rows import NumberedRows, ReadRows
+from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits
 from timeball.model.message import (
     DLQ_PREFIX,

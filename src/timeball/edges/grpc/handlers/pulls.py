@@ -44,7 +44,7 @@ from timeball.edges.grpc.calls import (
 from timeball.edges.grpc.codec.messages_out import messages
 from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused
-from timeball.edges.shared.shared_limits import ByteShares
+from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import OutOfRange
@@ -55,7 +55,7 @@ INSTANT_SECONDS_MAX = limits.INSTANT_MS_MAX // limits.SECOND_MS
 class Pulls:
     """Serves PullMessage and the calls about offsets. Belongs to the event loop."""
 
-    def __init__(self, context: GrpcContext, consuming: Consuming, response_buffer: ByteShares) -> None:
+    def __init__(self, context: GrpcContext, consuming: Consuming, response_buffer: MemoryQuota) -> None:
         self._context, self._broker, self._parts = context, context.broker, context.broker.parts
         self._consuming, self._response_buffer = consuming, response_buffer
         self.handlers: Handlers = {

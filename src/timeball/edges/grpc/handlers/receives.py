@@ -32,8 +32,8 @@ from timeball.edges.grpc.handlers.renewals import FIRST_MS, Renewals
 from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.receipt_handles import ReceiptHandles
-from timeball.edges.shared.shared_limits import ByteShares
-from timeball.log.few_rows import read_bytes
+from timeball.edges.shared.shared_limits import MemoryQuota
+from timeball.log.row_encoder import read_bytes
 from timeball.model import limits
 
 ATTEMPT_ID_CHARACTERS_MAX = 128  # kept with each queue in order. A UUID has 36
@@ -49,7 +49,7 @@ class Receives:
         consuming: Consuming,
         handles: ReceiptHandles,
         renewals: Renewals,
-        response_buffer: ByteShares,
+        response_buffer: MemoryQuota,
     ) -> None:
         self._broker, self._store_host = context.broker, context.settings.broker_name
         self._consuming, self._handles, self._renewals = consuming, handles, renewals

@@ -107,7 +107,7 @@ class Routes:
         topic = broker.parts.topics.find_topic(name)
         if topic is None and others:
             return others
-        if topic is None and not broker.policy.may_be_made(name):
+        if topic is None and not broker.policy.is_auto_created(name):
             if is_silent:
                 raise Unavailable("a group of the cluster did not answer, and the others have no such topic")
             raise Refused(

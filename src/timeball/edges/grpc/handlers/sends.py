@@ -181,7 +181,7 @@ class Sends:
 
     def _look_up(self, name: str) -> Destination:
         settings = self._context.settings
-        # Cached for all callers: the permissions of an account are checked with each call (needs.py).
+        # Cached for all callers: the permissions of an account are checked with each call (required_permissions.py).
         topic = self._context.broker.policy.destination(name, ANONYMOUS)
         if topic is None:
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))

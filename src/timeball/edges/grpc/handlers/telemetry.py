@@ -52,7 +52,7 @@ from timeball.edges.grpc._generated.service_pb2 import (
     TelemetryCommand,
 )
 from timeball.edges.grpc.calls import OK, Call, Handlers, group_name, topic_name
-from timeball.edges.grpc.needs import check_settings
+from timeball.edges.grpc.required_permissions import check_settings
 from timeball.edges.grpc.session import Client, GrpcContext, Stream, settle
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits

@@ -22,7 +22,7 @@ from timeball.edges.remoting.codec.send_columns cimport (
 from timeball.edges.remoting.codec.send_headers cimport NEVER, Row
 from timeball.edges.remoting.codec.send_runs cimport SendRun
 
-from timeball.log.few_rows import LOG_ENCODER
+from timeball.log.row_encoder import LOG_ENCODER
 from timeball.model.message import DLQ_PREFIX, LOG_SCHEMA, STORED_OVERHEAD_BYTES, Kind
 
 cdef enum:

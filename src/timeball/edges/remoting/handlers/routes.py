@@ -56,7 +56,7 @@ class Routes:
         perm, sys_flag = READ | WRITE, 0
         known, standing = (
             context.broker.parts.topics.find_topic(topic),
-            context.broker.policy.standing_queues(topic),
+            context.broker.policy.system_topic_queues(topic),
         )
         if known is not None:
             read, write, perm = known.read_queues, known.write_queues, known.perm

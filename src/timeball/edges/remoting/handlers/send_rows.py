@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from timeball.broker.accepting.few_sends import ROWS_MAX as FEW_ROWS_MAX
-from timeball.broker.accepting.few_sends import FewSends, Sends
 from timeball.broker.accepting.ingress import Piece
-from timeball.broker.registry.few_places import FewPlaces, tag_number
+from timeball.broker.accepting.small_batch import ROWS_MAX as FEW_ROWS_MAX
+from timeball.broker.accepting.small_batch import Sends, SmallBatch
+from timeball.broker.registry.queue_offsets import FewPlaces, tag_number
 from timeball.broker.registry.topic import Topic
 from timeball.edges.remoting.codec import delays
 from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode
@@ -21,7 +21,7 @@ from timeball.edges.remoting.codec.implementation import Codec, SendRun
 from timeball.edges.remoting.codec.records import UniqueKeys, decode_batch
 from timeball.edges.remoting.codec.sends import SendFields, SendHeader
 from timeball.edges.remoting.connection import Connection
-from timeball.log.few_rows import EncodedRows
+from timeball.log.row_encoder import EncodedRows
 from timeball.model import rules
 from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.message import LITE_TOPIC, SEND_NAMES, SendBatch, SendRow, decode_properties
@@ -80,7 +80,7 @@ class RunTicket(Piece, gc=False):
 
 
 class Runs:
-    """Runs that share a batch. See SendRuns (broker/accepting/few_sends.py). Iterates over their rows."""
+    """Runs that share a batch. See SendRuns (broker/accepting/small_batch.py). Iterates over their rows."""
 
     def __init__(self, codec: Codec, runs: list[SendRun]) -> None:
         self._codec, self._runs = codec, runs
@@ -96,14 +96,16 @@ class Runs:
         """Return the sends as rows or columns. See SendRuns."""
         return list(self) if len(self) <= FEW_ROWS_MAX else self._codec.join(self._runs)
 
-    def log_rows(self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str) -> FewSends | None:
+    def log_rows(
+        self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str
+    ) -> SmallBatch | None:
         """Encode the sends as rows of the log, if all of them are plain. See SendRuns."""
         made = self._codec.log_rows(self._runs, topics, tag_number, now_ms, last_ms, host)
         if made is None:
             return None
         message, queue_ids, offsets, queues, turns, waiting, waiting_bytes = made
         places = FewPlaces.chosen(queues, turns) if queues else None
-        return FewSends(EncodedRows(message, queue_ids, offsets), places, waiting, waiting_bytes)
+        return SmallBatch(EncodedRows(message, queue_ids, offsets), places, waiting, waiting_bytes)
 
 
 class SendRows:

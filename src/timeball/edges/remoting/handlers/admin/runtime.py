@@ -55,7 +55,7 @@ class Runtime:
         # Monotonic ms, rows written, rows read.
         self._samples: deque[tuple[int, int, int]] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)
         self._day = self._started_ms // limits.DAY_MS
-        self._put_yesterday_morning = self._put_this_morning = 0
+        self._put_yesterday_morning = self._put_at_midnight = 0
         self._get_yesterday_morning = self._get_this_morning = 0
         self.sample()
         self.handlers: Handlers = {
@@ -72,7 +72,7 @@ class Runtime:
         rows, day = self._broker.parts.writer.statistics.rows, self._now_ms() // limits.DAY_MS
         gets = self._gets()
         if day > self._day:
-            self._put_yesterday_morning, self._put_this_morning = self._put_this_morning, rows
+            self._put_yesterday_morning, self._put_at_midnight = self._put_at_midnight, rows
             self._get_yesterday_morning, self._get_this_morning = self._get_this_morning, gets
             self._day = day
         now_ms = self._context.monotonic_ms()
@@ -104,7 +104,7 @@ class Runtime:
             "runtime": _spelled(now_ms - self._started_ms),
             "startAcceptSendRequestTimeStamp": self._started_ms,
             "msgPutTotalYesterdayMorning": self._put_yesterday_morning,
-            "msgPutTotalTodayMorning": self._put_this_morning,
+            "msgPutTotalTodayMorning": self._put_at_midnight,
             "msgPutTotalTodayNow": written.rows,
             "msgGetTotalYesterdayMorning": self._get_yesterday_morning,
             "msgGetTotalTodayMorning": self._get_this_morning,

@@ -11,7 +11,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
-from timeball.broker import upkeep
+from timeball.broker import maintenance
 from timeball.broker.tables.rewrite import FILES_MIN
 from timeball.log import checkpoint
 from timeball.model.config import MIB
@@ -72,7 +72,7 @@ async def test_where_the_log_may_begin_never_goes_back(world: World) -> None:
     """Another replica may have removed what the last snapshot let go, and refuses one that asks for more."""
     await world.send("a", [None] * 9)
     for known, expected in ((6, 6), (1, 1)):
-        await upkeep.Upkeep(world.broker, 1, known).snapshot()
+        await maintenance.Maintenance(world.broker, 1, known).snapshot()
         last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
         assert last is not None and last.facts.log_from_seq == expected
 
@@ -152,7 +152,7 @@ async def repeated(world: World, *errors: BaseException) -> int:
             done.set()
 
     assert world.node is not None
-    task = asyncio.create_task(world.node.upkeep._repeat(1, duty))
+    task = asyncio.create_task(world.node.maintenance._repeat(1, duty))
     finished = asyncio.create_task(done.wait())
     await asyncio.wait([task, finished], return_when=asyncio.FIRST_COMPLETED)
     for one in (task, finished):
@@ -182,7 +182,7 @@ EAGER = {"compact_rows": 6, "compact_rows_min": 2, "compact_interval_ms": 60_000
 async def moved(world: World) -> int:
     """Rows in the table after a look."""
     assert world.node is not None
-    await world.node.upkeep.compact_if_worth()
+    await world.node.maintenance.compact_if_worth()
     return int(world.broker.status()["schedule"]["table_rows"])
 
 
@@ -301,7 +301,7 @@ async def test_a_promise_in_the_tail_does_not_keep_segments_for_ever(world: Worl
 @on_node()
 async def test_files_whose_promises_are_all_settled_leave_the_table(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upkeep, "BEHIND_FILES_MIN", 2)
+        patch.setattr(maintenance, "BEHIND_FILES_MIN", 2)
         for minutes in (1, 2, 300):
             await world.send("a", [minutes * 60 * SECOND_MS] * 3)
             await world.compact()
@@ -344,7 +344,7 @@ async def test_new_data_files_get_their_keys_before_the_first_cancel(world: Worl
     await world.compact()
     for name in world.files.list_dir(KEYS_FOLDER):
         world.files.remove(f"{KEYS_FOLDER}/{name}")
-    await world.node.upkeep.index_keys()
+    await world.node.maintenance.index_keys()
     assert _spoken_of(world) == {entry.path for entry in world.broker.parts.hour_log.pending.live.entries}
     await world.cancel(ids[:1])
 
@@ -361,7 +361,7 @@ async def test_one_damaged_data_file_does_not_keep_the_others_from_it(
     first, second = world.broker.parts.hour_log.pending.live.entries
     world.files.replace(f"{FOLDER}/{first.path}", b"PAR1 is not all there is to it")
     logging.disable(logging.NOTSET)
-    await world.node.upkeep.index_keys()
+    await world.node.maintenance.index_keys()
     assert _spoken_of(world) == {second.path}
     with pytest.raises(Corrupt, match=first.path):
         await world.broker.cancel(ids=ids)
@@ -378,10 +378,10 @@ async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> N
     assert await world.broker.mover.rewrite() is not None
     assert len(world.files.list_dir(folder)) == FILES_MIN + 1, "who reads the version before still can"
     world.clock.advance(HOUR_MS - SECOND_MS)
-    await world.node.upkeep.apply_retention()
+    await world.node.maintenance.apply_retention()
     assert len(world.files.list_dir(folder)) == FILES_MIN + 1
     world.clock.advance(2 * SECOND_MS)
-    await world.node.upkeep.apply_retention()
+    await world.node.maintenance.apply_retention()
     assert len(world.files.list_dir(folder)) == 1
 
 
@@ -392,9 +392,9 @@ async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> N
 async def test_the_log_is_made_ready_for_what_is_loaded_and_for_nothing_else(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "ROOM_BYTES_MIN", 200_000)
+    monkeypatch.setattr(maintenance, "ROOM_BYTES_MIN", 200_000)
     assert world.node is not None
-    duties, segments = world.node.upkeep, world.broker.parts.reader.segments
+    duties, segments = world.node.maintenance, world.broker.parts.reader.segments
     warm = world.broker.parts.writer.next_segment._warm
     await world.send("a", [FAR_MS] * 10, 30_000)
     await duties.make_room()

@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode, running_node
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME
-from timeball.edges.grpc.needs import NEEDS, OF_ONESELF
+from timeball.edges.grpc.required_permissions import NEEDS, OF_ONESELF
 from timeball.edges.grpc.session import Stream, producer_stream
 from timeball.model.access import Verb
 

@@ -24,7 +24,7 @@ from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
 from timeball.edges.remoting.connection import UNSIGNED_S
 from timeball.edges.remoting.handlers.transactions import Transactions
-from timeball.edges.remoting.needs import NEEDS, check, content, signer
+from timeball.edges.remoting.required_permissions import NEEDS, check, content, signer
 from timeball.model.access import Access, Verb, parse
 from timeball.model.errors import RequestError, Unauthorized
 from timeball.model.message import Kind

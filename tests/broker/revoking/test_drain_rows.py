@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.revoking.handed_rows import (
+from timeball.broker.revoking.drain_rows import (
     SENT,
     adopted_rows,
     decode_sent,

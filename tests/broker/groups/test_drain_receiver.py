@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from tests.broker.groups.test_grouped import shop
-from tests.broker.revoking.test_handed_rows import promises
+from tests.broker.revoking.test_drain_rows import promises
 from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 
 from timeball.broker.registry.drains import AdoptedFacts
+from timeball.broker.revoking.drain_rows import encode_sent, handed_rows
 from timeball.broker.revoking.group_questions import AdoptHere
-from timeball.broker.revoking.handed_rows import encode_sent, handed_rows
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Forbidden, InvalidMessage, OutOfRange
 

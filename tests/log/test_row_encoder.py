@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.log import few_rows
-from timeball.log.few_rows import build_by_pyarrow, build_compiled, builder_of, rows_of
+from timeball.log import row_encoder
+from timeball.log.row_encoder import build_by_pyarrow, build_compiled, builder_of, rows_of
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
-IS_COMPILED = few_rows.MessageEncoder is not None
+IS_COMPILED = row_encoder.MessageEncoder is not None
 compiled = pytest.mark.skipif(not IS_COMPILED, reason="built without a compiler")
 
 FITTING: dict[pa.DataType, st.SearchStrategy[Any]] = {
@@ -37,7 +37,7 @@ ROWS = st.lists(ROW, min_size=1, max_size=20)
 def test_the_compiled_encoder_writes_the_bytes_of_pyarrow(values: list[LogRow]) -> None:
     made = build_compiled(values)
     reference = rows_of(values)
-    assert bytes(made.message) == bytes(few_rows.encode(reference))
+    assert bytes(made.message) == bytes(row_encoder.encode(reference))
     made.batch.validate(full=True)
     assert made.batch.equals(reference) and made.num_rows == len(values)
 
@@ -59,7 +59,7 @@ def test_what_is_of_another_type_ends_as_with_pyarrow(
 
 @compiled
 def test_rows_that_are_no_rows_are_left_to_pyarrow() -> None:
-    encoder = few_rows.LOG_ENCODER
+    encoder = row_encoder.LOG_ENCODER
     row = (None,) * len(LOG_SCHEMA)
     assert encoder.encode([row]) is not None
     assert [encoder.encode([bad]) for bad in (row[:-1], [*row], None)] == [None] * 3
@@ -67,7 +67,7 @@ def test_rows_that_are_no_rows_are_left_to_pyarrow() -> None:
 
 def test_the_setting_chooses() -> None:
     assert builder_of("python") is build_by_pyarrow
-    assert builder_of("auto") is (build_by_pyarrow if few_rows.MessageEncoder is None else build_compiled)
+    assert builder_of("auto") is (build_by_pyarrow if row_encoder.MessageEncoder is None else build_compiled)
 
 
 @given(st.lists(ROWS, min_size=2, max_size=5), st.lists(st.booleans(), min_size=5, max_size=5))
@@ -79,18 +79,18 @@ def test_parts_joined_as_values_are_those_joined_as_columns(
         rows_of(part) if as_rows else build(part) for part, as_rows in zip(parts, are_columns, strict=False)
     ]
     reference = rows_of([row for part in parts for row in part])
-    joined = few_rows.joined(made)
-    assert few_rows.as_batch(joined).equals(reference)
-    assert len(few_rows.encode(reference)) <= few_rows.message_bytes(joined)
-    assert few_rows.message_bytes(joined) <= pa.ipc.get_record_batch_size(reference)
+    joined = row_encoder.joined(made)
+    assert row_encoder.as_batch(joined).equals(reference)
+    assert len(row_encoder.encode(reference)) <= row_encoder.message_bytes(joined)
+    assert row_encoder.message_bytes(joined) <= pa.ipc.get_record_batch_size(reference)
 
 
 @compiled
 def test_few_are_encoded_once_more_and_many_are_not() -> None:
     row: LogRow = (None,) * len(LOG_SCHEMA)
-    few, many = build_compiled([row]), build_compiled([row] * (4 * few_rows.JOINED_ROWS))
-    assert isinstance(few_rows.joined([few, few]), few_rows.EncodedRows)
-    assert isinstance(few_rows.joined([few, many]), pa.RecordBatch)
+    few, many = build_compiled([row]), build_compiled([row] * (4 * row_encoder.JOINED_ROWS))
+    assert isinstance(row_encoder.joined([few, few]), row_encoder.EncodedRows)
+    assert isinstance(row_encoder.joined([few, many]), pa.RecordBatch)
 
 
 @given(ROWS, st.lists(st.integers(1, 2**40), min_size=20, max_size=20), st.data())
@@ -99,16 +99,20 @@ def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
 ) -> None:
     which = data.draw(st.lists(st.integers(0, len(values) - 1), unique=True, min_size=1).map(sorted))
     seqs = seqs[: len(which)]
-    ways = [few_rows.numbered(build(values), seqs, which) for build in (builder_of("auto"), build_by_pyarrow)]
+    ways = [
+        row_encoder.numbered(build(values), seqs, which) for build in (builder_of("auto"), build_by_pyarrow)
+    ]
     expected = [
         dict(zip(READ_SCHEMA.names, (seq, *values[at]), strict=True))
         for seq, at in zip(seqs, which, strict=True)
     ]
     keep = np.array([seq % 2 == 0 for seq in seqs], dtype=np.bool_)
-    assert isinstance(ways[1], pa.RecordBatch) and isinstance(ways[0], few_rows.NumberedRows) == IS_COMPILED
+    assert (
+        isinstance(ways[1], pa.RecordBatch) and isinstance(ways[0], row_encoder.NumberedRows) == IS_COMPILED
+    )
     for rows in ways:
-        assert few_rows.read_batch(rows).to_pylist() == expected
-        kept = few_rows.read_batch(few_rows.filtered(rows, keep)).to_pylist()
+        assert row_encoder.read_batch(rows).to_pylist() == expected
+        kept = row_encoder.read_batch(row_encoder.filtered(rows, keep)).to_pylist()
         assert kept == [row for row, is_kept in zip(expected, keep, strict=True) if is_kept]
 
 
@@ -119,9 +123,9 @@ def test_a_message_says_of_each_row_what_its_values_say(values: list[LogRow], da
     instants = data.draw(st.lists(FITTING[pa.int64()], min_size=len(values), max_size=len(values)))
     values = [(*row[:due_ms], at, *row[due_ms + 1 :]) for row, at in zip(values, instants, strict=True)]
     seqs, which = list(range(100, 100 + len(values))), list(range(len(values)))
-    in_message = few_rows.numbered(build_compiled(values), seqs, which)
-    assert isinstance(in_message, few_rows.NumberedRows)
-    as_values = few_rows.NumberedRows([(seq, *row) for seq, row in zip(seqs, values, strict=True)])
+    in_message = row_encoder.numbered(build_compiled(values), seqs, which)
+    assert isinstance(in_message, row_encoder.NumberedRows)
+    as_values = row_encoder.NumberedRows([(seq, *row) for seq, row in zip(seqs, values, strict=True)])
     assert [column.tolist() for column in in_message.pairs] == [instants, seqs]
     assert [column.tolist() for column in as_values.pairs] == [instants, seqs]
     sizes = [
@@ -135,16 +139,16 @@ def test_a_message_says_of_each_row_what_its_values_say(values: list[LogRow], da
     assert [entry[:3] for entry in in_message.entries()] == list(zip(instants, seqs, sizes, strict=True))
     assert in_message.values == as_values.values
     for rows in (in_message, as_values):
-        assert few_rows.NumberedRows.gathered(rows.entries(), rows.pairs).values == as_values.values
+        assert row_encoder.NumberedRows.gathered(rows.entries(), rows.pairs).values == as_values.values
 
 
 @compiled
 def test_many_rows_and_long_messages_are_columns() -> None:
     """Each row that waits in its message keeps all of it in memory."""
     row: LogRow = (1, "t", *[None] * (len(LOG_SCHEMA) - 2))
-    many = build_compiled([row] * (few_rows.HELD_ROWS_MAX + 1))
-    long = build_compiled([(*row[:7], b"x" * few_rows.HELD_BYTES_MAX, *row[8:])])
+    many = build_compiled([row] * (row_encoder.HELD_ROWS_MAX + 1))
+    long = build_compiled([(*row[:7], b"x" * row_encoder.HELD_BYTES_MAX, *row[8:])])
     for rows in (many, long):
         which = list(range(rows.num_rows))
-        assert isinstance(few_rows.numbered(rows, which, which), pa.RecordBatch)
-        assert isinstance(few_rows.numbered(many, [1], [7]), few_rows.NumberedRows)
+        assert isinstance(row_encoder.numbered(rows, which, which), pa.RecordBatch)
+        assert isinstance(row_encoder.numbered(many, [1], [7]), row_encoder.NumberedRows)

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 from tests.bounds import BOUND_S
 
-from timeball.edges.shared import strangers
-from timeball.edges.shared.strangers import Strangers, connections
+from timeball.edges.shared import idle_connections
+from timeball.edges.shared.idle_connections import IdleConnections, connections
 from timeball.io.descriptors import in_use
 
 
@@ -62,8 +62,8 @@ def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
             ours.accepted[number].recv(1)
             time.sleep(0.02)  # the kernel tells silence in milliseconds
         ours.dial(3)  # and nothing comes by these
-        watch = Strangers(limit_with(strangers.FREE_MIN - 5), [ours.port])
-        assert watch.free_wanted == strangers.FREE_MIN
+        watch = IdleConnections(limit_with(idle_connections.FREE_MIN - 5), [ours.port])
+        assert watch.free_wanted == idle_connections.FREE_MIN
         assert watch.close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, False, True, True, True]
         assert not any(map(is_closed, others.clients))
@@ -72,7 +72,7 @@ def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
 def test_nothing_is_closed_while_there_is_room() -> None:
     with door() as ours:
         ours.dial(3)
-        assert Strangers(limit_with(strangers.FREE_MIN), [ours.port]).close_idle() == 0
+        assert IdleConnections(limit_with(idle_connections.FREE_MIN), [ours.port]).close_idle() == 0
         assert not any(map(is_closed, ours.clients))
 
 
@@ -82,8 +82,8 @@ def test_all_who_have_said_nothing_for_a_second_go_when_room_is_short() -> None:
         ours.dial(5)
         ours.clients[0].sendall(b"x")
         ours.accepted[0].recv(1)
-        time.sleep(strangers.STRANGER_MS / 1000 + 0.02)
-        assert Strangers(limit_with(strangers.FREE_MIN - 2), [ours.port]).close_idle() == 4
+        time.sleep(idle_connections.STRANGER_MS / 1000 + 0.02)
+        assert IdleConnections(limit_with(idle_connections.FREE_MIN - 2), [ours.port]).close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, True, True, True]
 
 
@@ -100,8 +100,8 @@ def test_a_descriptor_that_is_another_by_now_is_left_alone() -> None:
     with door() as ours:
         ours.dial(1)
         [found] = connections([ours.port], in_use())
-        assert not strangers._shut_down(found._replace(inode=found.inode + 1))
+        assert not idle_connections._shut_down(found._replace(inode=found.inode + 1))
         assert not is_closed(ours.clients[0])
-        assert strangers._shut_down(found)
+        assert idle_connections._shut_down(found)
         assert is_closed(ours.clients[0])
-        assert not strangers._shut_down(found._replace(fd=1 << 20))
+        assert not idle_connections._shut_down(found._replace(fd=1 << 20))

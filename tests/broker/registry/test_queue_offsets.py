@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.registry.test_topics import fresh, visible
 
-from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.queue_offsets import FewPlaces
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import Topics

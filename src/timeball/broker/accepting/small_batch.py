@@ -4,7 +4,7 @@ Nearly every commit has only a few rows. The path for columns (admission.py, `To
 Arrow and numpy. Each call takes some microseconds even for one row. Up to ROWS_MAX rows cost less one by one.
 
 A batch that is not *plain* takes the path for columns: it has a delay level, a column of another type, or a row that
-breaks a rule. Only that path raises errors, so each error has one source. `tests/broker/accepting/test_few_sends.py`
+breaks a rule. Only that path raises errors, so each error has one source. `tests/broker/accepting/test_small_batch.py`
 checks that both paths give the same rows.
 
 An edge that parses sends in C also encodes their rows in C, for any number of rows: `SendRuns`. This costs a tenth of
@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from timeball.broker.registry.few_places import FewPlaces
+from timeball.broker.registry.queue_offsets import FewPlaces
 from timeball.broker.registry.topic import Topic
-from timeball.log.few_rows import Build, EncodedRows, stored_size
+from timeball.log.row_encoder import Build, EncodedRows, stored_size
 from timeball.model import limits, rules
 from timeball.model.message import (
     SEND_COLUMNS,
@@ -100,7 +100,7 @@ def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_wa
     return total_bytes <= _bytes_max()
 
 
-class FewSends(NamedTuple):
+class SmallBatch(NamedTuple):
     """Rows in their stored form, their queue offsets, and the positions of the scheduled ones."""
 
     rows: EncodedRows
@@ -121,7 +121,9 @@ class SendRuns(Protocol):
     def batch(self) -> SendBatch:
         """Convert the sends to rows or columns, for the other paths."""
 
-    def log_rows(self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str) -> FewSends | None:
+    def log_rows(
+        self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str
+    ) -> SmallBatch | None:
         """Do the work of the function `log_rows`. None if a send is not plain, or is due after `last_ms`."""
 
 
@@ -135,7 +137,7 @@ def as_batch(sends: Sends) -> SendBatch:
 
 def log_rows(
     rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str, build: Build
-) -> FewSends:
+) -> SmallBatch:
     """Build plain rows and choose their queue offsets. `FewPlaces.give_out` must assign the offsets afterwards.
 
     Raises Arrow's errors for bad values: a number out of its column's range, or half a surrogate pair.
@@ -166,4 +168,4 @@ def log_rows(
                 flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
             )
         )  # fmt: skip
-    return FewSends(build(built), places, promised, promised_bytes)
+    return SmallBatch(build(built), places, promised, promised_bytes)

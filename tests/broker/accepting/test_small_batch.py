@@ -14,12 +14,12 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.accepting import few_sends
+from timeball.broker.accepting import small_batch
 from timeball.broker.accepting.admission import batch_of
 from timeball.broker.registry.topic import TopicConfig
 from timeball.io.clock import ManualClock
 from timeball.log import format as fmt
-from timeball.log.few_rows import rows_of
+from timeball.log.row_encoder import rows_of
 from timeball.model import limits
 from timeball.model.errors import TimeballError
 from timeball.model.message import LOG_SCHEMA, SEND_NAMES, Kind, SendRow, build_rows
@@ -49,7 +49,7 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
     world = World(CrashFiles(), ManualClock(wall=NOW_MS), auto_create_topics=False)
     with pytest.MonkeyPatch.context() as patch:
         if few is not None:
-            patch.setattr(few_sends, "are_plain", few)
+            patch.setattr(small_batch, "are_plain", few)
         await world.start()
         try:
             broker = world.broker
@@ -87,7 +87,7 @@ def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """The negative control of the comparison."""
     row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
     assert run(written([[row]], None)) == run(written([[row]], lambda *_, **__: False))
-    monkeypatch.setattr(few_sends, "stored_size", lambda *_: 0)
+    monkeypatch.setattr(small_batch, "stored_size", lambda *_: 0)
     assert run(written([[row]], None)) != run(written([[row]], lambda *_, **__: False))
 
 
@@ -116,22 +116,22 @@ def frame_of(rows: pa.RecordBatch) -> bytes:
 
 @given(ROWS)
 def test_columns_become_the_rows_they_were_made_of(rows: list[SendRow]) -> None:
-    assert few_sends.rows_in(batch_of(rows)) == rows
+    assert small_batch.rows_in(batch_of(rows)) == rows
 
 
 def test_what_admission_casts_or_refuses_and_what_is_much_stays_columns() -> None:
     plain = batch()
-    assert few_sends.rows_in(plain) is not None
-    assert few_sends.rows_in(plain.slice(0, 0)) is None
-    assert few_sends.rows_in(batch(few_sends.ROWS_MAX + 1)) is None
+    assert small_batch.rows_in(plain) is not None
+    assert small_batch.rows_in(plain.slice(0, 0)) is None
+    assert small_batch.rows_in(batch(small_batch.ROWS_MAX + 1)) is None
     for name, values in (
         ("unknown", pa.array(["x"])),
         ("delay_ms", pa.array([5])),
         ("tag", pa.array([b"t"])),
     ):
-        assert few_sends.rows_in(plain.append_column(name, values)) is None
-    assert few_sends.rows_in(plain.append_column("body", plain.column("body"))) is None
-    assert few_sends.rows_in(batch(2, body=[bytes(limits.REQUEST_BYTES_MAX // 64)] * 2)) is None
+        assert small_batch.rows_in(plain.append_column(name, values)) is None
+    assert small_batch.rows_in(plain.append_column("body", plain.column("body"))) is None
+    assert small_batch.rows_in(batch(2, body=[bytes(limits.REQUEST_BYTES_MAX // 64)] * 2)) is None
 
 
 @on_node(auto_create_topics=False)

@@ -47,7 +47,7 @@ class FewPlaces:
 
     @classmethod
     def chosen(cls, queues: Iterable[QueueRows], turns: Mapping[Topic, int]) -> Self:
-        """Take over positions that were chosen elsewhere like those of `choose` (SendRuns of few_sends.py)."""
+        """Take over positions that were chosen elsewhere like those of `choose` (SendRuns of small_batch.py)."""
         places = cls()
         for topic, queue_id, entries, size_bytes in queues:
             places._chosen[topic, queue_id] = _Chosen(topic.queues[queue_id], entries, size_bytes)

@@ -42,7 +42,7 @@ class Connection(NamedTuple):
     fd: int
 
 
-class Strangers:
+class IdleConnections:
     """Closes idle connections to `ports`, on which the edges listen. `limit`: the process's maximum of descriptors."""
 
     def __init__(self, limit: int, ports: Collection[int]) -> None:

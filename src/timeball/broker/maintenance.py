@@ -51,7 +51,7 @@ BEHIND_FILES_MIN = 64
 REMOVE_JOB_ID = "broker-behind"
 
 
-class Upkeep:
+class Maintenance:
     """The periodic duties of one broker."""
 
     def __init__(self, broker: Broker, snapshot_seq: int, log_from_seq: int = 1) -> None:

@@ -12,8 +12,8 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.components import Components
 from timeball.broker.policy import Policy
 from timeball.broker.registry.drains import AdoptedFacts
+from timeball.broker.revoking.drain_rows import adopted_rows, decode_sent
 from timeball.broker.revoking.group_questions import AdoptHere
-from timeball.broker.revoking.handed_rows import adopted_rows, decode_sent
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import Conflict, OutOfRange
 
