@@ -7,7 +7,7 @@
 
     entry    | due_ms    | seq       | row_seq   | crc32c    |               32 bytes: a promise
              +-----------+-----------+-----------+-----------+
-               its instant, its identity, and the row of the log that holds it
+               its due time, the row of the log that set it, and the row that contains the message now
 
 All fields are little-endian int64. The checksum is that of mapped_log.py, over the fields before it.
 
