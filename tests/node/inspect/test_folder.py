@@ -17,10 +17,12 @@ from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, r
 
 from timeball.io.files import Files, RealFiles
 from timeball.log import checkpoint as cp
+from timeball.log import format as fmt
 from timeball.log.recovery import open_log
 from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name
 from timeball.model.errors import Corrupt, NotFound, SetupError
 from timeball.model.message import Kind, build_rows
+from timeball.node.inspect import folder as module
 from timeball.node.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
 
 SMALL = 4096  # segments of two frames
@@ -362,6 +364,29 @@ def test_a_commit_that_is_finished_while_we_look_is_no_damage() -> None:
     files.__class__ = Writing
     assert list(shown(everything(files)).values()) == expected
     assert files.looks == 2, "it was looked at again"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_segment_that_is_begun_between_two_looks_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """With a control: frames behind a header that stays blank are damage."""
+    files = CrashFiles()
+    fill(files, 3)
+    data = bytearray(files.content(segment_name(1)))
+    header = bytes(data[: fmt.ALIGN])
+    data[: fmt.ALIGN] = bytes(fmt.ALIGN)
+    holds_frames = module._holds_frames
+
+    def begun_meanwhile(buffer: pa.Buffer) -> bool:
+        found = holds_frames(buffer)
+        if begins:
+            data[: fmt.ALIGN] = header
+        return found
+
+    monkeypatch.setattr(module, "_holds_frames", begun_meanwhile)
+    first_seq, damaged = module._header(1, pa.py_buffer(data), is_final=True)
+    assert (first_seq, damaged is None) == ((1, True) if begins else (None, False))
 
 
 def test_beside_a_writer_there_is_never_damage_and_nothing_acknowledged_is_missing(tmp_path: Path) -> None:

@@ -277,7 +277,10 @@ def _numbers(names: list[str]) -> list[int]:
 
 def _headers(ordinals: list[int], buffers: list[pa.Buffer]) -> list[SegmentFound]:
     """Build the list of segments from their headers."""
-    read = [_header(o, b, is_final=o == ordinals[-1]) for o, b in zip(ordinals, buffers, strict=True)]
+    # The last one first: a broker may begin the next segments meanwhile, and a segment must not look blank because it
+    # was read before its successor.
+    pairs = zip(reversed(ordinals), reversed(buffers), strict=True)
+    read = [_header(ordinal, buffer, is_final=ordinal == ordinals[-1]) for ordinal, buffer in pairs][::-1]
     begun = [at for at, (first_seq, damage) in enumerate(read) if first_seq is not None or damage is not None]
     found = []
     for at, (ordinal, buffer) in enumerate(zip(ordinals, buffers, strict=True)):
@@ -301,6 +304,10 @@ def _header(ordinal: int, buffer: pa.Buffer, *, is_final: bool) -> tuple[int | N
         is_torn_spare = is_final and not _holds_frames(buffer)
         return None, None if is_torn_spare else Damage(segment_name(ordinal), 0, str(error))
     if first_seq is None and _holds_frames(buffer):
+        # A broker may have begun the segment after its header was read here. The header is written before the frames.
+        first_seq = fmt.read_segment_header(buffer)
+        if first_seq is not None:
+            return first_seq, None
         return None, Damage(segment_name(ordinal), 0, "it holds data but its header is blank")
     return first_seq, None
 
