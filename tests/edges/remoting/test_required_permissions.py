@@ -365,7 +365,7 @@ def test_without_an_access_file_nobody_looks_at_signatures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hot path of before, and not a longer one."""
-    monkeypatch.setattr(edges.needs, "signer", lambda *_: 1 / 0)
+    monkeypatch.setattr(edges.required_permissions, "signer", lambda *_: 1 / 0)
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         opaques = [send(wire, properties={"UNIQ_KEY": f"{n:032}"}) for n in range(10)]
         assert {wire.answer_to(opaque).code for opaque in opaques} == {0}
