@@ -287,7 +287,7 @@ def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
 
 
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
-    """Compute the bytes of each message as RocketMQ would store it. `few_rows.stored_size` does so for one message."""
+    """Compute the bytes of each message as RocketMQ would store it. For one message: `row_encoder.stored_size`."""
     total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
     for name in ("topic", "body", "properties"):
         total += byte_lengths(rows.column(name))

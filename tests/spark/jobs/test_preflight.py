@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.preflight."""
+"""Tests of the preflight of timeball.spark.jobs.bulk."""
 
 from __future__ import annotations
 

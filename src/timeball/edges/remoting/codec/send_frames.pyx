@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Runs of sends as rows of the log, with their places: the compiled twin of `few_sends.log_rows` and of `build_rows`.
+"""Runs of sends as rows of the log, with their places: the compiled twin of `small_batch.log_rows` and of `build_rows`.
 
     runs -> place: a queue and an offset for each row -> the Arrow message of their frame
                                                       -> entries for the queues' indexes
