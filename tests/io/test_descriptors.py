@@ -76,7 +76,7 @@ def test_the_brokers_own_files_are_opened_when_strangers_have_all_descriptors(
             for _ in range(50):
                 (tmp_path / "a").open("rb").close()
                 stop.wait(0.002)
-        for number in range(8):
+        for number in range(20):
             file = files.create(f"segment-{number}")
             file.write_at(0, b"x")
             file.sync()
