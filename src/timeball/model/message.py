@@ -117,7 +117,7 @@ SEND_COLUMNS: dict[str, pa.DataType] = {
 SEND_NAMES = [name for name in SEND_COLUMNS if name != "delay_ms"]
 SendRow = tuple[Any, ...]
 SendBatch = pa.RecordBatch | list[SendRow]  # columns of SEND_COLUMNS, or one row per message
-LogRow = tuple[Any, ...]  # a row of the log: a value for each column of LOG_SCHEMA
+LogRow = tuple[Any, ...]  # a row of the log: a value for each column of LOG_SCHEMA (constructors: rows.py)
 # A row with its number: a value for each column of READ_SCHEMA.
 ReadRow = tuple[Any, ...]
 

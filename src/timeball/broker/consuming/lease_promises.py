@@ -18,6 +18,7 @@ from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
 from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import Int64Array, Kind, LogRow, build_rows
+from timeball.model.rows import cancel_row
 
 Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a promise in the schedule
 # Settles or moves those promises of these receipts that are pending, durably, and returns which they were. The second
@@ -108,12 +109,10 @@ def few_cancel_rows(
     receipts: Sequence[Receipt], due_ms: Int64Array, version: Int64Array, reason: str, now_ms: int
 ) -> list[LogRow]:
     """Build the same rows as values."""
-    # In the order of LOG_SCHEMA.
     return [
-        (
-            int(Kind.CANCEL), retry_topic(receipt.group, receipt.topic), -1, None, None, None, None, None, reason,
-            None, None, now_ms, None, None, None, None, due, None, receipt.seq,
-            None if seq == receipt.seq else seq, None,
+        cancel_row(
+            topic=retry_topic(receipt.group, receipt.topic), source_seq=receipt.seq, due_seq=seq, due_ms=due,
+            store_ms=now_ms, properties=reason,
         )
         for receipt, due, seq in zip(receipts, due_ms.tolist(), version.tolist(), strict=True)
     ]  # fmt: skip

@@ -32,7 +32,8 @@ from timeball.broker.accepting.components import Components
 from timeball.broker.registry.rates import Stat
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, pairs
-from timeball.model.message import CANCELLED_BY, Kind, LogRow, encode_properties
+from timeball.model.message import CANCELLED_BY, LogRow, encode_properties
+from timeball.model.rows import cancel_row
 from timeball.model.wire import Verdict
 
 # Settles those of these promises that are pending, durably, and returns a verdict for each, by number.
@@ -91,9 +92,9 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
     """Build the CANCEL rows of these promises, as values of LOG_SCHEMA."""
     properties = encode_properties({CANCELLED_BY: by}) if by else None
     return [
-        (
-            int(Kind.CANCEL), c.topic, -1, None, None, c.keys, c.unique_key, None, properties, None, None, now_ms,
-            None, None, None, None, c.due_ms, c.accepted_ms, c.number, None if c.seq == c.number else c.seq, None,
+        cancel_row(
+            topic=c.topic, source_seq=c.number, due_seq=c.seq, due_ms=c.due_ms, store_ms=now_ms, keys=c.keys,
+            unique_key=c.unique_key, properties=properties, accepted_ms=c.accepted_ms,
         )
         for c in chosen
     ]  # fmt: skip
