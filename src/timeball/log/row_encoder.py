@@ -4,7 +4,7 @@ The compiled encoder (arrow_message.pyx) writes the Arrow message directly, and 
 Without it, or for values that it does not accept, pyarrow makes the batch and serialises it. pyarrow is the reference:
 both give the same bytes.
 
-row_encoder.py describes where the numbers in a message are.
+The section before the encoder says where the numbers in a message are.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The *mark* (S, N) states that all messages due before S with numbers below N are
 later bulk attach adds under numbers that were reserved before (`late`). Only settled messages that the mark does not
 cover need a pair in memory. The time T before which all is settled moves back when a message arrives whose due time has
 passed. The mark never moves back, so pairs that it covers can be removed. It moves on when T has caught up with it.
-Messages of a paused campaign are excepted from the mark while they are held (outcomes.py), and their settled pairs stay
+Messages of a paused campaign are excepted from the mark while they are held (`Holds`), and their settled pairs stay
 in memory.
 
 A pair is (due time, number). A message that gets another due time becomes another pair, and its old pair counts as

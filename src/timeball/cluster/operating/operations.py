@@ -1,7 +1,7 @@
 """The commands with which an operator changes a cluster.
 
 They only use the coordinator, so they run on any machine that reaches etcd. Changes of the set of replicas and
-hand-overs are made by the leader. A command asks the leader with a wish (operations.py), and the record shows the
+hand-overs are made by the leader. A command asks the leader with a wish, and the record shows the
 outcome. The wish is bound to a lease of the command, so an interrupted command withdraws its wish, unless the leader
 has carried it out already. The first record of a group and a forced record are written here.
 """

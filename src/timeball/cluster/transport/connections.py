@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from timeball.cluster.protocol.messages import Hello, Message, Receiver, encode
 from timeball.model.errors import PeerError, SetupError
 
-# TLS without a socket and without I/O: converts between plain and encrypted bytes. connections.py reads and writes.
+# TLS without a socket and without I/O: converts between plain and encrypted bytes. `Connections` reads and writes.
 #
 # Both sides present a certificate of the cluster's own authority, so a stranger cannot even send a HELLO.
 

@@ -10,7 +10,7 @@ one (WANT), one file at a time.
                have left the table, and segments that the leader may have deleted
     new leader asks for its missing files before its broker is built (`complete`)
 
-A replica confirms a file only when its checksum was right and its name is on the disk (data_files.py).
+A replica confirms a file only when its checksum was right and its name is on the disk (`IncomingFile`).
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Topics:
         return self._known.get(name, 0)
 
     def gone(self, names: Iterable[str]) -> list[str]:
-        """Return those of the topics that do not exist now, whatever the cache contains."""
+        """Return the topics that do not exist now. Asks Kafka again and does not use the cache."""
         self._at_ms = None
         return [name for name in names if not self.has(name)]
 
